@@ -1,0 +1,215 @@
+"""PipeFusion from the sampler's side: each band's sampler runs in a thread and asks for its own predictions.
+
+The bands' calls are put into one fixed order, whatever the threads' timing: call k of band 0, 1, ... M-1, then call
+k+1. At an exact call the bands meet: their latents run as one, and each gets its own rows of the answer.
+"""
+
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from .client import Call, Conditioning, RemoteTransformer
+from .layout import Span, split
+from .pool import POLL_SECONDS, Poll
+
+T = TypeVar("T")
+
+
+class NotLocal(Exception):  # noqa: N818 (no failure of the run: it says that the run cannot be cut into bands)
+    """The bands asked for different things: this sampler looks at more than its own rows. Run it whole instead."""
+
+
+def cut_rows(height: int, bands: int, patch_rows: int) -> tuple[Span, ...]:
+    """Spans of latent rows, one per band, on the borders of token rows; fewer than asked for where rows run out."""
+    rows = -(-height // patch_rows)
+    return tuple(
+        Span(span.start * patch_rows, min(span.stop * patch_rows, height))
+        for span in split(Span(0, rows), min(bands, rows))
+    )
+
+
+@dataclass
+class _Request:
+    x: torch.Tensor
+    timestep: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    exact: bool
+    future: Future = field(default_factory=Future)
+
+
+class BandedRun:
+    """One sampling run in bands. `rows`: each band's latent rows; `shape`: of the whole latent [B, C, H, W].
+
+    With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes.
+    """
+
+    def __init__(self, model: RemoteTransformer, rows: tuple[Span, ...], shape: tuple[int, ...], warm_up: bool):
+        self.model, self.rows, self.warm_up = model, rows, warm_up
+        self.grid = model.family.grid(shape)
+        self.run = model.open_run()
+        self.exact_calls, self.banded_calls = 0, 0
+        self._lock = threading.RLock()
+        self._calls = [0] * len(rows)  # calls made so far, per band
+        self._waiting: dict[tuple[int, int], _Request] = {}  # (call, band): not posted yet
+        self._latest: dict[int, _Request] = {}  # each band's last request, posted or not
+        self._turn = (0, 0)  # the (call, band) to post next
+        self._turn_timestep: torch.Tensor | None = None  # of band 0 in that call
+        self._known: set[int] = set()  # conditionings with keys in the buffers
+        self._finished: set[int] = set()
+        self._error: BaseException | None = None
+
+    def predict(
+        self, band: int, x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor], exact: bool
+    ) -> torch.Tensor:
+        """The band's model output, like `x` [B, C, rows, W]. Blocks; raises what `abort` was given, or RankError."""
+        request = _Request(x, timestep, tensors, exact)
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._waiting[self._calls[band], band] = self._latest[band] = request
+            self._calls[band] += 1
+            self._post_what_can_go()
+        return request.future.result()
+
+    def finish(self, band: int) -> None:
+        """The band's sampler has returned."""
+        with self._lock:
+            self._finished.add(band)
+            self._post_what_can_go()
+
+    def abort(self, error: BaseException) -> None:
+        """Every unanswered and every later `predict` raises `error`."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+                self._waiting.clear()
+                self.model.abandon(self.run)
+                for request in self._latest.values():
+                    self._settle(request, error, None)
+
+    def _post_what_can_go(self) -> None:
+        while self._error is None and self._waiting:
+            call, band = self._turn
+            request = self._waiting.get((call, band))
+            if request is None:
+                if band in self._finished:
+                    self.abort(NotLocal("the bands did not make the same number of model calls"))
+                return
+            if band == 0:
+                self._turn_timestep = request.timestep
+            elif not torch.equal(request.timestep, self._turn_timestep):
+                self.abort(NotLocal("the bands are at different timesteps"))
+                return
+            conditioning = self.model.conditioning(self.grid, request.tensors)
+            if band == 0 and (request.exact or (self.warm_up and conditioning.id not in self._known)):
+                missing = {b for b in range(len(self.rows)) if (call, b) not in self._waiting}
+                if missing:
+                    if missing & self._finished:
+                        self.abort(NotLocal("the bands did not make the same number of model calls"))
+                    return
+                self._post_exact([self._waiting.pop((call, b)) for b in range(len(self.rows))], conditioning)
+                self._turn = (call + 1, 0)
+            else:
+                self._post_band(band, self._waiting.pop((call, band)), conditioning)
+                self._turn = (call, band + 1) if band + 1 < len(self.rows) else (call + 1, 0)
+            self._known.add(conditioning.id)
+
+    def _post_exact(self, requests: list[_Request], conditioning: Conditioning) -> None:
+        if any(not torch.equal(request.timestep, self._turn_timestep) for request in requests):
+            self.abort(NotLocal("the bands are at different timesteps"))
+            return
+        x = torch.cat([request.x for request in requests], dim=2)
+        self._post(
+            x, Span(0, self.grid[0] * self.grid[1]), True, list(zip(requests, self.rows, strict=True)), conditioning
+        )
+        self.exact_calls += 1
+
+    def _post_band(self, band: int, request: _Request, conditioning: Conditioning) -> None:
+        patch, columns, rows = self.model.family.patch_rows, self.grid[1], self.rows[band]
+        tokens = Span(rows.start // patch * columns, -(-rows.stop // patch) * columns)
+        self._post(request.x, tokens, band == 0, [(request, Span(0, len(rows)))], conditioning)
+        self.banded_calls += band == 0
+
+    def _post(
+        self,
+        x: torch.Tensor,
+        tokens: Span,
+        text: bool,
+        requests: list[tuple[_Request, Span]],
+        conditioning: Conditioning,
+    ) -> None:
+        """Post `x` and give each request its rows of the answer."""
+        family, timestep = self.model.family, requests[0][0].timestep
+        call = self.model.call(family.pack(x), timestep, conditioning, self.run, tokens, text)
+
+        def share(done: Future) -> None:
+            error = done.exception()
+            latent = None if error else family.unpack(done.result(), tuple(x.shape))
+            for request, rows in requests:
+                self._settle(request, error, None if error else latent[:, :, rows.slice])
+
+        call.future.add_done_callback(share)
+        self.model.post(call)
+
+    def _settle(self, request: _Request, error: BaseException | None, value: torch.Tensor | None) -> None:
+        with self._lock:
+            if request.future.done():  # aborted: the output came too late
+                return
+            if error is not None:
+                request.future.set_exception(error)
+            else:
+                request.future.set_result(value.to(request.x.device))
+
+
+def run_bands(run: BandedRun, sample: Callable[[int], T], on_event: Callable[[], None], poll: Poll) -> list[T]:
+    """`sample(band)` for every band, each in a thread of its own; their results in order.
+
+    `poll` and `on_event` run on the calling thread while the bands work (progress and previews belong to it). Whatever
+    it or a band raises aborts all bands and is raised here, once every thread has ended.
+    """
+    results: dict[int, T] = {}
+    ended: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+
+    def work(band: int) -> None:
+        try:
+            with torch.inference_mode():
+                results[band] = sample(band)
+            run.finish(band)
+            ended.put((band, None))
+        except BaseException as error:
+            run.abort(error)
+            ended.put((band, error))
+
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(work, band), name=f"band {band}", daemon=True)
+        for band in range(len(run.rows))
+    ]
+    error: BaseException | None = None
+    for thread in threads:
+        thread.start()
+    missing = len(threads)
+    while missing:
+        try:
+            _, failed = ended.get(timeout=POLL_SECONDS)
+            missing -= 1
+            error = error or failed
+        except queue.Empty:
+            pass
+        if error is None:
+            try:
+                poll()
+                on_event()
+            except BaseException as raised:  # ComfyUI's Cancel is a BaseException
+                error = raised
+                run.abort(raised)
+    for thread in threads:
+        thread.join()
+    if error is not None:
+        raise error
+    return [results[band] for band in range(len(threads))]

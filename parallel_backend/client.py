@@ -1,0 +1,273 @@
+"""What the nodes call: a model that lives on a pool of ranks and answers `predict`.
+
+A call is cut into micro-steps (batch entries over replicas, entries of an exact call one by one through the pipeline),
+posted in order with a small window, and its outputs, shard by shard, are put together again.
+"""
+
+import itertools
+import threading
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from . import messages as m
+from .checkpoint import Checkpoint
+from .config import Degrees, Runtime, check_devices, check_model
+from .layout import Span, split, split_by_cost
+from .pool import Poll, Pool, wait_for
+
+CONDITIONINGS_KEPT = 32
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Tensors that a set of calls shares, as the ranks know them by `id`. Batch is the first axis of each."""
+
+    id: int
+    grid: tuple[int, ...]
+    text_tokens: int
+    batch: int
+    tensors: dict[str, torch.Tensor]
+
+    def matches(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> bool:
+        return (
+            self.grid == grid
+            and self.tensors.keys() == tensors.keys()
+            and all(
+                a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+                for a, b in ((self.tensors[name], tensors[name]) for name in tensors)
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One evaluation of the transformer for image tokens `tokens`. `x` [B, n, c]; `run` 0 for a call without buffers."""
+
+    x: torch.Tensor
+    timestep: tuple[float, ...]
+    conditioning: Conditioning
+    tokens: Span
+    with_text: bool
+    run: int
+    future: Future = field(default_factory=Future)
+
+
+class _Assembly:
+    """The output of a call while its parts arrive. Parts are (entries, tokens) of [B, n, c], by micro-step and rank."""
+
+    def __init__(self, call: Call):
+        self.call, self.missing, self.value = call, 0, None
+
+    def put(self, entries: Span, rows: Span, part: torch.Tensor) -> bool:
+        """True when this was the last part."""
+        if self.value is None:
+            self.value = part.new_empty(len(self.call.x), len(self.call.tokens), part.shape[-1])
+        self.value[entries.slice, rows.slice] = part
+        self.missing -= 1
+        return self.missing == 0
+
+
+@dataclass(frozen=True)
+class _MicroStep:
+    """One replica's micro-step. `entries` counts within the call, `local` within the replica's conditioning."""
+
+    seq: int
+    assembly: _Assembly
+    entries: Span
+    local: Span
+
+
+class RemoteTransformer:
+    """A checkpoint, cut by `degrees`, on the ranks of `pool`. Thread-safe.
+
+    Raises ValueError (naming the widget) where the model cannot be cut so, RankError when a rank fails.
+    """
+
+    def __init__(self, pool: Pool, checkpoint: Checkpoint, degrees: Degrees, dtype: str, runtime: Runtime, poll: Poll):
+        check_devices(degrees, pool.devices)
+        family, config = checkpoint.family, checkpoint.config
+        check_model(degrees, heads=family.heads(config), blocks=family.block_count(config))
+        self.pool, self.checkpoint, self.degrees, self.family = pool, checkpoint, degrees, family
+        self._lock = threading.RLock()
+        self._seq, self._ids, self._runs = itertools.count(1), itertools.count(1), itertools.count(1)
+        self._conditionings: deque[Conditioning] = deque()
+        self._window = degrees.pipe + 1
+        self._waiting: list[deque[_MicroStep]] = [deque() for _ in range(degrees.batch)]
+        self._flying: list[dict[int, _MicroStep]] = [{} for _ in range(degrees.batch)]
+        self._shards_left: dict[int, int] = {}
+        pool.on_output, pool.on_failure = self._on_output, self._on_failure
+        wait_for(pool.ready, poll)
+        load = m.Load(
+            str(checkpoint.path),
+            family.name,
+            dtype,
+            degrees.sizes,
+            split_by_cost([1.0] * family.block_count(config), degrees.pipe),
+            runtime.attention,
+            runtime.overlap,
+        )
+        replies = wait_for(pool.ask(load, m.Loaded), poll)
+        self.weight_bytes = [reply.weight_bytes for reply in replies]
+
+    def predict(
+        self, x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor], poll: Poll
+    ) -> torch.Tensor:
+        """Exact model output for the whole latent `x` [B, C, H, W] at `timestep` [B]; same shape and device as `x`."""
+        grid = self.family.grid(x.shape)
+        call = self.call(self.family.pack(x), timestep, self.conditioning(grid, tensors), run=0)
+        self.post(call)
+        try:
+            tokens = wait_for(call.future, poll)
+        except BaseException:
+            self.abandon(call.run)
+            raise
+        return self.family.unpack(tokens, x.shape).to(x.device)
+
+    def call(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        conditioning: Conditioning,
+        run: int,
+        tokens: Span | None = None,
+        with_text: bool = True,
+    ) -> Call:
+        tokens = tokens or Span(0, x.shape[1])
+        assert x.shape[1] == len(tokens)
+        return Call(x, tuple(timestep.flatten().tolist()), conditioning, tokens, with_text, run)
+
+    def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> Conditioning:
+        """The ranks' own copy of these tensors, sent only if it is not there yet.
+
+        A sampler passes the same values again at each step, in new tensors: they are compared, not identified.
+        """
+        with self._lock:
+            for known in self._conditionings:
+                if known.matches(grid, tensors):
+                    return known
+            names = [name for name in self.family.token_tensors if name in tensors]
+            conditioning = Conditioning(
+                next(self._ids),
+                grid,
+                tensors[names[0]].shape[1] if names else 0,
+                len(next(iter(tensors.values()))),
+                tensors,
+            )
+            self._send_conditioning(conditioning)
+            self._conditionings.append(conditioning)
+            if len(self._conditionings) > CONDITIONINGS_KEPT:
+                old = self._conditionings.popleft()
+                self.pool.tell(m.DropConditioning(old.id))
+            return conditioning
+
+    def open_run(self) -> int:
+        """A number for a run, under which its calls keep their K/V buffers."""
+        return next(self._runs)
+
+    def close_run(self, run: int, poll: Poll) -> list[m.RunStats]:
+        """Drop the run's buffers; what each rank did since the last report, in rank order."""
+        return wait_for(self.pool.ask(m.CloseRun(run), m.RunStats), poll)
+
+    def discard_run(self, run: int) -> None:
+        """Give the run up without waiting: what was sent (the window at most) still finishes on the ranks, unheard."""
+        self.abandon(run)
+        if self.pool.error is None:
+            self.pool.tell(m.CloseRun(run))
+
+    def abandon(self, run: int) -> None:
+        """Forget the run's calls: those not sent yet never will be, those under way finish and are dropped."""
+        with self._lock:
+            for waiting in self._waiting:
+                kept = [step for step in waiting if step.assembly.call.run != run]
+                waiting.clear()
+                waiting.extend(kept)
+
+    def post(self, call: Call) -> None:
+        """Queue the call's micro-steps; `call.future` gives tokens [B, n, c] on the CPU."""
+        assembly = _Assembly(call)
+        with self._lock:
+            if self.pool.error is not None:
+                call.future.set_exception(self.pool.error)
+                return
+            whole = len(call.tokens) == call.conditioning.grid[0] * call.conditioning.grid[1]
+            for replica, entries in enumerate(split(Span(0, len(call.x)), self.degrees.batch)):
+                # An exact call fills the pipeline with its batch entries: nothing else could overlap in it.
+                parts = len(entries) if whole and self.degrees.pipe > 1 else min(1, len(entries))
+                for part in split(entries, parts) if parts else ():
+                    step = _MicroStep(next(self._seq), assembly, part, part.shift(-entries.start))
+                    assembly.missing += self.degrees.ulysses
+                    self._waiting[replica].append(step)
+            for replica in range(self.degrees.batch):
+                self._fill(replica)
+
+    def _fill(self, replica: int) -> None:
+        """Send waiting micro-steps while fewer than the window are under way.
+
+        The window keeps every stage busy and one micro-step ahead, and no more: what is sent cannot be called back.
+        """
+        waiting, flying = self._waiting[replica], self._flying[replica]
+        while waiting and len(flying) < self._window:
+            step = waiting.popleft()
+            flying[step.seq] = step
+            self._shards_left[step.seq] = self.degrees.ulysses
+            self._send_step(replica, step)
+
+    def _send_step(self, replica: int, step: _MicroStep) -> None:
+        call = step.assembly.call
+        shards = split(Span(0, len(call.tokens)), self.degrees.ulysses)
+        for stage in range(self.degrees.pipe):
+            for index, rows in enumerate(shards):
+                message = m.Step(
+                    step.seq,
+                    call.run,
+                    call.conditioning.id,
+                    call.tokens,
+                    call.with_text,
+                    step.local,
+                    call.timestep[step.entries.slice],
+                    call.x[step.entries.slice, rows.slice] if stage == 0 else None,
+                )
+                self.pool.send(self.degrees.rank(batch=replica, pipe=stage, ulysses=index), message)
+
+    def _send_conditioning(self, conditioning: Conditioning) -> None:
+        family, degrees = self.family, self.degrees
+        text = split(Span(0, conditioning.text_tokens), degrees.ulysses)
+        for replica, entries in enumerate(split(Span(0, conditioning.batch), degrees.batch)):
+            for stage in range(degrees.pipe):
+                for index in range(degrees.ulysses):
+                    tensors = {}
+                    for name, tensor in conditioning.tensors.items():
+                        if name in family.vector_tensors:
+                            tensors[name] = tensor[entries.slice]
+                        elif stage == 0:
+                            tensors[name] = tensor[entries.slice, text[index].slice]
+                    message = m.PutConditioning(
+                        conditioning.id, conditioning.grid, conditioning.text_tokens, len(entries), tensors
+                    )
+                    self.pool.send(degrees.rank(batch=replica, pipe=stage, ulysses=index), message)
+
+    def _on_output(self, output: m.Output) -> None:
+        """On the pool's thread: put the part in its place, send what the window now allows, hand out a finished call."""
+        at = self.degrees.coordinate(output.rank)
+        with self._lock:
+            step = self._flying[at.batch][output.seq]
+            rows = split(Span(0, len(step.assembly.call.tokens)), self.degrees.ulysses)[at.ulysses]
+            complete = step.assembly.put(step.entries, rows, output.value)
+            self._shards_left[output.seq] -= 1
+            if not self._shards_left[output.seq]:
+                del self._shards_left[output.seq], self._flying[at.batch][output.seq]
+                self._fill(at.batch)
+        if complete:
+            step.assembly.call.future.set_result(step.assembly.value)
+
+    def _on_failure(self, error: Exception) -> None:
+        with self._lock:
+            steps = [step for queue in (*self._waiting, *(f.values() for f in self._flying)) for step in queue]
+            futures = {id(step.assembly.call.future): step.assembly.call.future for step in steps}
+            self._waiting = [deque() for _ in range(self.degrees.batch)]
+            self._flying = [{} for _ in range(self.degrees.batch)]
+        for future in futures.values():
+            future.set_exception(error)

@@ -1,0 +1,187 @@
+"""One rank's model at work: turns a `Step` message into receives, the model's forward, and a send or an output."""
+
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from .attention import AttentionContext, StepView, choose_kernel, install_seams
+from .checkpoint import open_checkpoint
+from .collectives import StageLink, Traffic
+from .config import Degrees
+from .families.base import StepInputs
+from .kv_buffer import KVBuffer
+from .layout import Span, split
+from .mesh import make_mesh
+from .messages import Load, Output, PutConditioning, RunStats, Step
+from .schedule import Op, stage_ops
+from .stage import StageDone, build_stage, compute_dtype, keep_timestep_exact
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What a PutConditioning message left on the rank; `tensors` are on its device, in the compute dtype."""
+
+    grid: tuple[int, ...]
+    text_tokens: int
+    batch: int
+    tensors: dict[str, torch.Tensor]
+
+
+class Engine:
+    """A loaded stage. All methods are collective only where the mesh says so; none waits for another rank's choice."""
+
+    def __init__(self, rank: int, device: torch.device, load: Load):
+        """Loads the rank's own part of the checkpoint. Collective over all ranks (it builds the mesh's groups)."""
+        self.rank, self.device = rank, device
+        checkpoint = open_checkpoint(load.path)
+        self.family = checkpoint.family
+        self.dtype = compute_dtype(load.dtype, device)
+        self.mesh = make_mesh(Degrees(*load.degrees), rank, device)
+        self.pipe, self.ulysses = self.mesh.axes["pipe"], self.mesh.axes["ulysses"]
+        self.ops = stage_ops(self.pipe.index, self.pipe.size)
+        self.hidden = self.family.hidden(checkpoint.config)
+
+        self.traffic = Traffic()
+        self.link = StageLink(self.pipe, device, load.overlap, self.traffic)
+        span = load.stage_blocks[self.pipe.index]
+        self.model, attention, self.ingress = build_stage(checkpoint, span, device, load.dtype)
+        kernel = choose_kernel(load.attention, device, self.dtype)
+        self.context = AttentionContext(self.ulysses, kernel, self.traffic)
+        install_seams(attention, self.context)
+        self.timestep: torch.Tensor | None = None
+        keep_timestep_exact(self.model, self.family, lambda: self.timestep)
+
+        self.conditionings: dict[int, Conditioning] = {}
+        self.buffers: dict[tuple[int, int], KVBuffer] = {}  # (run, conditioning)
+        self.buffer_bytes = 0
+        self.micro_steps, self.compute_seconds = 0, 0.0
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    def put_conditioning(self, message: PutConditioning) -> None:
+        tensors = {
+            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+            for name, tensor in message.tensors.items()
+        }
+        self.conditionings[message.id] = Conditioning(message.grid, message.text_tokens, message.batch, tensors)
+
+    def drop_conditioning(self, conditioning: int) -> None:
+        self.conditionings.pop(conditioning, None)
+        for key in [key for key in self.buffers if key[1] == conditioning]:
+            del self.buffers[key]
+
+    @torch.inference_mode()
+    def step(self, step: Step, upcoming: Step | None) -> Output | None:
+        """Run one micro-step; the output on the last stage, None elsewhere.
+
+        `upcoming`: the next micro-step if it is known already, whose receive is posted before this one is computed.
+        """
+        started, waited = time.perf_counter(), self.traffic.wait_seconds
+        text, image = self._shards(step)
+        received = output = None
+        for op in self.ops:
+            if op is Op.RECEIVE:
+                if not self.link.posted:
+                    self._post_receive(step)
+                received = self.link.receive()
+                if upcoming is not None and self.link.overlap:
+                    self._post_receive(upcoming)
+            elif op is Op.COMPUTE:
+                output = self._compute(step, text, image, received)
+            else:
+                self.link.send(output)
+        self.micro_steps += 1
+        self.compute_seconds += time.perf_counter() - started - (self.traffic.wait_seconds - waited)
+        return Output(self.rank, step.seq, output) if Op.SEND not in self.ops else None
+
+    def close_run(self, run: int) -> RunStats:
+        """Drop the run's K/V buffers and report what was done since the last report."""
+        self.link.await_sends()
+        buffer_bytes, self.buffer_bytes = self.buffer_bytes, 0
+        for key in [key for key in self.buffers if key[0] == run]:
+            del self.buffers[key]
+        stats = RunStats(
+            self.rank,
+            run,
+            self.micro_steps,
+            self.compute_seconds,
+            self.traffic.wait_seconds,
+            dict(self.traffic.bytes_sent),
+            buffer_bytes,
+            self._peak_bytes(),
+        )
+        self.micro_steps, self.compute_seconds, self.traffic.wait_seconds = 0, 0.0, 0.0
+        self.traffic.bytes_sent.clear()
+        return stats
+
+    def _shards(self, step: Step) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """The micro-step's text and image tokens cut over the Ulysses axis, by rank."""
+        text = Span(0, self.conditionings[step.conditioning].text_tokens if step.with_text else 0)
+        return split(text, self.ulysses.size), split(step.tokens, self.ulysses.size)
+
+    def _post_receive(self, step: Step) -> None:
+        text, image = (shards[self.ulysses.index] for shards in self._shards(step))
+        self.link.post_receive((len(step.entries), len(text) + len(image), self.hidden), self.dtype)
+
+    def _compute(
+        self, step: Step, text: tuple[Span, ...], image: tuple[Span, ...], received: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[b, n, channels] on the last stage; [b, t + n, hidden], to be sent on, elsewhere."""
+        conditioning = self.conditionings[step.conditioning]
+        buffer = self._buffer(step, conditioning)
+        own_text, own_image = text[self.ulysses.index], image[self.ulysses.index]
+        self.context.step = StepView(conditioning.text_tokens, text, image, step.entries, buffer)
+        self.timestep = torch.tensor(step.timestep, dtype=torch.float32, device=self.device)
+        if self.ingress is not None:
+            self.ingress.received, self.ingress.text_tokens = received, len(own_text)
+        inputs = StepInputs(
+            None if step.x is None else step.x.to(self.device, self.dtype),
+            self.timestep,
+            self._tensors(step, conditioning),
+            conditioning.grid,
+            own_image,
+            own_text,
+            self.dtype,
+        )
+        try:
+            output = self.model(**self.family.arguments(inputs), return_dict=False)[0]
+        except StageDone as done:
+            output = torch.cat((done.text, done.image), dim=1)
+        finally:
+            self.context.step = None
+        if buffer is not None:
+            buffer.filled = max(buffer.filled, step.tokens.stop)
+            self.buffer_bytes = max(self.buffer_bytes, sum(b.nbytes for b in self.buffers.values()))
+        return output
+
+    def _tensors(self, step: Step, conditioning: Conditioning) -> dict[str, torch.Tensor]:
+        """The conditioning of this micro-step's entries; its text is empty where the text does not run along."""
+        tensors = {name: tensor[step.entries.slice] for name, tensor in conditioning.tensors.items()}
+        if not step.with_text:
+            for name in self.family.token_tensors:
+                if name in tensors:
+                    tensors[name] = tensors[name][:, :0]
+        return tensors
+
+    def _buffer(self, step: Step, conditioning: Conditioning) -> KVBuffer | None:
+        if step.run == 0:
+            return None
+        key = (step.run, step.conditioning)
+        if key not in self.buffers:
+            image = conditioning.grid[0] * conditioning.grid[1]
+            self.buffers[key] = KVBuffer(conditioning.text_tokens, image, conditioning.batch)
+        return self.buffers[key]
+
+    def _peak_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        try:
+            import resource  # POSIX only
+        except ImportError:
+            return 0
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,77 @@
+"""What a family is to the backend: data, and a few functions of a line or two."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..layout import Span
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Checkpoint key (original layout, no prefix) -> shape."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter's values are: rows `rows` (None: all) of checkpoint tensor `key`.
+
+    `swap_halves`: the first and second half of the rows are exchanged (adaLN's shift and scale in diffusers' order).
+    """
+
+    key: str
+    rows: Span | None = None
+    swap_halves: bool = False
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a family's `arguments` may use to call the model's own forward for one micro-step, all on the rank's device.
+
+    `x`: [b, n, C] the rank's shard of the band's packed latent, None where the rank has no prologue.
+    `timestep`: [b] float32, as the sampler gave it. `tensors`: the conditioning's, entries of this micro-step only.
+    `grid`, `image`, `text`: token grid of the whole image; positions of the rank's image and text tokens.
+    """
+
+    x: torch.Tensor | None
+    timestep: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    grid: tuple[int, ...]
+    image: Span
+    text: Span
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the registry. Names in `block_lists`, `prologue`, `epilogue` are attributes of the diffusers class.
+
+    detect: key shapes -> is it this family. configure: key shapes -> the class's constructor arguments.
+    recipe: constructor arguments -> parameter name -> Source. pack/unpack: latent [B, C, H, W] <-> tokens [B, N, c].
+    time_embed: submodule whose first argument is the timestep, and the factor between the sampler's and its own.
+    """
+
+    name: str
+    model_class: str
+    block_lists: tuple[str, ...]
+    prologue: tuple[str, ...]
+    epilogue: tuple[str, ...]
+    token_tensors: tuple[str, ...]  # conditioning tensors with a text token axis (axis 1), needed by the first stage
+    vector_tensors: tuple[str, ...]  # conditioning tensors that every stage needs
+    time_embed: tuple[str, float]
+    latent_channels: Callable[[dict[str, Any]], int]
+    hidden: Callable[[dict[str, Any]], int]
+    heads: Callable[[dict[str, Any]], int]
+    blocks: Callable[[dict[str, Any]], dict[str, int]]  # block list -> how many
+    detect: Callable[[Shapes], bool]
+    configure: Callable[[Shapes], dict[str, Any]]
+    recipe: Callable[[dict[str, Any]], dict[str, Source]]
+    arguments: Callable[[StepInputs], dict[str, Any]]
+    grid: Callable[[tuple[int, ...]], tuple[int, ...]]  # latent [..., H, W] shape -> token grid (rows, columns)
+    pack: Callable[[torch.Tensor], torch.Tensor]
+    unpack: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+    patch_rows: int  # latent rows per token row
+    key_aliases: dict[str, str] = field(default_factory=dict)  # key endings that some files use for others
+
+    def block_count(self, config: dict[str, Any]) -> int:
+        return sum(self.blocks(config).values())

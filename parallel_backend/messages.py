@@ -1,0 +1,212 @@
+"""What crosses processes: plain dataclasses of numbers, strings, tuples and tensors, with an explicit encoding.
+
+A message travels as one JSON header followed by the raw bytes of its tensors. Nothing is ever unpickled. Tensors arrive
+on the CPU; where they go from there is the receiver's business.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .layout import Span
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Rank -> client: the process is up and has joined its group."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Client -> rank: load the rank's own part of a model; replaces whatever model the rank held.
+
+    `degrees`: the five mesh sizes. `stage_blocks`: per stage, the span of blocks it owns (all block lists counted through).
+    """
+
+    path: str
+    family: str
+    dtype: str
+    degrees: tuple[int, ...]
+    stage_blocks: tuple[Span, ...]
+    attention: str
+    overlap: bool
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Rank -> client: the model is in place; `weight_bytes` is what this rank holds of it."""
+
+    rank: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Unload:
+    """Client -> rank: drop the model and everything that belongs to it."""
+
+
+@dataclass(frozen=True)
+class Unloaded:
+    rank: int
+
+
+@dataclass(frozen=True)
+class PutConditioning:
+    """Client -> rank: what a set of model calls shares. `tensors`: only those that this rank needs, by the family's names.
+
+    Tensors have the batch entries of this replica as first axis; token tensors are cut to the rank's own shard.
+    """
+
+    id: int
+    grid: tuple[int, ...]  # tokens per image axis, (rows, columns)
+    text_tokens: int  # of the whole text, over all ranks
+    batch: int
+    tensors: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class DropConditioning:
+    id: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Client -> rank: one micro-step. `tokens`: the band's span of image tokens, over all ranks of the stage.
+
+    `run` names the K/V buffers to use (0: none, the step is exact and leaves nothing behind). `x` is the rank's own
+    shard [entries, n, channels], for the first stage only. `timestep`: one float per entry, as the sampler gave it.
+    """
+
+    seq: int
+    run: int
+    conditioning: int
+    tokens: Span
+    with_text: bool
+    entries: Span
+    timestep: tuple[float, ...]
+    x: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Output:
+    """Rank of the last stage -> client: the rank's shard of the prediction, [entries, n, channels]."""
+
+    rank: int
+    seq: int
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CloseRun:
+    """Client -> rank: the run is over; drop its K/V buffers and report."""
+
+    run: int
+
+
+@dataclass(frozen=True)
+class RunStats:
+    """Rank -> client, for the time since the last report. Bytes are payload that left this rank, by mesh axis."""
+
+    rank: int
+    run: int
+    micro_steps: int
+    compute_seconds: float
+    wait_seconds: float  # of it blocked in transfers
+    bytes_sent: dict[str, int]
+    buffer_bytes: int  # K/V buffers of the run at their largest
+    peak_bytes: int  # device memory at its highest (CUDA) or resident set (CPU)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Rank -> client: the rank is about to end. `peer`: it failed in a transfer, so the cause may lie with another rank."""
+
+    rank: int
+    seq: int | None
+    peer: bool
+    summary: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Client -> rank: end the process."""
+
+
+_TYPES = {
+    cls.__name__: cls
+    for cls in (
+        *(Ready, Load, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
+        *(Step, Output, CloseRun, RunStats, Failure, Stop, Span),
+    )
+}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+}
+MAX_HEADER_BYTES = 1 << 20
+MAX_TENSOR_BYTES = 1 << 33
+
+
+def encode(message: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Header and the tensors (CPU, contiguous) that follow it, in order."""
+    tensors: list[torch.Tensor] = []
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value.detach().to("cpu").contiguous())
+            return {"$tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+        if dataclasses.is_dataclass(value):
+            fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return {"$type": type(value).__name__, **fields}
+        if isinstance(value, (tuple, list)):
+            return [plain(item) for item in value]
+        if isinstance(value, dict):
+            return {"$dict": [[key, plain(item)] for key, item in value.items()]}
+        assert value is None or isinstance(value, (bool, int, float, str)), f"{type(value)} cannot cross processes"
+        return value
+
+    return json.dumps(plain(message)).encode(), tensors
+
+
+class BadMessage(ValueError):
+    """The bytes are no message of ours."""
+
+
+def decode_header(header: bytes) -> tuple[Any, list[torch.Tensor]]:
+    """The message with empty tensors in place, and those tensors in the order in which their bytes follow.
+
+    Raises BadMessage for anything malformed; allocates no more than the header's bounded sizes say.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def build(value: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(build(item) for item in value)
+        if not isinstance(value, dict):
+            return value
+        if "$tensor" in value:
+            dtype, shape = value["$tensor"]
+            if not all(isinstance(size, int) and size >= 0 for size in shape):
+                raise BadMessage(f"tensor shape {shape}")
+            if math.prod(shape) * _DTYPES[dtype].itemsize > MAX_TENSOR_BYTES:
+                raise BadMessage(f"tensor of {shape} {dtype} is larger than {MAX_TENSOR_BYTES} bytes")
+            tensors.append(torch.empty(shape, dtype=_DTYPES[dtype]))
+            return tensors[-1]
+        if "$dict" in value:
+            return {key: build(item) for key, item in value["$dict"]}
+        fields = {name: build(item) for name, item in value.items() if name != "$type"}
+        return _TYPES[value["$type"]](**fields)
+
+    try:
+        return build(json.loads(header)), tensors
+    except BadMessage:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise BadMessage(f"{type(error).__name__}: {error}") from error

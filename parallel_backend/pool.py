@@ -1,0 +1,230 @@
+"""The ranks of one set of devices: started once, watched, kept between prompts, ended together when one fails."""
+
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing
+
+from . import messages as m
+from . import worker
+from .channel import Channel
+
+log = logging.getLogger(__name__)
+
+Poll = Callable[[], None]
+"""Called every few ms while the client waits; raises to give up (ComfyUI's Cancel does)."""
+
+POLL_SECONDS = 0.02
+BLAME_SECONDS = 1.0
+"""How long to look for the root cause after a rank reports that a transfer failed: the rank that died explains more."""
+STOP_SECONDS = 3.0
+_MAIN_MODULE = threading.Lock()
+
+_Key = tuple[type, int | None]
+"""What a request waits for: the replies' type and, where they have one, their run."""
+
+
+class RankError(RuntimeError):
+    """A rank failed. The message names it, its device and what it was doing; the pool is gone, the next use rebuilds it."""
+
+
+@contextlib.contextmanager
+def clean_main_module() -> Iterator[None]:
+    """Spawn makes a child import the parent's `__main__` again, which is ComfyUI's main.py: show it an empty one."""
+    with _MAIN_MODULE:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+def wait_for(future: Future, poll: Poll) -> Any:
+    """The future's result; `poll` runs while it is not there yet."""
+    while True:
+        try:
+            return future.result(timeout=POLL_SECONDS)
+        except FutureTimeout:
+            if future.done():  # the result itself was a time-out error
+                raise
+            poll()
+
+
+class Pool:
+    """One process per device. `on_output` gets every Output message, on the pool's own thread."""
+
+    def __init__(self, devices: tuple[str, ...], timeout: timedelta = timedelta(minutes=30)):
+        self.devices, self.timeout = devices, timeout
+        self.error: Exception | None = None
+        self.on_output: Callable[[m.Output], None] = lambda output: None
+        self.on_failure: Callable[[Exception], None] = lambda error: None
+        self._gathers: dict[_Key, tuple[Future, dict[int, Any]]] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self._failed_at: float | None = None
+        self._failures: list[m.Failure] = []
+        self._directory = Path(tempfile.mkdtemp(prefix="parallel-dit-"))
+        self._processes: list[Any] = []
+        self._channels: list[Channel] = []
+        ready = self._expect((m.Ready, None))
+        self._start()
+        self._watcher = threading.Thread(target=self._watch, name="parallel-dit-pool", daemon=True)
+        self._watcher.start()
+        self.ready: Future = ready
+
+    def _start(self) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        threads = max(1, (os.cpu_count() or 1) // len(self.devices))
+        for rank in range(len(self.devices)):
+            ours, theirs = context.Pipe(duplex=True)
+            settings = worker.RankSettings(rank, self.devices, self._directory / "store", threads, self.timeout)
+            process = context.Process(
+                target=worker.main, args=(settings, theirs), name=f"parallel-dit rank {rank}", daemon=True
+            )
+            with clean_main_module():
+                process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._channels.append(Channel(ours))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self._processes)
+
+    def send(self, rank: int, message: Any) -> None:
+        """Raises RankError if the pool has failed; a rank that is just gone is reported by the watcher."""
+        if self.error is not None:
+            raise self.error
+        with contextlib.suppress(OSError):
+            self._channels[rank].send(message)
+
+    def ask(self, message: Any, reply: type) -> Future:
+        """Send to every rank; the future gives their replies of type `reply`, in rank order."""
+        future = self._expect((reply, getattr(message, "run", None)))
+        self.tell(message)
+        return future
+
+    def tell(self, message: Any) -> None:
+        """Send to every rank; whatever they reply is dropped."""
+        for rank in range(len(self.devices)):
+            self.send(rank, message)
+
+    def close(self) -> None:
+        """End all ranks: politely, then by force. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        for channel in self._channels:
+            with contextlib.suppress(OSError):
+                channel.send(m.Stop())
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+        self._watcher.join()
+
+    def _expect(self, key: _Key) -> Future:
+        with self._lock:
+            assert key not in self._gathers, f"two requests wait for {key}"
+            future: Future = Future()
+            if self.error is not None:
+                future.set_exception(self.error)
+            else:
+                self._gathers[key] = (future, {})
+            return future
+
+    def _watch(self) -> None:
+        """The pool's thread: hand messages on, notice deaths, name the culprit."""
+        sources = {channel.connection: rank for rank, channel in enumerate(self._channels)}
+        sentinels = {process.sentinel: rank for rank, process in enumerate(self._processes)}
+        while not self._closing:
+            for source in wait([*sources, *sentinels], timeout=0.1):
+                if source in sources:
+                    try:
+                        self._receive(self._channels[sources[source]].receive())
+                    except (EOFError, OSError):
+                        del sources[source]
+                else:
+                    del sentinels[source]
+                    self._failed_at = self._failed_at or time.monotonic()
+            if self._failed_at is not None and not self._closing and self._blame():
+                return
+
+    def _receive(self, message: Any) -> None:
+        if isinstance(message, m.Output):
+            self.on_output(message)
+        elif isinstance(message, m.Failure):
+            self._failures.append(message)
+            self._failed_at = self._failed_at or time.monotonic()
+        else:
+            key = (type(message), getattr(message, "run", None))
+            with self._lock:
+                if key not in self._gathers:
+                    return
+                future, replies = self._gathers[key]
+                replies[message.rank] = message
+                complete = len(replies) == len(self.devices)
+                if complete:
+                    del self._gathers[key]
+            if complete:
+                future.set_result([replies[rank] for rank in sorted(replies)])
+
+    def _blame(self) -> bool:
+        """Once the root cause is known, or waiting for it is over: end the pool with an error that names it."""
+        reported = {failure.rank for failure in self._failures}
+        died = [rank for rank, p in enumerate(self._processes) if p.exitcode is not None and rank not in reported]
+        own = [failure for failure in self._failures if not failure.peer]
+        late = time.monotonic() - self._failed_at > BLAME_SECONDS
+        if own:
+            failure = own[0]
+            doing = "loading" if failure.seq is None else f"micro-step {failure.seq}"
+            text = (
+                f"rank {failure.rank} ({self.devices[failure.rank]}) failed in {doing}: {failure.summary}\n"
+                f"Traceback of rank {failure.rank}:\n{failure.traceback}"
+            )
+        elif died:
+            rank, code = died[0], self._processes[died[0]].exitcode
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            text = f"rank {rank} ({self.devices[rank]}) {how}. If the system ran out of memory, use more ranks or a smaller dtype."
+        elif late:
+            failure = self._failures[0]
+            text = f"rank {failure.rank} ({self.devices[failure.rank]}) lost its peer: {failure.summary}\n{failure.traceback}"
+        else:
+            return False
+        self._fail(RankError(f"Parallel DiT: {text}"))
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self.error = error
+            gathers, self._gathers = self._gathers, {}
+        self._closing = True
+        self._kill()
+        for future, _ in gathers.values():
+            future.set_exception(error)
+        self.on_failure(error)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join()
+        for channel in self._channels:
+            channel.close()
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,72 @@
+"""The process's one set of ranks and the model on it, shared by all nodes: ComfyUI caches node outputs, ranks must not
+die with them or multiply."""
+
+import functools
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkpoint import open_checkpoint
+from .client import RemoteTransformer
+from .config import Degrees, Runtime
+from .pool import Poll, Pool
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelKey:
+    """Everything that a loaded model was loaded with. Equal keys share the ranks and the weights on them."""
+
+    path: Path
+    dtype: str
+    devices: tuple[str, ...]
+    degrees: Degrees
+    runtime: Runtime
+
+
+class Registry:
+    """Keeps the pool of the last used devices and the last used model on it."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._pool: Pool | None = None
+        self._key: ModelKey | None = None
+        self._model: RemoteTransformer | None = None
+
+    def model(self, key: ModelKey, poll: Poll) -> RemoteTransformer:
+        """The model, loaded now if it is not, on ranks started now if there are none or they have failed."""
+        with self._lock:
+            if self._pool is not None and (self._pool.error is not None or self._pool.devices != key.devices):
+                self._drop()
+            if self._model is not None and self._key == key:
+                return self._model
+            checkpoint = open_checkpoint(key.path)
+            try:
+                if self._pool is None:
+                    log.info("Parallel DiT: starting %d ranks on %s", len(key.devices), ", ".join(key.devices))
+                    self._pool = Pool(key.devices)
+                self._model = None
+                self._model = RemoteTransformer(self._pool, checkpoint, key.degrees, key.dtype, key.runtime, poll)
+                self._key = key
+            except BaseException:  # Cancel while loading too: ranks half loaded are of no use
+                self._drop()
+                raise
+            return self._model
+
+    def close(self) -> None:
+        """End the ranks and with them whatever they hold."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = self._model = self._key = None
+
+
+@functools.cache
+def registry() -> Registry:
+    """The one of this process."""
+    return Registry()

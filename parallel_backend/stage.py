@@ -1,0 +1,134 @@
+"""A pipeline stage made from diffusers' own, unmodified model class: the parts that are not this rank's are stand-ins.
+
+The class's forward runs on every rank. On the first stage its prologue embeds the inputs; elsewhere `Ingress`, put in
+front of the stage's blocks, replaces whatever came before by the hidden states received. On the last stage its epilogue
+makes the output; elsewhere `Egress`, behind the stage's blocks, ends the forward with the hidden states to send.
+"""
+
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from .checkpoint import Checkpoint
+from .families import Family
+from .layout import Span
+
+TORCH_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3fn": torch.float8_e4m3fn,
+}
+
+
+class StageDone(Exception):  # noqa: N818 (no error: it ends the forward of a stage that has no epilogue)
+    """Carries the hidden states [b, t, hidden] and [b, n, hidden] out of the model's forward."""
+
+    def __init__(self, text: torch.Tensor, image: torch.Tensor):
+        self.text, self.image = text, image
+
+
+class Ingress(nn.Module):
+    """Stands in for all blocks of the stages before. `received`: [b, t + n, hidden], text first, set per micro-step."""
+
+    def __init__(self):
+        super().__init__()
+        self.received: torch.Tensor | None = None
+        self.text_tokens = 0
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.received is not None
+        return self.received[:, : self.text_tokens], self.received[:, self.text_tokens :]
+
+
+class Egress(nn.Module):
+    """Stands in for all blocks of the stages after, and for the epilogue."""
+
+    def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, **_kwargs: Any) -> None:
+        raise StageDone(encoder_hidden_states, hidden_states)
+
+
+class Absent(nn.Module):
+    """Stands in for a prologue module on a later stage. Its output is never read, only its dtype and device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.empty = torch.empty(0, dtype=dtype, device=device)
+
+    def forward(self, *_args: Any) -> torch.Tensor:
+        return self.empty
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """fp8 is a storage format only: it is computed in bf16 on CUDA and fp32 elsewhere."""
+    if name.startswith("fp8"):
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return TORCH_DTYPES[name]
+
+
+def owned_blocks(family: Family, config: dict[str, Any], span: Span) -> dict[str, Span]:
+    """`span` counts the blocks of all lists through; block list -> the span of its own blocks that falls into it."""
+    owned, start = {}, 0
+    for name, count in family.blocks(config).items():
+        inside = sorted((min(max(edge - start, 0), count)) for edge in (span.start, span.stop))
+        owned[name] = Span(*inside)
+        start += count
+    return owned
+
+
+def build_stage(
+    checkpoint: Checkpoint, span: Span, device: torch.device, dtype_name: str
+) -> tuple[nn.Module, list[nn.Module], Ingress | None]:
+    """The model with only blocks `span` materialised: (model, its attention modules in order, its Ingress if not first).
+
+    Weights go straight from the mapped file to `device`; nothing that another stage owns is ever allocated.
+    """
+    family, config = checkpoint.family, checkpoint.config
+    first, last = span.start == 0, span.stop == family.block_count(config)
+    dtype = compute_dtype(dtype_name, device)
+    with torch.device("meta"):
+        model = getattr(diffusers, family.model_class)(**config).eval().requires_grad_(False)
+    owned = owned_blocks(family, config, span)
+    skipped = (() if first else family.prologue) + (() if last else family.epilogue)
+    names = [name for name, _ in model.named_parameters() if _is_owned(name, owned, skipped)]
+    storage = TORCH_DTYPES[dtype_name] if dtype_name.startswith("fp8") else dtype
+    for name, values in checkpoint.read(names, device, storage).items():
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(values, requires_grad=False))
+
+    attention = []
+    for name, blocks in owned.items():
+        kept = [getattr(model, name)[index] for index in range(blocks.start, blocks.stop)]
+        attention += [module for block in kept for module in block.modules() if hasattr(module, "processor")]
+        setattr(model, name, nn.ModuleList(kept))
+    for name in skipped:
+        setattr(model, name, Absent(dtype, device))
+    ingress = None
+    if not first:
+        ingress = Ingress()
+        getattr(model, family.block_lists[0]).insert(0, ingress)
+    if not last:
+        getattr(model, family.block_lists[-1]).append(Egress())
+    if storage != dtype:
+        model.enable_layerwise_casting(storage_dtype=storage, compute_dtype=dtype)
+    return model, attention, ingress
+
+
+def _is_owned(parameter: str, owned: dict[str, Span], skipped: tuple[str, ...]) -> bool:
+    top, *rest = parameter.split(".")
+    if top in owned:
+        return owned[top].start <= int(rest[0]) < owned[top].stop
+    return top not in skipped
+
+
+def keep_timestep_exact(model: nn.Module, family: Family, timestep_of: Any) -> None:
+    """Hand the time embedding the sampler's float32 timestep: diffusers rounds it to the weights' dtype first.
+
+    In bf16 that rounding moves the output by 4 %; `timestep_of()` gives the current micro-step's [b] float32.
+    """
+    name, factor = family.time_embed
+    model.get_submodule(name).register_forward_pre_hook(
+        lambda _module, arguments: (timestep_of() * factor, *arguments[1:])
+    )

@@ -1,0 +1,125 @@
+"""One rank: a process that does what the client's messages say, in order, until the connection ends."""
+
+import logging
+import os
+import queue
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import messages as m
+from .channel import Channel
+from .collectives import PeerError
+from .engine import Engine
+from .mesh import join, leave
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What a rank is started with. `threads`: CPU threads it may use."""
+
+    rank: int
+    devices: tuple[str, ...]
+    rendezvous: Path
+    threads: int
+    timeout: timedelta
+
+
+class Worker:
+    """Receives in a thread of its own, so that a lost client is noticed even in the middle of a transfer."""
+
+    def __init__(self, settings: RankSettings, channel: Channel):
+        self.settings, self.channel = settings, channel
+        self.device = torch.device(settings.devices[settings.rank])
+        self.engine: Engine | None = None
+        self.current: int | None = None  # number of the micro-step under way
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ahead: list[Any] = []
+
+    def serve(self) -> None:
+        """Handle messages until Stop. Raises whatever went wrong."""
+        threading.Thread(target=self._read, name="control", daemon=True).start()
+        self.channel.send(m.Ready(self.settings.rank))
+        while not isinstance(message := self._take(), m.Stop):
+            self._handle(message)
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case m.Step():
+                self.current = message.seq
+                output = self.engine.step(message, self._upcoming())
+                self.current = None
+                if output is not None:
+                    self.channel.send(output)
+            case m.PutConditioning():
+                self.engine.put_conditioning(message)
+            case m.DropConditioning():
+                self.engine.drop_conditioning(message.id)
+            case m.CloseRun():
+                self.channel.send(self.engine.close_run(message.run))
+            case m.Load():
+                self._unload()
+                self.engine = Engine(self.settings.rank, self.device, message)
+                self.channel.send(m.Loaded(self.settings.rank, self.engine.weight_bytes))
+            case m.Unload():
+                self._unload()
+                self.channel.send(m.Unloaded(self.settings.rank))
+            case _:
+                raise m.BadMessage(f"{type(message).__name__} is not for a rank")
+
+    def _unload(self) -> None:
+        self.engine = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _take(self) -> Any:
+        return self._ahead.pop(0) if self._ahead else self._inbox.get()
+
+    def _upcoming(self) -> m.Step | None:
+        """The next message if it has arrived and is a micro-step."""
+        if not self._ahead:
+            try:
+                self._ahead.append(self._inbox.get_nowait())
+            except queue.Empty:
+                return None
+        return self._ahead[0] if isinstance(self._ahead[0], m.Step) else None
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._inbox.put(self.channel.receive())
+        except (EOFError, OSError, m.BadMessage) as error:
+            # The client is gone, or what comes is not from it. The main thread may be blocked in a transfer that will
+            # never end, so the process ends here.
+            log.info("rank %d: control connection ended (%s)", self.settings.rank, error)
+            os._exit(0)
+
+
+def main(settings: RankSettings, connection: Connection) -> None:
+    """Entry of a rank's process."""
+    torch.set_num_threads(settings.threads)
+    channel = Channel(connection)
+    worker = None
+    try:
+        if settings.devices[settings.rank].startswith("cuda"):
+            torch.cuda.set_device(settings.devices[settings.rank])
+        join(settings.rank, settings.devices, settings.rendezvous, settings.timeout)
+        worker = Worker(settings, channel)
+        worker.serve()
+        leave()
+    except Exception as error:
+        seq = worker.current if worker is not None else None
+        summary = f"{type(error).__name__}: {error}"
+        peer = isinstance(error, PeerError)
+        channel.send(m.Failure(settings.rank, seq, peer, summary, traceback.format_exc()))
+        # No clean-up of the process group: its other ranks are about to be ended, and it could wait for them.
+        channel.close()
+        os._exit(1)
