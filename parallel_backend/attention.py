@@ -4,7 +4,6 @@ Order of composition: Ulysses all-to-all in, K/V buffer update, the attention ke
 arrive normalised and with rotary embedding applied, [B, s, H, D].
 """
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from .collectives import Traffic, heads_to_sequence, sequence_to_heads
+from .config import flash_possible
 from .kv_buffer import KVBuffer
 from .layout import Span
 from .mesh import Axis
@@ -33,18 +33,9 @@ def flash(q_BSHD: torch.Tensor, k_BSHD: torch.Tensor, v_BSHD: torch.Tensor, scal
     return flash_attn_func(q_BSHD, k_BSHD, v_BSHD, softmax_scale=scale)
 
 
-def choose_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """`auto`: flash-attn where it is installed and possible, else torch SDPA. ValueError if `flash` cannot be had."""
-    possible = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
-    installed = importlib.util.find_spec("flash_attn") is not None
-    if name == "flash" and not (possible and installed):
-        reason = (
-            "flash-attn is not installed"
-            if possible
-            else f"it needs a CUDA device and bf16 or fp16, not {device}, {dtype}"
-        )
-        raise ValueError(f"attention is 'flash', but {reason}. Use 'auto' or 'sdpa'.")
-    return flash if name in ("auto", "flash") and possible and installed else sdpa
+def choose_kernel(attention: str, device: torch.device, dtype: str) -> Kernel:
+    """`auto`: flash-attn where it is installed and possible, else torch SDPA."""
+    return flash if attention in ("auto", "flash") and flash_possible(str(device), dtype) else sdpa
 
 
 @dataclass

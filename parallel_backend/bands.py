@@ -49,10 +49,17 @@ class BandedRun:
     With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes.
     """
 
-    def __init__(self, model: RemoteTransformer, rows: tuple[Span, ...], shape: tuple[int, ...], warm_up: bool):
+    def __init__(
+        self,
+        model: RemoteTransformer,
+        rows: tuple[Span, ...],
+        shape: tuple[int, ...],
+        warm_up: bool,
+        overlap: bool = True,
+    ):
         self.model, self.rows, self.warm_up = model, rows, warm_up
         self.grid = model.family.grid(shape)
-        self.run = model.open_run()
+        self.run = model.open_run(overlap)
         self.exact_calls, self.banded_calls = 0, 0
         self._lock = threading.RLock()
         self._calls = [0] * len(rows)  # calls made so far, per band

@@ -14,7 +14,7 @@ import torch
 
 from . import messages as m
 from .checkpoint import Checkpoint
-from .config import Degrees, Runtime, check_devices, check_model
+from .config import Degrees, check_devices, check_model
 from .layout import Span, split, split_by_cost
 from .pool import Poll, Pool, wait_for
 
@@ -86,7 +86,7 @@ class RemoteTransformer:
     Raises ValueError (naming the widget) where the model cannot be cut so, RankError when a rank fails.
     """
 
-    def __init__(self, pool: Pool, checkpoint: Checkpoint, degrees: Degrees, dtype: str, runtime: Runtime, poll: Poll):
+    def __init__(self, pool: Pool, checkpoint: Checkpoint, degrees: Degrees, dtype: str, attention: str, poll: Poll):
         check_devices(degrees, pool.devices)
         family, config = checkpoint.family, checkpoint.config
         check_model(degrees, heads=family.heads(config), blocks=family.block_count(config))
@@ -98,6 +98,7 @@ class RemoteTransformer:
         self._waiting: list[deque[_MicroStep]] = [deque() for _ in range(degrees.batch)]
         self._flying: list[dict[int, _MicroStep]] = [{} for _ in range(degrees.batch)]
         self._shards_left: dict[int, int] = {}
+        self._overlap = True
         pool.on_output, pool.on_failure = self._on_output, self._on_failure
         wait_for(pool.ready, poll)
         load = m.Load(
@@ -106,8 +107,7 @@ class RemoteTransformer:
             dtype,
             degrees.sizes,
             split_by_cost([1.0] * family.block_count(config), degrees.pipe),
-            runtime.attention,
-            runtime.overlap,
+            attention,
         )
         replies = wait_for(pool.ask(load, m.Loaded), poll)
         self.weight_bytes = [reply.weight_bytes for reply in replies]
@@ -163,9 +163,13 @@ class RemoteTransformer:
                 self.pool.tell(m.DropConditioning(old.id))
             return conditioning
 
-    def open_run(self) -> int:
-        """A number for a run, under which its calls keep their K/V buffers."""
-        return next(self._runs)
+    def open_run(self, overlap: bool = True) -> int:
+        """A number for a run, under which its calls keep their K/V buffers. `overlap`: transfers run beside compute."""
+        with self._lock:
+            if overlap != self._overlap:
+                self.pool.tell(m.Overlap(overlap))
+                self._overlap = overlap
+            return next(self._runs)
 
     def close_run(self, run: int, poll: Poll) -> list[m.RunStats]:
         """Drop the run's buffers; what each rank did since the last report, in rank order."""

@@ -92,8 +92,9 @@ class StageLink:
     Receives can be posted ahead of their use. Every send's handle is kept, with its tensor, until it has been awaited.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, overlap: bool, traffic: Traffic):
-        self.axis, self.device, self.overlap, self.traffic = axis, device, overlap, traffic
+    def __init__(self, axis: Axis, device: torch.device, traffic: Traffic):
+        self.axis, self.device, self.traffic = axis, device, traffic
+        self.overlap = True
         self._posted: list[tuple[torch.Tensor, dist.Work]] = []
         self._sent: list[tuple[torch.Tensor, dist.Work]] = []
 

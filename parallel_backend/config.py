@@ -1,5 +1,6 @@
 """Degrees of parallelism and how a model is to be loaded: frozen, validated once, before any process starts."""
 
+import importlib.util
 import math
 from dataclasses import dataclass
 
@@ -77,14 +78,6 @@ class Coordinate:
     tensor: int = 0
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """What may differ between two runs of the same model on the same ranks without changing the result."""
-
-    attention: str = "auto"  # auto, sdpa, flash
-    overlap: bool = True  # post receives ahead and let sends run beside compute; False waits for each transfer
-
-
 def check_devices(degrees: Degrees, devices: tuple[str, ...]) -> None:
     """Raise ValueError unless there is one device per rank."""
     if len(devices) != degrees.world:
@@ -106,4 +99,31 @@ def check_model(degrees: Degrees, *, heads: int, blocks: int) -> None:
         raise ValueError(
             f"ulysses_degree is {degrees.ulysses}, but this model has {heads} attention heads, which it must divide. "
             f"Degrees that fit: {', '.join(map(str, fit))}."
+        )
+
+
+def resolve_dtype(name: str, stored: str, devices: tuple[str, ...]) -> str:
+    """What weight_dtype `default` means: fp32 where ranks are CPUs, else what the file has (fp32 for anything unusual)."""
+    if name != "default":
+        return name
+    if not all(device.startswith("cuda") for device in devices):
+        return "fp32"
+    return stored if stored in DTYPES else "fp32"
+
+
+def flash_possible(device: str, dtype: str) -> bool:
+    """flash-attn is installed and can serve a rank on `device` that computes in `dtype`."""
+    return (
+        device.startswith("cuda")
+        and dtype in ("bf16", "fp16", "fp8_e4m3fn")
+        and bool(importlib.util.find_spec("flash_attn"))
+    )
+
+
+def check_attention(attention: str, devices: tuple[str, ...], dtype: str) -> None:
+    """Raise ValueError if the user insists on flash-attn where it cannot run."""
+    if attention == "flash" and not all(flash_possible(device, dtype) for device in devices):
+        raise ValueError(
+            "attention is 'flash', but flash-attn needs to be installed, and CUDA devices with bf16 or fp16 weights "
+            f"(these are {', '.join(devices)} with {dtype}). Use 'auto' or 'sdpa'."
         )

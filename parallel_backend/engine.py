@@ -10,13 +10,14 @@ from .attention import AttentionContext, StepView, choose_kernel, install_seams
 from .checkpoint import open_checkpoint
 from .collectives import StageLink, Traffic
 from .config import Degrees
+from .dtypes import compute_dtype
 from .families.base import StepInputs
 from .kv_buffer import KVBuffer
 from .layout import Span, split
 from .mesh import make_mesh
 from .messages import Load, Output, PutConditioning, RunStats, Step
 from .schedule import Op, stage_ops
-from .stage import StageDone, build_stage, compute_dtype, keep_timestep_exact
+from .stage import StageDone, build_stage, keep_timestep_exact
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class Engine:
         self.hidden = self.family.hidden(checkpoint.config)
 
         self.traffic = Traffic()
-        self.link = StageLink(self.pipe, device, load.overlap, self.traffic)
+        self.link = StageLink(self.pipe, device, self.traffic)
         span = load.stage_blocks[self.pipe.index]
         self.model, attention, self.ingress = build_stage(checkpoint, span, device, load.dtype)
-        kernel = choose_kernel(load.attention, device, self.dtype)
+        kernel = choose_kernel(load.attention, device, load.dtype)
         self.context = AttentionContext(self.ulysses, kernel, self.traffic)
         install_seams(attention, self.context)
         self.timestep: torch.Tensor | None = None

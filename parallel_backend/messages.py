@@ -35,7 +35,6 @@ class Load:
     degrees: tuple[int, ...]
     stage_blocks: tuple[Span, ...]
     attention: str
-    overlap: bool
 
 
 @dataclass(frozen=True)
@@ -103,6 +102,13 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """Client -> rank: let transfers run beside compute (the default), or wait for each one."""
+
+    on: bool
+
+
+@dataclass(frozen=True)
 class CloseRun:
     """Client -> rank: the run is over; drop its K/V buffers and report."""
 
@@ -143,7 +149,7 @@ _TYPES = {
     cls.__name__: cls
     for cls in (
         *(Ready, Load, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
-        *(Step, Output, CloseRun, RunStats, Failure, Stop, Span),
+        *(Step, Output, Overlap, CloseRun, RunStats, Failure, Stop, Span),
     )
 }
 _DTYPES = {

@@ -20,7 +20,7 @@ from typing import Any
 import torch.multiprocessing
 
 from . import messages as m
-from . import worker
+from . import rank
 from .channel import Channel
 
 log = logging.getLogger(__name__)
@@ -90,11 +90,11 @@ class Pool:
     def _start(self) -> None:
         context = torch.multiprocessing.get_context("spawn")
         threads = max(1, (os.cpu_count() or 1) // len(self.devices))
-        for rank in range(len(self.devices)):
+        for index in range(len(self.devices)):
             ours, theirs = context.Pipe(duplex=True)
-            settings = worker.RankSettings(rank, self.devices, self._directory / "store", threads, self.timeout)
+            settings = rank.RankSettings(index, self.devices, self._directory / "store", threads, self.timeout)
             process = context.Process(
-                target=worker.main, args=(settings, theirs), name=f"parallel-dit rank {rank}", daemon=True
+                target=rank.main, args=(settings, theirs), name=f"parallel-dit rank {index}", daemon=True
             )
             with clean_main_module():
                 process.start()

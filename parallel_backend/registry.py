@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .checkpoint import open_checkpoint
 from .client import RemoteTransformer
-from .config import Degrees, Runtime
+from .config import Degrees
 from .pool import Poll, Pool
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class ModelKey:
     dtype: str
     devices: tuple[str, ...]
     degrees: Degrees
-    runtime: Runtime
+    attention: str
 
 
 class Registry:
@@ -48,7 +48,7 @@ class Registry:
                     log.info("Parallel DiT: starting %d ranks on %s", len(key.devices), ", ".join(key.devices))
                     self._pool = Pool(key.devices)
                 self._model = None
-                self._model = RemoteTransformer(self._pool, checkpoint, key.degrees, key.dtype, key.runtime, poll)
+                self._model = RemoteTransformer(self._pool, checkpoint, key.degrees, key.dtype, key.attention, poll)
                 self._key = key
             except BaseException:  # Cancel while loading too: ranks half loaded are of no use
                 self._drop()

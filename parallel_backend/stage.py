@@ -12,15 +12,9 @@ import torch
 from torch import nn
 
 from .checkpoint import Checkpoint
+from .dtypes import TORCH_DTYPES, compute_dtype
 from .families import Family
 from .layout import Span
-
-TORCH_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8_e4m3fn": torch.float8_e4m3fn,
-}
 
 
 class StageDone(Exception):  # noqa: N818 (no error: it ends the forward of a stage that has no epilogue)
@@ -59,13 +53,6 @@ class Absent(nn.Module):
 
     def forward(self, *_args: Any) -> torch.Tensor:
         return self.empty
-
-
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """fp8 is a storage format only: it is computed in bf16 on CUDA and fp32 elsewhere."""
-    if name.startswith("fp8"):
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return TORCH_DTYPES[name]
 
 
 def owned_blocks(family: Family, config: dict[str, Any], span: Span) -> dict[str, Span]:

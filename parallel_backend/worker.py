@@ -5,10 +5,7 @@ import os
 import queue
 import threading
 import traceback
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,19 +15,9 @@ from .channel import Channel
 from .collectives import PeerError
 from .engine import Engine
 from .mesh import join, leave
+from .rank import RankSettings
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RankSettings:
-    """What a rank is started with. `threads`: CPU threads it may use."""
-
-    rank: int
-    devices: tuple[str, ...]
-    rendezvous: Path
-    threads: int
-    timeout: timedelta
 
 
 class Worker:
@@ -65,6 +52,8 @@ class Worker:
                 self.engine.drop_conditioning(message.id)
             case m.CloseRun():
                 self.channel.send(self.engine.close_run(message.run))
+            case m.Overlap():
+                self.engine.link.overlap = message.on
             case m.Load():
                 self._unload()
                 self.engine = Engine(self.settings.rank, self.device, message)
@@ -103,8 +92,8 @@ class Worker:
             os._exit(0)
 
 
-def main(settings: RankSettings, connection: Connection) -> None:
-    """Entry of a rank's process."""
+def run(settings: RankSettings, connection: Connection) -> None:
+    """A rank's whole life: join the others, serve, and report what went wrong."""
     torch.set_num_threads(settings.threads)
     channel = Channel(connection)
     worker = None

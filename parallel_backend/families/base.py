@@ -48,6 +48,8 @@ class Family:
 
     detect: key shapes -> is it this family. configure: key shapes -> the class's constructor arguments.
     recipe: constructor arguments -> parameter name -> Source. pack/unpack: latent [B, C, H, W] <-> tokens [B, N, c].
+    conditioning: constructor arguments, ComfyUI's keyword arguments of a model call -> the tensors that the ranks need;
+    ValueError for what is missing or cannot be forwarded.
     time_embed: submodule whose first argument is the timestep, and the factor between the sampler's and its own.
     """
 
@@ -67,6 +69,7 @@ class Family:
     configure: Callable[[Shapes], dict[str, Any]]
     recipe: Callable[[dict[str, Any]], dict[str, Source]]
     arguments: Callable[[StepInputs], dict[str, Any]]
+    conditioning: Callable[[dict[str, Any], dict[str, Any]], dict[str, torch.Tensor]]
     grid: Callable[[tuple[int, ...]], tuple[int, ...]]  # latent [..., H, W] shape -> token grid (rows, columns)
     pack: Callable[[torch.Tensor], torch.Tensor]
     unpack: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]

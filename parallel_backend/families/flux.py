@@ -143,6 +143,34 @@ def _arguments(step: StepInputs) -> dict[str, Any]:
     }
 
 
+def _conditioning(config: dict[str, Any], given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    context, pooled = given.get("context"), given.get("y")
+    if context is None:
+        raise ValueError("positive, negative: Flux needs text conditioning (a CLIP Text Encode node made for Flux).")
+    if pooled is None:
+        raise ValueError(
+            "positive, negative: this conditioning has no pooled output, which Flux needs. Encode the prompt with a "
+            "DualCLIPLoader of type flux (CLIP-L and T5)."
+        )
+    for name, tensor, width in (
+        ("text", context, config["joint_attention_dim"]),
+        ("pooled output", pooled, config["pooled_projection_dim"]),
+    ):
+        if tensor.shape[-1] != width:
+            raise ValueError(
+                f"positive, negative: the conditioning's {name} has width {tensor.shape[-1]}, this model needs {width}. "
+                "It was encoded with another model's text encoder."
+            )
+    tensors = {"context": context, "pooled": pooled}
+    if config["guidance_embeds"]:
+        if given.get("guidance") is None:
+            raise ValueError(
+                "positive, negative: guidance is switched off, which this model's diffusers class cannot do."
+            )
+        tensors["guidance"] = given["guidance"]
+    return tensors
+
+
 def _grid(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-size // PATCH) for size in shape[-2:])
 
@@ -181,6 +209,7 @@ FLUX = Family(
     configure=_configure,
     recipe=_recipe,
     arguments=_arguments,
+    conditioning=_conditioning,
     grid=_grid,
     pack=_pack,
     unpack=_unpack,

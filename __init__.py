@@ -1,0 +1,13 @@
+"""Parallel DiT: ComfyUI nodes that run one image's diffusion transformer across several GPUs."""
+
+import sys
+from pathlib import Path
+
+if __package__:  # imported as a pack by ComfyUI; pytest may collect this file without one
+    # Ranks are separate processes that import `parallel_backend` by its plain name, whatever the pack's folder is called.
+    # At the end of the path, so that the pack's own `nodes` never hides ComfyUI's.
+    if (root := str(Path(__file__).parent)) not in sys.path:
+        sys.path.append(root)
+    from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+
+    __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]

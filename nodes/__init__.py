@@ -1,0 +1,23 @@
+"""The nodes that ComfyUI sees; only modules in here import ComfyUI."""
+
+from .loader import ParallelDiTLoader
+from .pipefusion import ApplyPipeFusion, PipeFusionSampler
+from .quickstart import QuickstartDecode, QuickstartPrompt
+from .ulysses_config import UlyssesConfig
+
+NODE_CLASS_MAPPINGS = {
+    "ParallelDiTLoader": ParallelDiTLoader,
+    "UlyssesConfig": UlyssesConfig,
+    "PipeFusionSampler": PipeFusionSampler,
+    "ApplyPipeFusion": ApplyPipeFusion,
+    "QuickstartPrompt": QuickstartPrompt,
+    "QuickstartDecode": QuickstartDecode,
+}
+NODE_DISPLAY_NAME_MAPPINGS = {
+    "ParallelDiTLoader": "Parallel DiT Loader",
+    "UlyssesConfig": "Ulysses Config",
+    "PipeFusionSampler": "PipeFusion Sampler",
+    "ApplyPipeFusion": "Apply PipeFusion",
+    "QuickstartPrompt": "Quickstart Prompt",
+    "QuickstartDecode": "Quickstart Decode",
+}

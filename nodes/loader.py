@@ -1,0 +1,136 @@
+"""Parallel DiT Loader: a checkpoint and degrees -> a native MODEL whose transformer lives on several devices."""
+
+from pathlib import Path
+
+import folder_paths
+import torch
+
+from parallel_backend.checkpoint import open_checkpoint
+from parallel_backend.config import DTYPES, Degrees, check_attention, check_devices, check_model, resolve_dtype
+from parallel_backend.quickstart.model import WEIGHTS
+from parallel_backend.registry import ModelKey
+
+from .remote_model import make_model
+from .ulysses_config import CATEGORY, MAX_DEGREE, ParallelConfig
+
+BUNDLED = "quickstart-digits (bundled)"
+FOLDER = "diffusion_models"
+
+
+def model_names() -> list[str]:
+    """The bundled model, the safetensors files of models/diffusion_models and the diffusers folders there."""
+    files = [name for name in folder_paths.get_filename_list(FOLDER) if name.endswith((".safetensors", ".sft"))]
+    folders = [
+        str(config.parent.relative_to(base))
+        for base in folder_paths.get_folder_paths(FOLDER)
+        for config in sorted(Path(base).glob("**/config.json"))
+    ]
+    inside = tuple(f"{folder}/" for folder in folders)
+    return [BUNDLED, *folders, *(name for name in files if not name.replace("\\", "/").startswith(inside))]
+
+
+def model_path(name: str) -> Path:
+    """Where the entry of `model_names` is. ValueError if it is not there any more."""
+    if name == BUNDLED:
+        return Path(WEIGHTS)
+    if (path := folder_paths.get_full_path(FOLDER, name)) is not None:
+        return Path(path)
+    for base in folder_paths.get_folder_paths(FOLDER):
+        folder = (Path(base) / name).resolve()
+        if folder.is_relative_to(Path(base).resolve()) and (folder / "config.json").is_file():
+            return folder
+    raise ValueError(f"model_name: {name} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
+
+
+def choose_devices(text: str, degrees: Degrees) -> tuple[str, ...]:
+    """The device of each rank. `auto`: the first CUDA devices, or CPU ranks where there is none."""
+    available = torch.cuda.device_count()
+    if text.strip().lower() in ("auto", ""):
+        if available == 0:
+            return ("cpu",) * degrees.world
+        if available < degrees.world:
+            raise ValueError(
+                f"devices: {degrees} needs {degrees.world} GPUs, this machine has {available}. Lower the degrees so "
+                f"that their product is at most {available}, or name the devices (a GPU may be named more than once)."
+            )
+        return tuple(f"cuda:{index}" for index in range(degrees.world))
+    devices = tuple(part.strip() for part in text.split(","))
+    known = {"cpu", *(f"cuda:{index}" for index in range(available))}
+    for name in devices:
+        if name not in known:
+            raise ValueError(f"devices: '{name}' is no device of this machine, which has {', '.join(sorted(known))}.")
+    check_devices(degrees, devices)
+    return devices
+
+
+class ParallelDiTLoader:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "load"
+    DESCRIPTION = (
+        "Loads a diffusion transformer split over several GPUs. The MODEL works with KSampler and every other sampler; "
+        "the processes start with the first use and stay for the next prompts."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        def degree(tooltip):
+            return ("INT", {"default": 1, "min": 1, "max": MAX_DEGREE, "tooltip": tooltip})
+
+        return {
+            "required": {
+                "model_name": (
+                    model_names(),
+                    {"default": BUNDLED, "tooltip": "A file or diffusers folder of models/diffusion_models."},
+                ),
+                "weight_dtype": (
+                    list(DTYPES),
+                    {"default": "default", "tooltip": "default: as in the file on GPUs, fp32 on CPU ranks."},
+                ),
+                "pipefusion_degree": degree(
+                    "Pipeline stages: each GPU holds its share of the blocks. For models too large for one card and for "
+                    "slow links; use it with PipeFusion Sampler or Apply PipeFusion."
+                ),
+                "tensor_parallel_degree": degree("Tensor parallelism; only 1 in this version."),
+                "split_batch_degree": degree(
+                    "Copies of the model that share the batch: 2 runs the positive and the negative prompt (cfg above 1) "
+                    "side by side; exact."
+                ),
+                "devices": (
+                    "STRING",
+                    {
+                        "default": "auto",
+                        "tooltip": "auto, or one device per rank such as cuda:0,cuda:1 or cpu,cpu: as many as the product "
+                        "of all degrees.",
+                    },
+                ),
+            },
+            "optional": {"parallel_config": ("PARALLEL_CONFIG", {"tooltip": "From Ulysses Config."})},
+        }
+
+    def load(
+        self,
+        model_name,
+        weight_dtype,
+        pipefusion_degree,
+        tensor_parallel_degree,
+        split_batch_degree,
+        devices,
+        parallel_config=None,
+    ):
+        config = parallel_config or ParallelConfig()
+        degrees = Degrees(
+            batch=split_batch_degree,
+            pipe=pipefusion_degree,
+            ring=config.ring_degree,
+            ulysses=config.ulysses_degree,
+            tensor=tensor_parallel_degree,
+        )
+        chosen = choose_devices(devices, degrees)
+        checkpoint = open_checkpoint(model_path(model_name))
+        family = checkpoint.family
+        check_model(degrees, heads=family.heads(checkpoint.config), blocks=family.block_count(checkpoint.config))
+        dtype = resolve_dtype(weight_dtype, checkpoint.dtype, chosen)
+        check_attention(config.attention, chosen, dtype)
+        key = ModelKey(checkpoint.path, dtype, chosen, degrees, config.attention)
+        return (make_model(checkpoint, key, config.comm_overlap),)

@@ -1,0 +1,139 @@
+"""Apply PipeFusion and PipeFusion Sampler."""
+
+import comfy.patcher_extension
+import comfy.samplers
+
+from .bands import PipeFusion
+from .remote_model import remote_stub
+from .ulysses_config import CATEGORY
+
+WRAPPER_KEY = "parallel_dit_pipefusion"
+
+SETTINGS = {
+    "num_pipeline_patch": (
+        "INT",
+        {
+            "default": 0,
+            "min": 0,
+            "max": 64,
+            "tooltip": "Bands that the latent is cut into. 0 chooses: two per stage. More bands hide transfers better, "
+            "fewer stay closer to the unpipelined picture.",
+        },
+    ),
+    "warmup_steps": (
+        "INT",
+        {
+            "default": 1,
+            "min": 0,
+            "max": 10000,
+            "tooltip": "First steps that run exact, before bands may use keys of the step before. As many as steps: all "
+            "exact and no speed-up.",
+        },
+    ),
+    "overlap": ("BOOLEAN", {"default": True, "tooltip": "Let transfers between stages run while they compute."}),
+}
+
+
+def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap):
+    """A clone of MODEL that pipelines its steps, and the wrapper that does it."""
+    remote_stub(model)
+    patched = model.clone()
+    wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap)
+    kind = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
+    patched.remove_wrappers_with_key(kind, WRAPPER_KEY)
+    patched.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
+    return patched, wrapper
+
+
+class ApplyPipeFusion:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "apply"
+    DESCRIPTION = "Makes every native sampler pipeline its steps over the stages of a MODEL from Parallel DiT Loader."
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL", {"tooltip": "From Parallel DiT Loader."}), **SETTINGS}}
+
+    def apply(self, model, num_pipeline_patch, warmup_steps, overlap):
+        return (apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap)[0],)
+
+
+class PipeFusionSampler:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = ("LATENT", "STRING")
+    RETURN_NAMES = ("LATENT", "report")
+    FUNCTION = "sample"
+    DESCRIPTION = "KSampler with PipeFusion. Equal to Apply PipeFusion and KSampler; also reports what the ranks did."
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        sampler = comfy.samplers.KSampler
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": "From Parallel DiT Loader."}),
+                "seed": (
+                    "INT",
+                    {
+                        "default": 0,
+                        "min": 0,
+                        "max": 0xFFFFFFFFFFFFFFFF,
+                        "control_after_generate": True,
+                        "tooltip": "The noise's random seed.",
+                    },
+                ),
+                "steps": ("INT", {"default": 20, "min": 1, "max": 10000, "tooltip": "Denoising steps."}),
+                "cfg": (
+                    "FLOAT",
+                    {
+                        "default": 1.0,
+                        "min": 0.0,
+                        "max": 100.0,
+                        "step": 0.1,
+                        "round": 0.01,
+                        "tooltip": "Classifier-free guidance; 1 for distilled models such as Flux, which then run one "
+                        "prompt only.",
+                    },
+                ),
+                "sampler_name": (sampler.SAMPLERS, {"default": "euler", "tooltip": "Any of ComfyUI's samplers."}),
+                "scheduler": (sampler.SCHEDULERS, {"default": "simple", "tooltip": "How the noise level falls."}),
+                "positive": ("CONDITIONING", {"tooltip": "What the picture should show."}),
+                "negative": ("CONDITIONING", {"tooltip": "What it should not show; unused at cfg 1."}),
+                "latent_image": ("LATENT", {"tooltip": "The latent to denoise."}),
+                "denoise": (
+                    "FLOAT",
+                    {
+                        "default": 1.0,
+                        "min": 0.0,
+                        "max": 1.0,
+                        "step": 0.01,
+                        "tooltip": "Below 1 the input latent keeps its structure.",
+                    },
+                ),
+                **SETTINGS,
+            }
+        }
+
+    def sample(
+        self,
+        model,
+        seed,
+        steps,
+        cfg,
+        sampler_name,
+        scheduler,
+        positive,
+        negative,
+        latent_image,
+        denoise,
+        num_pipeline_patch,
+        warmup_steps,
+        overlap,
+    ):
+        from nodes import common_ksampler  # ComfyUI's nodes.py; this package is `.nodes` of the pack
+
+        patched, wrapper = apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap)
+        latent = common_ksampler(
+            patched, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise=denoise
+        )[0]
+        return (latent, str(wrapper.last))

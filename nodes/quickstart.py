@@ -1,0 +1,39 @@
+"""The bundled mini model's prompt encoder and picture decoder."""
+
+from parallel_backend.quickstart.codec import decode
+from parallel_backend.quickstart.prompt import encode_prompt
+
+from .ulysses_config import CATEGORY
+
+
+class QuickstartPrompt:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "encode"
+    DESCRIPTION = "Up to four digits for the bundled mini model. Empty text is the negative prompt."
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        tooltip = "Up to four digits such as '3 1 4 1', _ for an empty cell; empty for the negative prompt."
+        return {"required": {"text": ("STRING", {"default": "3 1 4 1", "tooltip": tooltip})}}
+
+    def encode(self, text):
+        context, pooled = encode_prompt(text)
+        return ([[context, {"pooled_output": pooled}]],)
+
+
+class QuickstartDecode:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = ("IMAGE",)
+    FUNCTION = "decode"
+    DESCRIPTION = "The bundled mini model's picture from its latent: a fixed linear map, no VAE file needed."
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"samples": ("LATENT", {"tooltip": "Latent of the bundled mini model."})}}
+
+    def decode(self, samples):
+        latent = samples["samples"]
+        if latent.ndim != 4 or latent.shape[1] != 16:
+            raise ValueError(f"samples: needs a latent with 16 channels, got shape {tuple(latent.shape)}.")
+        return (decode(latent).unsqueeze(-1).repeat(1, 1, 1, 3).cpu(),)

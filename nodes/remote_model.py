@@ -1,0 +1,136 @@
+"""A native MODEL without weights: ComfyUI's own BaseModel for the family, its diffusion_model a stub that asks the ranks."""
+
+from typing import Any
+
+import comfy.model_base
+import comfy.model_detection
+import comfy.model_management
+import comfy.model_patcher
+import comfy.patcher_extension
+import torch
+
+from parallel_backend.bands import BandedRun
+from parallel_backend.checkpoint import Checkpoint
+from parallel_backend.client import RemoteTransformer
+from parallel_backend.registry import ModelKey, registry
+from parallel_backend.dtypes import compute_dtype
+
+BAND_KEY = "parallel_dit_band"
+"""Key in `transformer_options` under which a band's model calls carry a `Band`."""
+
+
+def check_cancelled() -> None:
+    """Raises ComfyUI's InterruptProcessingException once the user has pressed Cancel."""
+    comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+class Band:
+    """Marks a model call as band `index` of `run`. Calls at sigmas above `exact_above` are exact."""
+
+    def __init__(self, run: BandedRun, index: int, exact_above: float):
+        self.run, self.index, self.exact_above = run, index, exact_above
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Band":
+        return self  # ComfyUI copies transformer_options; the run is one
+
+
+class RemoteDiffusionModel(torch.nn.Module):
+    """Takes ComfyUI's model call and answers with what the ranks say. Holds no parameters and no process."""
+
+    def __init__(self, checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool):
+        super().__init__()
+        self.checkpoint, self.key, self.comm_overlap = checkpoint, key, comm_overlap
+        self.dtype = compute_dtype(key.dtype, torch.device(key.devices[0]))
+        self.patch_size = checkpoint.family.patch_rows
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
+        return RemoteDiffusionModel(self.checkpoint, self.key, self.comm_overlap)
+
+    def transformer(self) -> RemoteTransformer:
+        """The model on its ranks; starts and loads them at first use."""
+        return registry().model(self.key, check_cancelled)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        context: torch.Tensor | None = None,
+        y: torch.Tensor | None = None,
+        guidance: torch.Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        **extra: Any,
+    ) -> torch.Tensor:
+        """ComfyUI's diffusion_model call: x [B, C, H, W], timestep [B] -> [B, C, H, W]."""
+        options = transformer_options or {}
+        refuse_what_does_not_reach_the_ranks(options, control, extra)
+        family, config = self.checkpoint.family, self.checkpoint.config
+        if x.shape[1] != family.latent_channels(config):
+            raise ValueError(
+                f"latent_image: the latent has {x.shape[1]} channels, this model needs {family.latent_channels(config)}. "
+                "Use Empty SD3 Latent Image, or a latent encoded with the model's own VAE."
+            )
+        tensors = family.conditioning(config, {"context": context, "y": y, "guidance": guidance})
+        band: Band | None = options.get(BAND_KEY)
+        if band is None:
+            return self.transformer().predict(x, timestep, tensors, check_cancelled)
+        exact = float(options["sigmas"].max()) > band.exact_above
+        return band.run.predict(band.index, x, timestep, tensors, exact)
+
+
+def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], control: Any, extra: dict[str, Any]) -> None:
+    """ValueError for anything that changes the native model's inside: ignored silently, the picture would be wrong."""
+    found = []
+    if control is not None:
+        found.append("ControlNet")
+    found += [f"model patch '{name}'" for name, patches in options.get("patches", {}).items() if patches]
+    found += [f"attention replacement '{name}'" for name, by in options.get("patches_replace", {}).items() if by]
+    kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
+    if comfy.patcher_extension.get_all_wrappers(kind, options):
+        found.append("a wrapper around the diffusion model")
+    found += [f"'{name}' conditioning" for name in ("ref_latents", "attention_mask") if extra.get(name) is not None]
+    if found:
+        raise ValueError(
+            f"model: {', '.join(found)} cannot be forwarded to Parallel DiT's ranks in this version. Remove the node "
+            "that adds it, or load the model with a native loader."
+        )
+
+
+class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
+    """A ModelPatcher whose weights are elsewhere. Says no where native patches would be lost."""
+
+    def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
+        raise ValueError(
+            "model: LoRA and other weight patches do not reach Parallel DiT's ranks in this version. Remove the LoRA "
+            "node, or merge the LoRA into the checkpoint."
+        )
+
+
+def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:
+    """The MODEL for this checkpoint. Starts nothing and loads nothing."""
+    shapes = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.original_shapes.items()}
+    config = comfy.model_detection.model_config_from_unet(shapes, "")
+    if config is None:
+        raise ValueError(f"model_name: this ComfyUI does not know the model in {checkpoint.path.name}. Update ComfyUI.")
+    config.unet_config["disable_unet_model_creation"] = True
+    stub = RemoteDiffusionModel(checkpoint, key, comm_overlap)
+    config.set_inference_dtype(stub.dtype, None)
+    model = config.get_model({}, "")
+    model.diffusion_model = stub
+    # Nothing is computed here, so nothing need be reserved: conditional and unconditional always come as one batch.
+    model.memory_usage_factor = 0.0
+    return RemoteModelPatcher(
+        model,
+        load_device=comfy.model_management.get_torch_device(),
+        offload_device=comfy.model_management.unet_offload_device(),
+    )
+
+
+def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel:
+    """The stub inside a MODEL. ValueError if the MODEL is not from Parallel DiT Loader."""
+    stub = getattr(model.model, "diffusion_model", None)
+    if not isinstance(stub, RemoteDiffusionModel):
+        raise ValueError(
+            "model: this MODEL runs in ComfyUI itself. Load it with Parallel DiT Loader to use PipeFusion."
+        )
+    return stub

@@ -1,0 +1,88 @@
+"""Euler sampling of flow matching without ComfyUI, whole and in bands: for the quickstart, the benchmarks and tests.
+
+In ComfyUI its own samplers do this (nodes/bands.py); here the loop is as short as it can be.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from ..bands import BandedRun, cut_rows, run_bands
+from ..client import RemoteTransformer
+from ..messages import RunStats
+from ..pool import Poll
+
+Predict = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
+"""(x [B, C, H, W], timestep [B], conditioning tensors) -> velocity like x."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Conditioning tensors, batch first, and with guidance above 1 the unconditional ones. `cfg` 1 runs no negative."""
+
+    positive: dict[str, torch.Tensor]
+    negative: dict[str, torch.Tensor]
+    cfg: float
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a model call gets: [uncond, cond] as one batch, in ComfyUI's order."""
+        if self.cfg == 1.0:
+            return self.positive
+        return {name: torch.cat((self.negative[name], self.positive[name])) for name in self.positive}
+
+
+def linear_sigmas(steps: int) -> torch.Tensor:
+    """1 ... 0, [steps + 1]."""
+    return torch.linspace(1, 0, steps + 1)
+
+
+def euler(predict: Predict, x: torch.Tensor, sigmas: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    """x [B, C, H, W] at sigmas[0] -> the sample."""
+    tensors = prompt.tensors()
+    for sigma, following in pairwise(sigmas):
+        if prompt.cfg == 1.0:
+            velocity = predict(x, sigma.repeat(len(x)), tensors)
+        else:
+            both = predict(torch.cat((x, x)), sigma.repeat(2 * len(x)), tensors)
+            negative, positive = both.chunk(2)
+            velocity = negative + prompt.cfg * (positive - negative)
+        x = x + (following - sigma) * velocity
+    return x
+
+
+def sample_whole(
+    model: RemoteTransformer, noise: torch.Tensor, sigmas: torch.Tensor, prompt: Prompt, poll: Poll = lambda: None
+) -> torch.Tensor:
+    """Every call exact, over the whole latent."""
+    return euler(lambda x, t, tensors: model.predict(x, t, tensors, poll), noise, sigmas, prompt)
+
+
+def sample_in_bands(
+    model: RemoteTransformer,
+    noise: torch.Tensor,
+    sigmas: torch.Tensor,
+    prompt: Prompt,
+    bands: int,
+    warm_up: int,
+    poll: Poll = lambda: None,
+) -> tuple[torch.Tensor, list[RunStats]]:
+    """PipeFusion: `bands` patches, the first `warm_up` steps exact. The sample, and what each rank did."""
+    rows = cut_rows(noise.shape[2], bands, model.family.patch_rows)
+    run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0)
+    steps = len(sigmas) - 1
+    exact_above = float("inf") if warm_up == 0 else float(sigmas[min(warm_up, steps)])
+
+    def sample(band: int) -> torch.Tensor:
+        def predict(x, timestep, tensors):
+            return run.predict(band, x, timestep, tensors, exact=float(timestep[0]) > exact_above)
+
+        return euler(predict, noise[:, :, rows[band].slice], sigmas, prompt)
+
+    try:
+        parts = run_bands(run, sample, lambda: None, poll)
+    except BaseException:
+        model.discard_run(run.run)
+        raise
+    return torch.cat(parts, dim=2), model.close_run(run.run, poll)

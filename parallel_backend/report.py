@@ -1,0 +1,52 @@
+"""What a run did, in words: the text that PipeFusion Sampler gives out."""
+
+from dataclasses import dataclass
+
+from .config import Degrees
+from .messages import RunStats
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """`calls`: (exact, banded) model calls of a run in bands, None for a run of whole calls. `reason`: why not in bands."""
+
+    degrees: Degrees
+    bands: int
+    steps: int
+    seconds: float
+    calls: tuple[int, int] | None
+    reason: str | None
+    ranks: tuple[RunStats, ...]
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Payload over all ranks, by mesh axis."""
+        total: dict[str, int] = {}
+        for rank in self.ranks:
+            for axis, count in rank.bytes_sent.items():
+                total[axis] = total.get(axis, 0) + count
+        return total
+
+    def __str__(self) -> str:
+        if self.calls is not None:
+            exact, banded = self.calls
+            what = (
+                f"{exact} model calls exact (warm-up), {banded} pipelined in {self.bands} bands with keys one step old"
+            )
+        else:
+            what = "all model calls exact" + (f", since {self.reason}" if self.reason else "")
+        busy = [rank.compute_seconds for rank in self.ranks]
+        waits = [rank.wait_seconds for rank in self.ranks]
+        moved = ", ".join(f"{axis} {count / 1e6:.1f} MB" for axis, count in self.bytes_sent.items()) or "nothing"
+        lines = [
+            f"{self.degrees}, {what}",
+            f"{self.seconds:.2f} s, {self.seconds / max(1, self.steps):.3f} s per step",
+            f"moved between ranks: {moved} ({sum(self.bytes_sent.values()) / max(1, self.steps) / 1e6:.2f} MB per step)",
+            f"blocked in transfers: {100 * sum(waits) / max(1e-9, sum(waits) + sum(busy)):.0f} % of the ranks' working time",
+        ]
+        lines += [
+            f"rank {rank.rank}: {rank.micro_steps} micro-steps, computing {rank.compute_seconds:.2f} s, "
+            f"K/V buffers {rank.buffer_bytes / 1e6:.1f} MB, peak memory {rank.peak_bytes / 1e9:.2f} GB"
+            for rank in self.ranks
+        ]
+        return "\n".join(lines)
