@@ -31,7 +31,7 @@ GLOBAL_OPTIONS = (
     "sampler_calc_cond_batch_function",
     "model_function_wrapper",
 )
-"""Entries of model_options that hold functions of other nodes, which may look at the whole latent (norms, projections)."""
+"""Entries of model_options that hold other nodes' functions, which may look at the whole latent (norms, projections)."""
 
 
 def why_whole(guider, sampler, noise: torch.Tensor) -> str | None:
@@ -115,15 +115,11 @@ class PipeFusion:
         model = stub.transformer()
         started = time.perf_counter()
         result, run, reason = None, None, why_whole(guider, executor.class_obj, noise)
-        bands = self.num_pipeline_patch or choose_bands(
-            model.degrees.pipe, -(-noise.shape[2] // model.family.patch_rows)
-        )
+        bands = self.num_pipeline_patch or choose_bands(model.degrees.pipe, -(-noise.shape[2] // model.family.patch_rows))
         rows = cut_rows(noise.shape[2], bands, model.family.patch_rows)
         if reason is None and len(rows) > 1:
             try:
-                result, run = self._banded(
-                    model, stub, rows, executor.class_obj, guider, sigmas, extra_args, *arguments
-                )
+                result, run = self._banded(model, stub, rows, executor.class_obj, guider, sigmas, extra_args, *arguments)
             except NotLocal as why:
                 reason = str(why)
         if result is None:
@@ -153,7 +149,7 @@ class PipeFusion:
         mask,
         quiet,
     ):
-        """The run in bands: (samples for the whole latent, the run). Raises NotLocal if the sampler turns out global."""
+        """The run in bands: (samples of the whole latent, the run). Raises NotLocal if the sampler turns out global."""
         run = BandedRun(model, rows, tuple(noise.shape), self.warmup_steps > 0, self.overlap and stub.comm_overlap)
         exact_above = float("inf") if self.warmup_steps == 0 else _last_warm_up_sigma(sigmas, self.warmup_steps)
         draws = whole_noise(sampler, noise, sigmas, extra_args.get("seed")) if takes_noise_sampler(sampler) else None
@@ -172,9 +168,7 @@ class PipeFusion:
                 extra = {**sampler.extra_options, "noise_sampler": draws.band(span)}
                 own = comfy.samplers.KSAMPLER(sampler.sampler_function, extra, sampler.inpaint_options)
             arguments = {**extra_args, "model_options": options}
-            return own.sample(
-                guider, sigmas, arguments, steps.band(band), cut(noise).clone(), cut(latent), cut(mask), True
-            )
+            return own.sample(guider, sigmas, arguments, steps.band(band), cut(noise).clone(), cut(latent), cut(mask), True)
 
         try:
             parts = run_bands(run, sample, steps.drain, check_cancelled)

@@ -88,13 +88,13 @@ class ParallelDiTLoader:
                     {"default": "default", "tooltip": "default: as in the file on GPUs, fp32 on CPU ranks."},
                 ),
                 "pipefusion_degree": degree(
-                    "Pipeline stages: each GPU holds its share of the blocks. For models too large for one card and for "
-                    "slow links; use it with PipeFusion Sampler or Apply PipeFusion."
+                    "Pipeline stages: each GPU holds its share of the blocks. For models too large for one card and "
+                    "for slow links; use it with PipeFusion Sampler or Apply PipeFusion."
                 ),
                 "tensor_parallel_degree": degree("Tensor parallelism; only 1 in this version."),
                 "split_batch_degree": degree(
-                    "Copies of the model that share the batch: 2 runs the positive and the negative prompt (cfg above 1) "
-                    "side by side; exact."
+                    "Copies of the model that share the batch: 2 runs the positive and the negative prompt (cfg above "
+                    "1) side by side; exact."
                 ),
                 "devices": (
                     "STRING",

@@ -39,9 +39,7 @@ def takes_noise_sampler(sampler: comfy.samplers.KSAMPLER) -> bool:
     return "noise_sampler" in inspect.signature(sampler.sampler_function).parameters
 
 
-def whole_noise(
-    sampler: comfy.samplers.KSAMPLER, noise: torch.Tensor, sigmas: torch.Tensor, seed: int | None
-) -> WholeNoise:
+def whole_noise(sampler: comfy.samplers.KSAMPLER, noise: torch.Tensor, sigmas: torch.Tensor, seed: int | None) -> WholeNoise:
     """What `sampler` would draw from for the whole latent: its own option, a Brownian tree, or plain noise.
 
     Which one is k_diffusion's rule (comfy/k_diffusion/sampling.py): the dpmpp *_sde samplers default to a tree, on the

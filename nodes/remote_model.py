@@ -12,8 +12,8 @@ import torch
 from parallel_backend.bands import BandedRun
 from parallel_backend.checkpoint import Checkpoint
 from parallel_backend.client import RemoteTransformer
-from parallel_backend.registry import ModelKey, registry
 from parallel_backend.dtypes import compute_dtype
+from parallel_backend.registry import ModelKey, registry
 
 BAND_KEY = "parallel_dit_band"
 """Key in `transformer_options` under which a band's model calls carry a `Band`."""
@@ -130,7 +130,5 @@ def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel
     """The stub inside a MODEL. ValueError if the MODEL is not from Parallel DiT Loader."""
     stub = getattr(model.model, "diffusion_model", None)
     if not isinstance(stub, RemoteDiffusionModel):
-        raise ValueError(
-            "model: this MODEL runs in ComfyUI itself. Load it with Parallel DiT Loader to use PipeFusion."
-        )
+        raise ValueError("model: this MODEL runs in ComfyUI itself. Load it with Parallel DiT Loader to use PipeFusion.")
     return stub

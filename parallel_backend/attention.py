@@ -109,9 +109,7 @@ def install_seams(modules: list[torch.nn.Module], context: AttentionContext) -> 
 
     def dispatch(query, key, value, attn_mask=None, scale=None, _parallel_config=None, **options):
         if not isinstance(_parallel_config, Seam):
-            return native(
-                query, key, value, attn_mask=attn_mask, scale=scale, _parallel_config=_parallel_config, **options
-            )
+            return native(query, key, value, attn_mask=attn_mask, scale=scale, _parallel_config=_parallel_config, **options)
         assert attn_mask is None, "this family passes an attention mask, which no parallel mode here handles yet"
         return _parallel_config.attend(query, key, value, scale)
 

@@ -14,14 +14,14 @@ from typing import TypeVar
 
 import torch
 
-from .client import Call, Conditioning, RemoteTransformer
+from .client import Conditioning, RemoteTransformer
 from .layout import Span, split
 from .pool import POLL_SECONDS, Poll
 
 T = TypeVar("T")
 
 
-class NotLocal(Exception):  # noqa: N818 (no failure of the run: it says that the run cannot be cut into bands)
+class NotLocal(Exception):
     """The bands asked for different things: this sampler looks at more than its own rows. Run it whole instead."""
 
 
@@ -29,8 +29,7 @@ def cut_rows(height: int, bands: int, patch_rows: int) -> tuple[Span, ...]:
     """Spans of latent rows, one per band, on the borders of token rows; fewer than asked for where rows run out."""
     rows = -(-height // patch_rows)
     return tuple(
-        Span(span.start * patch_rows, min(span.stop * patch_rows, height))
-        for span in split(Span(0, rows), min(bands, rows))
+        Span(span.start * patch_rows, min(span.stop * patch_rows, height)) for span in split(Span(0, rows), min(bands, rows))
     )
 
 
@@ -132,9 +131,7 @@ class BandedRun:
             self.abort(NotLocal("the bands are at different timesteps"))
             return
         x = torch.cat([request.x for request in requests], dim=2)
-        self._post(
-            x, Span(0, self.grid[0] * self.grid[1]), True, list(zip(requests, self.rows, strict=True)), conditioning
-        )
+        self._post(x, Span(0, self.grid[0] * self.grid[1]), True, list(zip(requests, self.rows, strict=True)), conditioning)
         self.exact_calls += 1
 
     def _post_band(self, band: int, request: _Request, conditioning: Conditioning) -> None:

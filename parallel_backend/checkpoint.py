@@ -76,9 +76,7 @@ class Checkpoint:
                 path: stack.enter_context(safe_open(path, framework="pt"))
                 for path in {self.entries[self.recipe[target].key].file for target in targets}
             }
-            return {
-                target: self._read_one(files, self.recipe[target]).to(device, dtype, copy=True) for target in targets
-            }
+            return {target: self._read_one(files, self.recipe[target]).to(device, dtype, copy=True) for target in targets}
 
     def _read_one(self, files: dict[Path, Any], source: Source) -> torch.Tensor:
         entry = self.entries[source.key]
@@ -130,9 +128,7 @@ def _open_folder(path: Path) -> Checkpoint:
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model_name: the folder {path.name} has no readable config.json of a diffusers model."
-        ) from error
+        raise ValueError(f"model_name: the folder {path.name} has no readable config.json of a diffusers model.") from error
     family = next((f for f in FAMILIES.values() if f.model_class == config.get("_class_name")), None)
     if family is None:
         raise ValueError(f"model_name: {path.name} is a {config.get('_class_name')}, which this version does not know.")
@@ -160,9 +156,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
         with safe_open(path, framework="pt") as file:
             keys = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
             return {
-                key: Entry(
-                    path, key, tuple(part.get_shape()), _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype())
-                )
+                key: Entry(path, key, tuple(part.get_shape()), _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype()))
                 for key, part in keys.items()
             }
     except (SafetensorError, OSError) as error:
@@ -183,9 +177,7 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
     name, entries = checkpoint.path.name, checkpoint.entries
     missing = [source.key for source in checkpoint.recipe.values() if source.key not in entries]
     if missing:
-        raise ValueError(
-            f"model_name: {name} lacks {missing[0]}" + f" and {len(missing) - 1} more." * (len(missing) > 1)
-        )
+        raise ValueError(f"model_name: {name} lacks {missing[0]}" + f" and {len(missing) - 1} more." * (len(missing) > 1))
     used = {source.key for source in checkpoint.recipe.values()}
     surplus = [key for key in entries if key not in used]
     if surplus:

@@ -112,9 +112,7 @@ class RemoteTransformer:
         replies = wait_for(pool.ask(load, m.Loaded), poll)
         self.weight_bytes = [reply.weight_bytes for reply in replies]
 
-    def predict(
-        self, x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor], poll: Poll
-    ) -> torch.Tensor:
+    def predict(self, x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor], poll: Poll) -> torch.Tensor:
         """Exact model output for the whole latent `x` [B, C, H, W] at `timestep` [B]; same shape and device as `x`."""
         grid = self.family.grid(x.shape)
         call = self.call(self.family.pack(x), timestep, self.conditioning(grid, tensors), run=0)

@@ -39,9 +39,7 @@ def _staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     return tensor.is_cuda and dist.get_backend(group) == "gloo"
 
 
-def all_to_all(
-    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic
-) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic) -> torch.Tensor:
     """[sum(send), ...] -> [sum(receive), ...]: rows send[i] go to rank i of the axis, receive[i] rows come from it."""
     out = x.new_empty(sum(receive), *x.shape[1:])
     row_bytes = x[0].numel() * x.element_size() if len(x) else 0

@@ -1,6 +1,7 @@
 """Who owns which tokens: pure functions over integers, used alike by the client that cuts and the ranks that compute."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def split(span: Span, parts: int) -> tuple[Span, ...]:
     edges = [span.start]
     for index in range(parts):
         edges.append(edges[-1] + size + (index < extra))
-    return tuple(Span(a, b) for a, b in zip(edges, edges[1:], strict=False))
+    return tuple(Span(a, b) for a, b in pairwise(edges))
 
 
 def split_by_cost(costs: list[float], parts: int) -> tuple[Span, ...]:

@@ -20,8 +20,8 @@ from typing import Any
 import torch.multiprocessing
 
 from . import messages as m
-from . import rank
 from .channel import Channel
+from .rank import RankSettings, main
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +66,14 @@ def wait_for(future: Future, poll: Poll) -> Any:
 
 
 class Pool:
-    """One process per device. `on_output` gets every Output message, on the pool's own thread."""
+    """One process per device. `on_output` gets every Output message, on the pool's own thread.
 
-    def __init__(self, devices: tuple[str, ...], timeout: timedelta = timedelta(minutes=30)):
+    `threads`: CPU threads per rank; None shares the machine's cores out evenly.
+    """
+
+    def __init__(self, devices: tuple[str, ...], threads: int | None = None, timeout: timedelta = timedelta(minutes=30)):
         self.devices, self.timeout = devices, timeout
+        self.threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
         self.error: Exception | None = None
         self.on_output: Callable[[m.Output], None] = lambda output: None
         self.on_failure: Callable[[Exception], None] = lambda error: None
@@ -89,13 +93,10 @@ class Pool:
 
     def _start(self) -> None:
         context = torch.multiprocessing.get_context("spawn")
-        threads = max(1, (os.cpu_count() or 1) // len(self.devices))
         for index in range(len(self.devices)):
             ours, theirs = context.Pipe(duplex=True)
-            settings = rank.RankSettings(index, self.devices, self._directory / "store", threads, self.timeout)
-            process = context.Process(
-                target=rank.main, args=(settings, theirs), name=f"parallel-dit rank {index}", daemon=True
-            )
+            settings = RankSettings(index, self.devices, self._directory / "store", self.threads, self.timeout)
+            process = context.Process(target=main, args=(settings, theirs), name=f"parallel-dit rank {index}", daemon=True)
             with clean_main_module():
                 process.start()
             theirs.close()
@@ -193,21 +194,21 @@ class Pool:
         if own:
             failure = own[0]
             doing = "loading" if failure.seq is None else f"micro-step {failure.seq}"
-            text = (
-                f"rank {failure.rank} ({self.devices[failure.rank]}) failed in {doing}: {failure.summary}\n"
-                f"Traceback of rank {failure.rank}:\n{failure.traceback}"
-            )
+            text = f"{self._name(failure.rank)} failed in {doing}: {failure.summary}\n{failure.traceback}"
         elif died:
-            rank, code = died[0], self._processes[died[0]].exitcode
+            code = self._processes[died[0]].exitcode
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            text = f"rank {rank} ({self.devices[rank]}) {how}. If the system ran out of memory, use more ranks or a smaller dtype."
+            text = f"{self._name(died[0])} {how}. If the system ran out of memory, use more ranks or a smaller dtype."
         elif late:
             failure = self._failures[0]
-            text = f"rank {failure.rank} ({self.devices[failure.rank]}) lost its peer: {failure.summary}\n{failure.traceback}"
+            text = f"{self._name(failure.rank)} lost its peer: {failure.summary}\n{failure.traceback}"
         else:
             return False
         self._fail(RankError(f"Parallel DiT: {text}"))
         return True
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self.devices[rank]})"
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

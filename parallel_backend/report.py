@@ -30,9 +30,7 @@ class RunReport:
     def __str__(self) -> str:
         if self.calls is not None:
             exact, banded = self.calls
-            what = (
-                f"{exact} model calls exact (warm-up), {banded} pipelined in {self.bands} bands with keys one step old"
-            )
+            what = f"{exact} model calls exact (warm-up), {banded} pipelined in {self.bands} bands with keys one step old"
         else:
             what = "all model calls exact" + (f", since {self.reason}" if self.reason else "")
         busy = [rank.compute_seconds for rank in self.ranks]

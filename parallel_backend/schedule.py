@@ -27,9 +27,7 @@ class MicroStep:
 
 def micro_steps(exact: Sequence[bool], bands: int) -> list[MicroStep]:
     """All micro-steps of a run in the order in which every stage executes them. `exact[k]`: call k is exact."""
-    return [
-        MicroStep(call, band) for call, whole in enumerate(exact) for band in ([None] if whole else list(range(bands)))
-    ]
+    return [MicroStep(call, band) for call, whole in enumerate(exact) for band in ([None] if whole else list(range(bands)))]
 
 
 def stage_ops(stage: int, stages: int) -> tuple[Op, ...]:

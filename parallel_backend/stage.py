@@ -17,8 +17,8 @@ from .families import Family
 from .layout import Span
 
 
-class StageDone(Exception):  # noqa: N818 (no error: it ends the forward of a stage that has no epilogue)
-    """Carries the hidden states [b, t, hidden] and [b, n, hidden] out of the model's forward."""
+class StageDone(Exception):
+    """No error: ends the forward of a stage without epilogue, carrying [b, t, hidden] and [b, n, hidden] out of it."""
 
     def __init__(self, text: torch.Tensor, image: torch.Tensor):
         self.text, self.image = text, image
@@ -116,6 +116,4 @@ def keep_timestep_exact(model: nn.Module, family: Family, timestep_of: Any) -> N
     In bf16 that rounding moves the output by 4 %; `timestep_of()` gives the current micro-step's [b] float32.
     """
     name, factor = family.time_embed
-    model.get_submodule(name).register_forward_pre_hook(
-        lambda _module, arguments: (timestep_of() * factor, *arguments[1:])
-    )
+    model.get_submodule(name).register_forward_pre_hook(lambda _module, arguments: (timestep_of() * factor, *arguments[1:]))

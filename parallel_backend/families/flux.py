@@ -164,9 +164,7 @@ def _conditioning(config: dict[str, Any], given: dict[str, Any]) -> dict[str, to
     tensors = {"context": context, "pooled": pooled}
     if config["guidance_embeds"]:
         if given.get("guidance") is None:
-            raise ValueError(
-                "positive, negative: guidance is switched off, which this model's diffusers class cannot do."
-            )
+            raise ValueError("positive, negative: guidance is switched off, which this model's diffusers class cannot do.")
         tensors["guidance"] = given["guidance"]
     return tensors
 

@@ -13,6 +13,7 @@ from ..bands import BandedRun, cut_rows, run_bands
 from ..client import RemoteTransformer
 from ..messages import RunStats
 from ..pool import Poll
+from .prompt import CELLS, NULL, encode_symbols
 
 Predict = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 """(x [B, C, H, W], timestep [B], conditioning tensors) -> velocity like x."""
@@ -31,6 +32,13 @@ class Prompt:
         if self.cfg == 1.0:
             return self.positive
         return {name: torch.cat((self.negative[name], self.positive[name])) for name in self.positive}
+
+
+def digit_prompts(symbols_BC: torch.Tensor, cfg: float) -> Prompt:
+    """Prompts of the bundled model for symbols [B, 4], with the unconditional prompt as negative."""
+    context, pooled = encode_symbols(symbols_BC)
+    no_context, no_pooled = encode_symbols(torch.full((len(symbols_BC), CELLS), NULL))
+    return Prompt({"context": context, "pooled": pooled}, {"context": no_context, "pooled": no_pooled}, cfg)
 
 
 def linear_sigmas(steps: int) -> torch.Tensor:

@@ -1,0 +1,23 @@
+# Sourced by the other scripts: a virtual environment in .venv with the pack's dependencies. Sets $PYTHON to its python.
+# Where there is no NVIDIA GPU a pinned torch goes in first: an open range would pull the CUDA libraries.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${PARALLEL_DIT_VENV:-$root/.venv}
+
+if [ ! -x "$venv/bin/python" ]; then
+    base=${PYTHON:-python3}
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+        echo "Python 3.11 or newer is needed; $base is $("$base" --version). Set PYTHON to another one." >&2
+        exit 1
+    }
+    echo "== setting up $venv (once)"
+    "$base" -m venv "$venv"
+fi
+PYTHON="$venv/bin/python"
+install() { "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" 2>&1 | grep -v '^WARNING: Location' || true; }
+
+if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
+    echo "== installing torch"
+    if command -v nvidia-smi >/dev/null 2>&1; then install 'torch>=2.6'; else install 'torch==2.13.0'; fi
+    "$PYTHON" -c 'import torch'
+fi
