@@ -2,8 +2,11 @@
 
 import logging
 import queue
+import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import comfy.model_patcher
 import comfy.patcher_extension
@@ -13,10 +16,11 @@ from tqdm.auto import tqdm
 
 from parallel_backend.bands import BandedRun, NotLocal, cut_rows, run_bands
 from parallel_backend.client import RemoteTransformer
+from parallel_backend.layout import Span
 from parallel_backend.report import RunReport
 from parallel_backend.schedule import choose_bands
 
-from .noise import takes_noise_sampler, whole_noise
+from .noise import WholeNoise, takes_noise_sampler, whole_noise
 from .remote_model import BAND_KEY, Band, RemoteDiffusionModel, check_cancelled
 
 log = logging.getLogger(__name__)
@@ -34,10 +38,84 @@ GLOBAL_OPTIONS = (
 """Entries of model_options that hold other nodes' functions, which may look at the whole latent (norms, projections)."""
 
 
-def why_whole(guider, sampler, noise: torch.Tensor) -> str | None:
+class Steps:
+    """Collects the bands' step callbacks; hands a step on, with the whole latent, once every band has made it."""
+
+    def __init__(self, bands: int, total: int, callback, disable_pbar: bool):
+        self.bands, self.total, self.callback = bands, total, callback
+        self._lock = threading.Lock()
+        self._parts: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._whole: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._bar = tqdm(total=total, disable=disable_pbar)
+
+    def band(self, index: int):
+        """The callback for one band's sampler; runs on the band's thread."""
+
+        def callback(step, denoised, x, total_steps):
+            with self._lock:
+                parts = self._parts.setdefault(step, {})
+                parts[index] = (denoised, x)
+                if len(parts) == self.bands:
+                    self._whole.put(step)
+
+        return callback
+
+    def drain(self) -> None:
+        """Report finished steps to ComfyUI, on its own thread: progress, preview, and its check for Cancel."""
+        while not self._whole.empty():
+            step = self._whole.get()
+            with self._lock:
+                parts = self._parts.pop(step)
+            self._bar.update()
+            if self.callback is not None:
+                denoised, x = (torch.cat([parts[band][part] for band in range(self.bands)], 2) for part in (0, 1))
+                self.callback(step, denoised, x, self.total)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One call of a sampler's `sample`: its arguments, in ComfyUI's order, and the sampler."""
+
+    sampler: comfy.samplers.Sampler
+    guider: comfy.samplers.CFGGuider
+    sigmas: torch.Tensor  # [steps + 1]
+    extra_args: dict[str, Any]
+    callback: Callable | None
+    noise: torch.Tensor  # [B, C, H, W], like the latent and the mask
+    latent_image: torch.Tensor | None
+    denoise_mask: torch.Tensor | None
+    disable_pbar: bool
+
+    @property
+    def arguments(self) -> tuple:
+        return tuple(getattr(self, field.name) for field in fields(self))[1:]
+
+    @property
+    def steps(self) -> int:
+        return len(self.sigmas) - 1
+
+    def band(self, rows: Span, options: dict[str, Any], draws: WholeNoise | None, callback: Callable) -> torch.Tensor:
+        """Run the native sampler on these rows only, with model_options of its own."""
+        noise, latent, mask = (
+            None if whole is None else whole[:, :, rows.slice]
+            for whole in (self.noise, self.latent_image, self.denoise_mask)
+        )
+        sampler = self.sampler
+        if draws is not None:
+            extra = {**sampler.extra_options, "noise_sampler": draws.band(rows)}
+            sampler = comfy.samplers.KSAMPLER(sampler.sampler_function, extra, sampler.inpaint_options)
+        extra_args = {**self.extra_args, "model_options": options}
+        return sampler.sample(self.guider, self.sigmas, extra_args, callback, noise.clone(), latent, mask, True)
+
+
+def why_whole(sampling: Sampling) -> str | None:
     """Why this run cannot be cut into bands, in words for the user; None if it can."""
+    guider, sampler = sampling.guider, sampling.sampler
     options = guider.model_options
-    if noise.ndim != 4:
+    if sampling.noise.ndim != 4:
         return "its latent is not an image"
     if type(guider).__name__ not in LOCAL_GUIDERS:
         return f"the guider {type(guider).__name__} may look at the whole latent"
@@ -48,7 +126,7 @@ def why_whole(guider, sampler, noise: torch.Tensor) -> str | None:
         return f"{function.__name__} is not one of ComfyUI's samplers"
     if function.__name__ in ("dpm_adaptive_function", "sample_dpm_adaptive"):
         return "dpm_adaptive sets its step size by the whole latent"
-    if sampler.inpaint_options.get("random"):
+    if sampling.denoise_mask is not None and sampler.inpaint_options.get("random"):
         return "random inpaint noise is drawn for the whole latent"
     for name in GLOBAL_OPTIONS:
         if options.get(name):
@@ -65,40 +143,6 @@ def why_whole(guider, sampler, noise: torch.Tensor) -> str | None:
     return None
 
 
-class Steps:
-    """Collects the bands' step callbacks; hands a step on, with the whole latent, once every band has made it."""
-
-    def __init__(self, bands: int, total: int, callback, disable_pbar: bool):
-        self.bands, self.total, self.callback = bands, total, callback
-        self._parts: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._whole: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._bar = tqdm(total=total, disable=disable_pbar)
-
-    def band(self, index: int):
-        """The callback for one band's sampler; runs on the band's thread."""
-
-        def callback(step, denoised, x, total_steps):
-            parts = self._parts.setdefault(step, {})
-            parts[index] = (denoised, x)
-            if len(parts) == self.bands:
-                self._whole.put(step)
-
-        return callback
-
-    def drain(self) -> None:
-        """Report finished steps to ComfyUI, on its own thread: progress, preview, and its check for Cancel."""
-        while not self._whole.empty():
-            step = self._whole.get()
-            parts = self._parts.pop(step)
-            self._bar.update()
-            if self.callback is not None:
-                denoised, x = (torch.cat([parts[band][part] for band in range(self.bands)], 2) for part in (0, 1))
-                self.callback(step, denoised, x, self.total)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
 @dataclass
 class PipeFusion:
     """The settings of Apply PipeFusion, and the wrapper itself. `last`: the report of the last run, for the node."""
@@ -106,83 +150,75 @@ class PipeFusion:
     num_pipeline_patch: int
     warmup_steps: int
     overlap: bool
+    extrapolate: bool
     last: RunReport | None = field(default=None, repr=False)
 
-    def __call__(self, executor, guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar):
+    def __call__(self, executor, *arguments) -> torch.Tensor:
         """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
-        arguments = (callback, noise, latent_image, denoise_mask, disable_pbar)
-        stub: RemoteDiffusionModel = guider.inner_model.diffusion_model
-        model = stub.transformer()
+        sampling = Sampling(executor.class_obj, *arguments)
+        stub: RemoteDiffusionModel = sampling.guider.inner_model.diffusion_model
+        model, height = stub.transformer(), sampling.noise.shape[2]
+        patch_rows = model.family.patch_rows
+        rows = cut_rows(
+            height, self.num_pipeline_patch or choose_bands(model.degrees.pipe, -(-height // patch_rows)), patch_rows
+        )
         started = time.perf_counter()
-        result, run, reason = None, None, why_whole(guider, executor.class_obj, noise)
-        bands = self.num_pipeline_patch or choose_bands(model.degrees.pipe, -(-noise.shape[2] // model.family.patch_rows))
-        rows = cut_rows(noise.shape[2], bands, model.family.patch_rows)
+        result, run, reason = None, None, why_whole(sampling)
         if reason is None and len(rows) > 1:
             try:
-                result, run = self._banded(model, stub, rows, executor.class_obj, guider, sigmas, extra_args, *arguments)
+                result, run = self._in_bands(model, rows, sampling, self.overlap and stub.comm_overlap)
             except NotLocal as why:
                 reason = str(why)
         if result is None:
             if reason is not None:
                 log.warning("PipeFusion: this run is exact and unpipelined, since %s.", reason)
-            result = executor(guider, sigmas, extra_args, *arguments)
+            result = executor(*sampling.arguments)
         stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
-        seconds, steps = time.perf_counter() - started, len(sigmas) - 1
-        calls = (run.exact_calls, run.banded_calls) if run is not None else None
         self.last = RunReport(
-            model.degrees, len(rows) if run is not None else 1, steps, seconds, calls, reason, tuple(stats)
+            model.degrees,
+            len(rows) if run is not None else 1,
+            sampling.steps,
+            time.perf_counter() - started,
+            (run.exact_calls, run.banded_calls) if run is not None else None,
+            reason,
+            tuple(stats),
         )
         return result
 
-    def _banded(
-        self,
-        model: RemoteTransformer,
-        stub,
-        rows,
-        sampler,
-        guider,
-        sigmas,
-        extra_args,
-        callback,
-        noise,
-        latent,
-        mask,
-        quiet,
-    ):
-        """The run in bands: (samples of the whole latent, the run). Raises NotLocal if the sampler turns out global."""
-        run = BandedRun(model, rows, tuple(noise.shape), self.warmup_steps > 0, self.overlap and stub.comm_overlap)
-        exact_above = float("inf") if self.warmup_steps == 0 else _last_warm_up_sigma(sigmas, self.warmup_steps)
-        draws = whole_noise(sampler, noise, sigmas, extra_args.get("seed")) if takes_noise_sampler(sampler) else None
-        steps = Steps(len(rows), len(sigmas) - 1, callback, quiet)
+    def _in_bands(
+        self, model: RemoteTransformer, rows: tuple[Span, ...], sampling: Sampling, overlap: bool
+    ) -> tuple[torch.Tensor, BandedRun]:
+        """The samples of the whole latent, and the run. Raises NotLocal if the sampler turns out to be global."""
+        draws = (
+            whole_noise(sampling.sampler, sampling.noise, sampling.sigmas, sampling.extra_args.get("seed"))
+            if takes_noise_sampler(sampling.sampler)
+            else None
+        )
+        shape = tuple(sampling.noise.shape)
+        run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, self.extrapolate)
+        exact_above = _exact_above(sampling.sigmas, self.warmup_steps)
+        steps = Steps(len(rows), sampling.steps, sampling.callback, sampling.disable_pbar)
 
         def sample(band: int) -> torch.Tensor:
-            span = rows[band]
-
-            def cut(tensor):
-                return None if tensor is None else tensor[:, :, span.slice]
-
-            options = comfy.model_patcher.create_model_options_clone(extra_args["model_options"])
+            options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
             options["transformer_options"][BAND_KEY] = Band(run, band, exact_above)
-            own = sampler
-            if draws is not None:
-                extra = {**sampler.extra_options, "noise_sampler": draws.band(span)}
-                own = comfy.samplers.KSAMPLER(sampler.sampler_function, extra, sampler.inpaint_options)
-            arguments = {**extra_args, "model_options": options}
-            return own.sample(guider, sigmas, arguments, steps.band(band), cut(noise).clone(), cut(latent), cut(mask), True)
+            return sampling.band(rows[band], options, draws, steps.band(band))
 
         try:
             parts = run_bands(run, sample, steps.drain, check_cancelled)
+            steps.drain()
         except BaseException:  # Cancel too
             model.discard_run(run.run)
             raise
         finally:
             steps.close()
-        steps.drain()
         return torch.cat(parts, 2), run
 
 
-def _last_warm_up_sigma(sigmas: torch.Tensor, warmup_steps: int) -> float:
-    """Calls at larger sigmas belong to the first `warmup_steps` steps."""
+def _exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:
+    """Model calls at larger sigmas belong to the first `warmup_steps` steps, and run exact."""
+    if warmup_steps == 0:
+        return float("inf")
     if warmup_steps >= len(sigmas) - 1:
         return -1.0
     return float(sigmas[warmup_steps]) * (1 + 1e-6)

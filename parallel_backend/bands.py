@@ -46,6 +46,7 @@ class BandedRun:
     """One sampling run in bands. `rows`: each band's latent rows; `shape`: of the whole latent [B, C, H, W].
 
     With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes.
+    `overlap`, `extrapolate`: see messages.OpenRun.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class BandedRun:
         shape: tuple[int, ...],
         warm_up: bool,
         overlap: bool = True,
+        extrapolate: bool = True,
     ):
         self.model, self.rows, self.warm_up = model, rows, warm_up
         self.grid = model.family.grid(shape)
-        self.run = model.open_run(overlap)
+        self.run = model.open_run(overlap, extrapolate)
         self.exact_calls, self.banded_calls = 0, 0
         self._lock = threading.RLock()
         self._calls = [0] * len(rows)  # calls made so far, per band

@@ -18,7 +18,7 @@ from .config import Degrees, check_devices, check_model
 from .layout import Span, split, split_by_cost
 from .pool import Poll, Pool, wait_for
 
-CONDITIONINGS_KEPT = 32
+CONDITIONINGS_KEPT = 8
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,6 @@ class RemoteTransformer:
         self._waiting: list[deque[_MicroStep]] = [deque() for _ in range(degrees.batch)]
         self._flying: list[dict[int, _MicroStep]] = [{} for _ in range(degrees.batch)]
         self._shards_left: dict[int, int] = {}
-        self._overlap = True
         pool.on_output, pool.on_failure = self._on_output, self._on_failure
         wait_for(pool.ready, poll)
         load = m.Load(
@@ -143,7 +142,7 @@ class RemoteTransformer:
         A sampler passes the same values again at each step, in new tensors: they are compared, not identified.
         """
         with self._lock:
-            for known in self._conditionings:
+            for known in reversed(self._conditionings):
                 if known.matches(grid, tensors):
                     return known
             names = [name for name in self.family.token_tensors if name in tensors]
@@ -161,13 +160,12 @@ class RemoteTransformer:
                 self.pool.tell(m.DropConditioning(old.id))
             return conditioning
 
-    def open_run(self, overlap: bool = True) -> int:
-        """A number for a run, under which its calls keep their K/V buffers. `overlap`: transfers run beside compute."""
+    def open_run(self, overlap: bool = True, extrapolate: bool = True) -> int:
+        """A number for a run, under which its calls keep their K/V buffers (see messages.OpenRun)."""
         with self._lock:
-            if overlap != self._overlap:
-                self.pool.tell(m.Overlap(overlap))
-                self._overlap = overlap
-            return next(self._runs)
+            run = next(self._runs)
+            self.pool.tell(m.OpenRun(run, overlap, extrapolate))
+            return run
 
     def close_run(self, run: int, poll: Poll) -> list[m.RunStats]:
         """Drop the run's buffers; what each rank did since the last report, in rank order."""
@@ -255,7 +253,9 @@ class RemoteTransformer:
         """On the pool's thread: put the part in its place, send what the window now allows, hand out a finished call."""
         at = self.degrees.coordinate(output.rank)
         with self._lock:
-            step = self._flying[at.batch][output.seq]
+            step = self._flying[at.batch].get(output.seq)
+            if step is None:  # from before this model was loaded: a cancelled run's last micro-steps
+                return
             rows = split(Span(0, len(step.assembly.call.tokens)), self.degrees.ulysses)[at.ulysses]
             complete = step.assembly.put(step.entries, rows, output.value)
             self._shards_left[output.seq] -= 1

@@ -72,7 +72,7 @@ def sequence_to_heads(
     u = axis.size
     qkv = torch.stack((q_BsHD, k_BsHD, v_BsHD)).view(3, batch, own, u, heads // u, size)
     rows = qkv.permute(3, 2, 0, 1, 4, 5).reshape(u * own, 3, batch, heads // u, size)
-    rows = all_to_all(rows, [own] * u, lengths, axis, traffic)
+    rows = all_to_all(rows.contiguous(), [own] * u, lengths, axis, traffic)  # with one token `reshape` is a view
     return tuple(rows[:, i].transpose(0, 1) for i in range(3))
 
 

@@ -15,7 +15,7 @@ from .families.base import StepInputs
 from .kv_buffer import KVBuffer
 from .layout import Span, split
 from .mesh import make_mesh
-from .messages import Load, Output, PutConditioning, RunStats, Step
+from .messages import Load, OpenRun, Output, PutConditioning, RunStats, Step
 from .schedule import Op, stage_ops
 from .stage import StageDone, build_stage, keep_timestep_exact
 
@@ -56,6 +56,7 @@ class Engine:
 
         self.conditionings: dict[int, Conditioning] = {}
         self.buffers: dict[tuple[int, int], KVBuffer] = {}  # (run, conditioning)
+        self.runs: dict[int, OpenRun] = {0: OpenRun(0, overlap=True, extrapolate=False)}
         self.buffer_bytes = 0
         self.micro_steps, self.compute_seconds = 0, 0.0
 
@@ -83,6 +84,7 @@ class Engine:
         """
         started, waited = time.perf_counter(), self.traffic.wait_seconds
         text, image = self._shards(step)
+        self.link.overlap = self.runs[step.run].overlap
         received = output = None
         for op in self.ops:
             if op is Op.RECEIVE:
@@ -99,10 +101,14 @@ class Engine:
         self.compute_seconds += time.perf_counter() - started - (self.traffic.wait_seconds - waited)
         return Output(self.rank, step.seq, output) if Op.SEND not in self.ops else None
 
+    def open_run(self, run: OpenRun) -> None:
+        self.runs[run.run] = run
+
     def close_run(self, run: int) -> RunStats:
         """Drop the run's K/V buffers and report what was done since the last report."""
         self.link.await_sends()
         buffer_bytes, self.buffer_bytes = self.buffer_bytes, 0
+        self.runs.pop(run, None)
         for key in [key for key in self.buffers if key[0] == run]:
             del self.buffers[key]
         stats = RunStats(
@@ -134,6 +140,8 @@ class Engine:
         """[b, n, channels] on the last stage; [b, t + n, hidden], to be sent on, elsewhere."""
         conditioning = self.conditionings[step.conditioning]
         buffer = self._buffer(step, conditioning)
+        if buffer is not None and step.with_text:
+            buffer.begin_call(step.timestep[0])
         own_text, own_image = text[self.ulysses.index], image[self.ulysses.index]
         self.context.step = StepView(conditioning.text_tokens, text, image, step.entries, buffer)
         self.timestep = torch.tensor(step.timestep, dtype=torch.float32, device=self.device)
@@ -174,7 +182,9 @@ class Engine:
         key = (step.run, step.conditioning)
         if key not in self.buffers:
             image = conditioning.grid[0] * conditioning.grid[1]
-            self.buffers[key] = KVBuffer(conditioning.text_tokens, image, conditioning.batch)
+            self.buffers[key] = KVBuffer(
+                conditioning.text_tokens, image, conditioning.batch, self.runs[step.run].extrapolate
+            )
         return self.buffers[key]
 
     def _peak_bytes(self) -> int:

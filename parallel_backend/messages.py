@@ -102,10 +102,16 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """Client -> rank: let transfers run beside compute (the default), or wait for each one."""
+class OpenRun:
+    """Client -> rank: how the steps of this run are to be done.
 
-    on: bool
+    `overlap`: transfers run beside compute, rather than being waited for. `extrapolate`: stale keys and values are
+    moved on to the present call, rather than used as they are.
+    """
+
+    run: int
+    overlap: bool
+    extrapolate: bool
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ _TYPES = {
     cls.__name__: cls
     for cls in (
         *(Ready, Load, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
-        *(Step, Output, Overlap, CloseRun, RunStats, Failure, Stop, Span),
+        *(Step, Output, OpenRun, CloseRun, RunStats, Failure, Stop, Span),
     )
 }
 _DTYPES = {
@@ -214,5 +220,5 @@ def decode_header(header: bytes) -> tuple[Any, list[torch.Tensor]]:
         return build(json.loads(header)), tensors
     except BadMessage:
         raise
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:  # RuntimeError: nesting, sizes beyond torch's
         raise BadMessage(f"{type(error).__name__}: {error}") from error

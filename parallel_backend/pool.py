@@ -150,7 +150,15 @@ class Pool:
             return future
 
     def _watch(self) -> None:
-        """The pool's thread: hand messages on, notice deaths, name the culprit."""
+        """The pool's thread. Whatever goes wrong in it ends the pool with that error: nobody else would notice."""
+        try:
+            self._hand_on()
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _hand_on(self) -> None:
+        """Hand messages on, notice deaths, name the culprit."""
         sources = {channel.connection: rank for rank, channel in enumerate(self._channels)}
         sentinels = {process.sentinel: rank for rank, process in enumerate(self._processes)}
         while not self._closing:

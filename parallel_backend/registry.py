@@ -1,6 +1,7 @@
 """The process's one set of ranks and the model on it, shared by all nodes: ComfyUI caches node outputs, ranks must not
 die with them or multiply."""
 
+import atexit
 import functools
 import logging
 import threading
@@ -68,5 +69,7 @@ class Registry:
 
 @functools.cache
 def registry() -> Registry:
-    """The one of this process."""
-    return Registry()
+    """The one of this process. Its ranks end with the process."""
+    one = Registry()
+    atexit.register(one.close)
+    return one

@@ -1,8 +1,10 @@
 """One rank: a process that does what the client's messages say, in order, until the connection ends."""
 
+import gc
 import logging
 import os
 import queue
+import shutil
 import threading
 import traceback
 from multiprocessing.connection import Connection
@@ -52,8 +54,8 @@ class Worker:
                 self.engine.drop_conditioning(message.id)
             case m.CloseRun():
                 self.channel.send(self.engine.close_run(message.run))
-            case m.Overlap():
-                self.engine.link.overlap = message.on
+            case m.OpenRun():
+                self.engine.open_run(message)
             case m.Load():
                 self._unload()
                 self.engine = Engine(self.settings.rank, self.device, message)
@@ -66,6 +68,7 @@ class Worker:
 
     def _unload(self) -> None:
         self.engine = None
+        gc.collect()  # engine and model refer to each other: without this the old weights stay beside the new ones
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -89,6 +92,7 @@ class Worker:
             # The client is gone, or what comes is not from it. The main thread may be blocked in a transfer that will
             # never end, so the process ends here.
             log.info("rank %d: control connection ended (%s)", self.settings.rank, error)
+            shutil.rmtree(self.settings.rendezvous.parent, ignore_errors=True)
             os._exit(0)
 
 

@@ -20,7 +20,7 @@ SCALE = 0.06  # jitter, relative
 READER_SIZE = 16  # side in pixels of a cell as the classifier sees it
 READER_COPIES = 4  # jittered renderings of each real digit that the reader learns from
 READER_SEED = 7
-BLANK_INK = 0.02  # mean brightness below which a cell counts as blank; the faintest real digit has about 0.1
+BLANK_INK = 0.02  # mean brightness below which a cell counts as blank; the faintest real digit has 0.15
 
 
 class Scans(NamedTuple):

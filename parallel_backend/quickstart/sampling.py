@@ -75,10 +75,11 @@ def sample_in_bands(
     bands: int,
     warm_up: int,
     poll: Poll = lambda: None,
+    extrapolate: bool = True,
 ) -> tuple[torch.Tensor, list[RunStats]]:
     """PipeFusion: `bands` patches, the first `warm_up` steps exact. The sample, and what each rank did."""
     rows = cut_rows(noise.shape[2], bands, model.family.patch_rows)
-    run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0)
+    run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0, extrapolate=extrapolate)
     steps = len(sigmas) - 1
     exact_above = float("inf") if warm_up == 0 else float(sigmas[min(warm_up, steps)])
 
