@@ -90,6 +90,8 @@ class BandedRun:
         with self._lock:
             self._finished.add(band)
             self._post_what_can_go()
+            if self._error is None and len(self._finished) == len(self.rows) and len(set(self._calls)) > 1:
+                raise NotLocal("the bands did not make the same number of model calls")
 
     def abort(self, error: BaseException) -> None:
         """Every unanswered and every later `predict` raises `error`."""

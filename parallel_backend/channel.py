@@ -2,6 +2,7 @@
 are at the other end."""
 
 import threading
+from multiprocessing import BufferTooShort
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,7 +36,10 @@ class Channel:
         message, tensors = decode_header(self.connection.recv_bytes(MAX_HEADER_BYTES))
         for tensor in tensors:
             if tensor.numel():
-                got = self.connection.recv_bytes_into(_bytes(tensor))
+                try:
+                    got = self.connection.recv_bytes_into(_bytes(tensor))
+                except BufferTooShort as error:
+                    raise BadMessage(f"more than {tensor.nbytes} bytes for a tensor") from error
                 if got != tensor.nbytes:
                     raise BadMessage(f"{got} bytes for a tensor of {tensor.nbytes}")
         return message

@@ -69,14 +69,17 @@ class Checkpoint:
         shape = self.entries[source.key].shape
         return shape if source.rows is None else (len(source.rows), *shape[1:])
 
-    def read(self, targets: list[str], device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The values of these parameters, read from the mapped files. Only the rows asked for are ever copied."""
+    def read(self, targets: dict[str, torch.dtype], device: torch.device) -> dict[str, torch.Tensor]:
+        """The values of these parameters, in these dtypes, from the mapped files. Only the rows needed are copied."""
         with ExitStack() as stack:
             files = {
                 path: stack.enter_context(safe_open(path, framework="pt"))
                 for path in {self.entries[self.recipe[target].key].file for target in targets}
             }
-            return {target: self._read_one(files, self.recipe[target]).to(device, dtype, copy=True) for target in targets}
+            return {
+                target: self._read_one(files, self.recipe[target]).to(device, dtype, copy=True)
+                for target, dtype in targets.items()
+            }
 
     def _read_one(self, files: dict[Path, Any], source: Source) -> torch.Tensor:
         entry = self.entries[source.key]
@@ -129,9 +132,10 @@ def _open_folder(path: Path) -> Checkpoint:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"model_name: the folder {path.name} has no readable config.json of a diffusers model.") from error
-    family = next((f for f in FAMILIES.values() if f.model_class == config.get("_class_name")), None)
+    kind = config.get("_class_name") if isinstance(config, dict) else None
+    family = next((f for f in FAMILIES.values() if f.model_class == kind), None)
     if family is None:
-        raise ValueError(f"model_name: {path.name} is a {config.get('_class_name')}, which this version does not know.")
+        raise ValueError(f"model_name: {path.name} is a {kind}, which this version does not know.")
     entries: dict[str, Entry] = {}
     for file in sorted(path.glob("*.safetensors")):
         entries.update(_read_header(file))

@@ -7,6 +7,7 @@ posted in order with a small window, and its outputs, shard by shard, are put to
 import itertools
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -98,7 +99,8 @@ class RemoteTransformer:
         self._waiting: list[deque[_MicroStep]] = [deque() for _ in range(degrees.batch)]
         self._flying: list[dict[int, _MicroStep]] = [{} for _ in range(degrees.batch)]
         self._shards_left: dict[int, int] = {}
-        pool.on_output, pool.on_failure = self._on_output, self._on_failure
+        self._error: Exception | None = None
+        pool.take_over(self._on_output, self._on_failure)
         wait_for(pool.ready, poll)
         load = m.Load(
             str(checkpoint.path),
@@ -119,7 +121,7 @@ class RemoteTransformer:
         try:
             tokens = wait_for(call.future, poll)
         except BaseException:
-            self.abandon(call.run)
+            self._abandon(lambda other: other is call)
             raise
         return self.family.unpack(tokens, x.shape).to(x.device)
 
@@ -134,6 +136,12 @@ class RemoteTransformer:
     ) -> Call:
         tokens = tokens or Span(0, x.shape[1])
         assert x.shape[1] == len(tokens)
+        ranks = self.degrees.ulysses
+        if len(tokens) // ranks + (conditioning.text_tokens // ranks if with_text else 0) == 0:
+            raise ValueError(
+                f"ulysses_degree is {ranks}, but this picture (or patch of it) has only {len(tokens)} tokens: one for "
+                "each rank is the least. Use a larger picture, fewer patches or a smaller ulysses_degree."
+            )
         return Call(x, tuple(timestep.flatten().tolist()), conditioning, tokens, with_text, run)
 
     def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> Conditioning:
@@ -151,7 +159,7 @@ class RemoteTransformer:
                 grid,
                 tensors[names[0]].shape[1] if names else 0,
                 len(next(iter(tensors.values()))),
-                tensors,
+                {name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
             )
             self._send_conditioning(conditioning)
             self._conditionings.append(conditioning)
@@ -174,14 +182,17 @@ class RemoteTransformer:
     def discard_run(self, run: int) -> None:
         """Give the run up without waiting: what was sent (the window at most) still finishes on the ranks, unheard."""
         self.abandon(run)
-        if self.pool.error is None:
+        if self._error is None and self.pool.error is None:
             self.pool.tell(m.CloseRun(run))
 
     def abandon(self, run: int) -> None:
         """Forget the run's calls: those not sent yet never will be, those under way finish and are dropped."""
+        self._abandon(lambda call: call.run == run)
+
+    def _abandon(self, forget: Callable[[Call], bool]) -> None:
         with self._lock:
             for waiting in self._waiting:
-                kept = [step for step in waiting if step.assembly.call.run != run]
+                kept = [step for step in waiting if not forget(step.assembly.call)]
                 waiting.clear()
                 waiting.extend(kept)
 
@@ -189,8 +200,8 @@ class RemoteTransformer:
         """Queue the call's micro-steps; `call.future` gives tokens [B, n, c] on the CPU."""
         assembly = _Assembly(call)
         with self._lock:
-            if self.pool.error is not None:
-                call.future.set_exception(self.pool.error)
+            if self._error is not None:
+                call.future.set_exception(self._error)
                 return
             whole = len(call.tokens) == call.conditioning.grid[0] * call.conditioning.grid[1]
             for replica, entries in enumerate(split(Span(0, len(call.x)), self.degrees.batch)):
@@ -266,7 +277,9 @@ class RemoteTransformer:
             step.assembly.call.future.set_result(step.assembly.value)
 
     def _on_failure(self, error: Exception) -> None:
+        """The pool has failed, or another model took it over: every call, waiting or to come, raises `error`."""
         with self._lock:
+            self._error = error
             steps = [step for queue in (*self._waiting, *(f.values() for f in self._flying)) for step in queue]
             futures = {id(step.assembly.call.future): step.assembly.call.future for step in steps}
             self._waiting = [deque() for _ in range(self.degrees.batch)]

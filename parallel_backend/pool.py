@@ -66,7 +66,7 @@ def wait_for(future: Future, poll: Poll) -> Any:
 
 
 class Pool:
-    """One process per device. `on_output` gets every Output message, on the pool's own thread.
+    """One process per device, and one model at a time on them (see `take_over`).
 
     `threads`: CPU threads per rank; None shares the machine's cores out evenly.
     """
@@ -75,8 +75,8 @@ class Pool:
         self.devices, self.timeout = devices, timeout
         self.threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
         self.error: Exception | None = None
-        self.on_output: Callable[[m.Output], None] = lambda output: None
-        self.on_failure: Callable[[Exception], None] = lambda error: None
+        self._on_output: Callable[[m.Output], None] = lambda output: None
+        self._on_failure: Callable[[Exception], None] = lambda error: None
         self._gathers: dict[_Key, tuple[Future, dict[int, Any]]] = {}
         self._lock = threading.Lock()
         self._closing = False
@@ -106,6 +106,11 @@ class Pool:
     @property
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
+
+    def take_over(self, on_output: Callable[[m.Output], None], on_failure: Callable[[Exception], None]) -> None:
+        """From now on these get every Output, and the pool's failure, on its own thread. Their predecessor is let go."""
+        self._on_failure(RuntimeError("Parallel DiT: another model has been loaded on these ranks"))
+        self._on_output, self._on_failure = on_output, on_failure
 
     def send(self, rank: int, message: Any) -> None:
         """Raises RankError if the pool has failed; a rank that is just gone is reported by the watcher."""
@@ -176,7 +181,7 @@ class Pool:
 
     def _receive(self, message: Any) -> None:
         if isinstance(message, m.Output):
-            self.on_output(message)
+            self._on_output(message)
         elif isinstance(message, m.Failure):
             self._failures.append(message)
             self._failed_at = self._failed_at or time.monotonic()
@@ -226,7 +231,7 @@ class Pool:
         self._kill()
         for future, _ in gathers.values():
             future.set_exception(error)
-        self.on_failure(error)
+        self._on_failure(error)
 
     def _kill(self) -> None:
         for process in self._processes:

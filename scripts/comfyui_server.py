@@ -1,0 +1,179 @@
+"""A headless ComfyUI with this pack alone, in a process and base directory of its own. Standard library only.
+
+Used by run_comfyui_workflow.py and by tests/comfyui, which load this file by its path.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PACK = Path(__file__).resolve().parent.parent
+PACK_FOLDER = "Parallel DiT"
+"""The pack's folder under custom_nodes; the space is deliberate: users' folders have them."""
+REQUIREMENTS = ("torch", "torchsde", "torchaudio", "aiohttp", "safetensors", "comfyui_frontend_package", "diffusers")
+"""What ComfyUI and the pack need; enough of it to tell an environment that is ready from one that is not."""
+START_SECONDS = 180.0
+STOP_SECONDS = 20.0
+POLL_SECONDS = 0.1
+
+
+def find_python(checkout: Path) -> Path:
+    """The interpreter that this checkout is run with: its own environment, COMFYUI_PYTHON, or the current one."""
+    names = ("bin/python", "Scripts/python.exe")
+    own = [checkout / folder / name for folder in (".venv", "venv") for name in names]
+    return next((path for path in own if path.exists()), Path(os.environ.get("COMFYUI_PYTHON") or sys.executable))
+
+
+def missing_requirements(python: Path) -> list[str]:
+    """Those of REQUIREMENTS that `python` does not have. Imports none of them."""
+    code = "import sys, importlib.util as u; print(*(n for n in sys.argv[1:] if u.find_spec(n) is None))"
+    found = subprocess.run([python, "-c", code, *REQUIREMENTS], capture_output=True, text=True, check=True)
+    return found.stdout.split()
+
+
+class PromptRefused(Exception):
+    """ComfyUI's validation did not take the prompt. The text says why, for each node."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a prompt. `status`: success, error or interrupted. `outputs`: node id -> what the node showed."""
+
+    status: str
+    error: str
+    outputs: dict[str, Any]
+    images: tuple[bytes, ...]
+
+
+class ComfyUIServer:
+    """Use as a context manager: the server is ready inside it, and stopped, ranks included, after it."""
+
+    def __init__(self, checkout: Path, base: Path, python: Path | None = None, arguments: tuple[str, ...] = ("--cpu",)):
+        self.checkout, self.base, self.python = Path(checkout), Path(base), python or find_python(Path(checkout))
+        self.arguments = arguments
+        self.log = self.base / "comfyui.log"
+        self.process: subprocess.Popen | None = None
+        self.port = 0
+
+    def __enter__(self) -> "ComfyUIServer":
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start and wait until it answers. RuntimeError, with the log's end, if it does not."""
+        packs = self.base / "custom_nodes"
+        for folder in (packs, self.base / "models" / "diffusion_models", self.base / "input"):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not (packs / PACK_FOLDER).exists():
+            (packs / PACK_FOLDER).symlink_to(PACK, target_is_directory=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [
+            *(self.python, "main.py", "--listen", "127.0.0.1", "--port", str(self.port)),
+            *("--base-directory", self.base, "--database-url", "sqlite:///:memory:", "--disable-api-nodes"),
+            *("--disable-all-custom-nodes", "--whitelist-custom-nodes", PACK_FOLDER, *self.arguments),
+        ]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=self.checkout, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                self.get("/queue")
+                return
+            time.sleep(POLL_SECONDS)
+        raise RuntimeError(f"ComfyUI did not start:\n{self.log_tail()}")
+
+    def stop(self) -> None:
+        """End the server as Ctrl+C does, or by force if it does not follow. Idempotent."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.send_signal(signal.SIGINT if os.name == "posix" else signal.SIGTERM)
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def log_tail(self, lines: int = 60) -> str:
+        if not self.log.exists():
+            return ""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def get(self, path: str, **query: str) -> bytes:
+        return self._request(f"{path}?{urllib.parse.urlencode(query)}" if query else path, None)
+
+    def post(self, path: str, body: dict[str, Any]) -> bytes:
+        return self._request(path, json.dumps(body).encode())
+
+    def object_info(self) -> dict[str, Any]:
+        return json.loads(self.get("/object_info"))
+
+    def queue(self, prompt: dict[str, Any], client_id: str = "") -> str:
+        """Queue a prompt in API form; its id. Raises PromptRefused."""
+        try:
+            return json.loads(self.post("/prompt", {"prompt": prompt, "client_id": client_id}))["prompt_id"]
+        except urllib.error.HTTPError as refusal:
+            raise PromptRefused(_validation_text(json.loads(refusal.read()))) from refusal
+
+    def wait(self, prompt_id: str, seconds: float = 600.0) -> Outcome:
+        """Wait for the prompt's end. TimeoutError if it does not come, RuntimeError if the server has ended."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            history = json.loads(self.get(f"/history/{prompt_id}"))
+            if prompt_id in history:
+                return self._outcome(history[prompt_id])
+            if self.process.poll() is not None:
+                raise RuntimeError(f"ComfyUI ended with {self.process.returncode}:\n{self.log_tail()}")
+            time.sleep(POLL_SECONDS)
+        raise TimeoutError(f"the prompt did not end within {seconds:.0f} s:\n{self.log_tail()}")
+
+    def run(self, prompt: dict[str, Any], seconds: float = 600.0) -> Outcome:
+        return self.wait(self.queue(prompt), seconds)
+
+    def _outcome(self, entry: dict[str, Any]) -> Outcome:
+        messages = dict(entry["status"]["messages"])
+        if "execution_interrupted" in messages:
+            status, error = "interrupted", ""
+        elif "execution_error" in messages:
+            told = messages["execution_error"]
+            status, error = "error", f"{told['node_type']}: {told['exception_message'].strip()}"
+        else:
+            status, error = entry["status"]["status_str"], ""
+        files = [file for shown in entry["outputs"].values() for file in shown.get("images", ())]
+        images = (self.get("/view", **{key: file[key] for key in ("filename", "subfolder", "type")}) for file in files)
+        return Outcome(status, error, entry["outputs"], tuple(images))
+
+    def _request(self, path: str, body: bytes | None) -> bytes:
+        url, headers = f"http://127.0.0.1:{self.port}{path}", {"Content-Type": "application/json"}
+        # No proxy, whatever the environment says: the server is on this machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(urllib.request.Request(url, body, headers), timeout=60) as reply:
+            return reply.read()
+
+
+def _validation_text(reply: dict[str, Any]) -> str:
+    lines = [f"{reply['error']['message']} {reply['error']['details']}".strip()]
+    for node in reply["node_errors"].values():
+        lines += [f"{node['class_type']}: {error['message']}: {error['details']}" for error in node["errors"]]
+    return "\n".join(lines)

@@ -1,0 +1,122 @@
+"""Pools of CPU ranks and a tiny Flux, made once for the whole session: starting eight ranks takes longer than any test.
+
+A pool loads one model after another, as it does between prompts, so tests share ranks but no state: what would leak
+from one test into the next is a defect that test_requests.py looks for.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel_backend.checkpoint import open_checkpoint
+from parallel_backend.client import RemoteTransformer
+from parallel_backend.config import Degrees
+from parallel_backend.pool import Pool
+from tests import tiny
+
+torch.set_num_threads(1)  # the ranks share the cores with this process
+
+ROOT = Path(__file__).parent.parent
+
+
+class RootIsNoTestPackage:
+    """pytest would import the repository's own `__init__.py`, which is the pack's and needs ComfyUI."""
+
+    @staticmethod
+    def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None
+
+
+FIGURES = pytest.StashKey[dict[str, float]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A plugin of its own, since a hook written here would only see what lies below this folder.
+    config.pluginmanager.register(RootIsNoTestPackage())
+    config.stash[FIGURES] = {}
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    for what, value in terminalreporter.config.stash[FIGURES].items():
+        terminalreporter.write_line(f"measured: {what} {value:.3g}")
+
+
+@pytest.fixture(scope="session")
+def measured(pytestconfig) -> Callable[[str, float], None]:
+    """`measured(what, value)`: the largest value of each is printed at the end, to be seen before it reaches a limit."""
+    figures = pytestconfig.stash[FIGURES]
+
+    def note(what: str, value: float) -> None:
+        figures[what] = max(value, figures.get(what, value))
+
+    return note
+
+
+class Pools:
+    """Pools by number of ranks, started when first asked for and again if they have failed, and the model on each."""
+
+    def __init__(self):
+        self._pools: dict[int, Pool] = {}
+        self._models: dict[int, tuple[tuple, RemoteTransformer]] = {}
+
+    def __call__(self, world: int) -> Pool:
+        pool = self._pools.get(world)
+        if pool is not None and pool.error is not None:
+            self.end(world)
+            pool = None
+        if pool is None:
+            pool = self._pools[world] = Pool(("cpu",) * world)
+            pool.ready.result(timeout=300)
+        return pool
+
+    def load(self, path: Path, degrees: Degrees, dtype: str = "fp32", fresh: bool = False) -> RemoteTransformer:
+        """The model on ranks; `fresh`: loaded anew even if the ranks hold it already."""
+        pool, key = self(degrees.world), (path, degrees, dtype)
+        known, model = self._models.get(degrees.world, (None, None))
+        if fresh or known != key or model.pool is not pool:
+            model = RemoteTransformer(pool, open_checkpoint(path), degrees, dtype, "sdpa", lambda: None)
+            self._models[degrees.world] = key, model
+        return model
+
+    def forget(self, world: int) -> None:
+        """The next `load` is a real one: what is on these ranks now was not put there by `load`."""
+        self._models.pop(world, None)
+
+    def end(self, world: int) -> None:
+        """Close this pool, if there is one; the next use starts another."""
+        self.forget(world)
+        if world in self._pools:
+            self._pools.pop(world).close()
+
+    def close(self) -> None:
+        for world in list(self._pools):
+            self.end(world)
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """`pools(n)`: a Pool of n CPU ranks that is known to work."""
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="session")
+def flux_model() -> torch.nn.Module:
+    """The tiny random Flux as diffusers' own module: the reference."""
+    return tiny.random_flux()
+
+
+@pytest.fixture(scope="session")
+def flux_file(flux_model, tmp_path_factory) -> Path:
+    """The same weights as a file in original key layout."""
+    return tiny.save_original(flux_model, tiny.FLUX, tmp_path_factory.mktemp("flux") / "tiny.safetensors")
+
+
+@pytest.fixture(scope="session")
+def remote(pools, flux_file) -> Callable[..., RemoteTransformer]:
+    """`remote(Degrees(...), dtype=..., fresh=...)`: the tiny Flux on ranks."""
+    return functools.partial(pools.load, flux_file)

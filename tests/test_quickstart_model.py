@@ -1,0 +1,116 @@
+"""The quickstart model's fixed parts: codec, prompt encoding, and the reader of digits."""
+
+import pytest
+import torch
+
+from parallel_backend.quickstart import codec
+from parallel_backend.quickstart.prompt import BLANK, NULL, encode_prompt, symbols
+
+
+def waves(height: int, width: int) -> torch.Tensor:
+    """Two smooth pictures [2, height, width] in 0..1 whose rows and columns differ."""
+    y, x = torch.meshgrid(torch.arange(height) / 40, torch.arange(width) / 25, indexing="ij")
+    return torch.stack([0.5 + 0.4 * torch.sin(x + 2 * y), 0.5 + 0.4 * torch.cos(x) * torch.sin(y)])
+
+
+@pytest.mark.parametrize("size", [(256, 256), (64, 128), (24, 8)])
+def test_codec_round_trip(size):
+    images = waves(*size)
+    raw = codec.encode(images)
+    assert raw.shape == (2, 16, size[0] // 8, size[1] // 8)
+    assert raw.dtype == torch.float32
+    restored = codec.decode(raw)
+    assert restored.shape == images.shape
+    assert (restored - images).abs().max() < 0.01
+
+
+def test_decode_clamps():
+    noise = torch.randn(1, 16, 4, 6, generator=torch.Generator().manual_seed(0))
+    restored = codec.decode(codec.process_out(9 * noise))
+    assert restored.shape == (1, 32, 48)
+    assert restored.min() == 0
+    assert restored.max() == 1
+
+
+def test_codec_is_affine_and_flat_pictures_use_the_first_channel():
+    one, two = waves(64, 64)[:1], waves(64, 64)[1:]
+    middle = codec.encode((one + two) / 2)
+    torch.testing.assert_close(middle, (codec.encode(one) + codec.encode(two)) / 2, atol=1e-4, rtol=0)
+    flat = codec.process_in(codec.encode(torch.full((1, 16, 16), 0.9)))
+    assert flat[:, 1:].abs().max() < 1e-4
+    assert flat[:, 0].min() > 1
+
+
+def test_raw_latents_follow_comfyui_flux_format():
+    raw = torch.randn(1, 16, 2, 2)
+    torch.testing.assert_close(codec.process_in(raw), (raw - 0.1159) * 0.3611)
+    torch.testing.assert_close(codec.process_out(codec.process_in(raw)), raw)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("3 1 4 1", [3, 1, 4, 1]),
+        ("3141", [3, 1, 4, 1]),
+        ("3, 1, 4, 1", [3, 1, 4, 1]),
+        (" 7\n_ 0 ", [7, BLANK, 0, BLANK]),
+        ("_", [BLANK] * 4),
+        ("", [NULL] * 4),
+        ("  ", [NULL] * 4),
+    ],
+)
+def test_symbols(text, expected):
+    assert symbols(text) == expected
+
+
+@pytest.mark.parametrize(("text", "reason"), [("a cat", "'a'"), ("1 2 3 4 5", "5 symbols"), ("-1", "'-'"), ("²", "'²'")])
+def test_symbols_name_the_widget_and_the_reason(text, reason):
+    with pytest.raises(ValueError, match=r"^text: at most 4 symbols") as error:
+        symbols(text)
+    assert reason in str(error.value)
+
+
+def test_encode_prompt():
+    context, pooled = encode_prompt("3 1 4 1")
+    assert context.shape == (1, 4, 32)
+    assert pooled.shape == (1, 16)
+    assert context.dtype == pooled.dtype == torch.float32
+    assert [row.nonzero().flatten().tolist() for row in context[0]] == [[3, 12], [1, 13], [4, 14], [1, 15]]
+    assert pooled[0].nonzero().flatten().tolist() == [1, 3, 4]
+    assert pooled[0, 1] == 2 * pooled[0, 3]
+
+
+def test_pooled_does_not_say_where():
+    context, pooled = encode_prompt("3 1 4 1")
+    other_context, other_pooled = encode_prompt("1 1 3 4")
+    assert torch.equal(pooled, other_pooled)
+    assert not torch.equal(context, other_context)
+
+
+def test_reader_reads_real_held_out_digits():
+    pytest.importorskip("sklearn")
+    from parallel_backend.quickstart import digits
+
+    _, test = digits.split_scans()
+    count = len(test.labels) // 4 * 4
+    cells = digits.render(test.images[:count], torch.Generator().manual_seed(1)).unflatten(0, (-1, 4))
+    cells[0, 2] = 0
+    labels = test.labels[:count].clone().view(-1, 4)
+    labels[0, 2] = BLANK
+    pictures = codec.decode(codec.encode(digits.compose(cells)))
+    read = digits.read_digits(pictures)
+    assert read.shape == labels.shape
+    assert read[0, 2] == BLANK
+    assert (read == labels.numpy()).mean() > 0.98
+
+
+def test_sampled_pictures():
+    pytest.importorskip("sklearn")
+    from parallel_backend.quickstart import digits
+
+    pictures, wanted = digits.sample_pictures(16, torch.Generator().manual_seed(3), blank_share=0.2)
+    assert pictures.shape == (16, 256, 256)
+    assert 0 <= pictures.min() <= pictures.max() <= 1
+    assert (wanted == BLANK).any()
+    # Most of these scans are among those the reader learned from; what is tested is that labels and cells correspond.
+    assert (digits.read_digits(pictures) == wanted.numpy()).mean() > 0.95
