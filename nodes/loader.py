@@ -11,7 +11,8 @@ from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.registry import ModelKey
 
 from .remote_model import make_model
-from .ulysses_config import CATEGORY, MAX_DEGREE, ParallelConfig
+from .ulysses_config import ParallelConfig
+from .widgets import CATEGORY, degree
 
 BUNDLED = "quickstart-digits (bundled)"
 FOLDER = "diffusion_models"
@@ -74,9 +75,6 @@ class ParallelDiTLoader:
 
     @classmethod
     def INPUT_TYPES(cls):
-        def degree(tooltip):
-            return ("INT", {"default": 1, "min": 1, "max": MAX_DEGREE, "tooltip": tooltip})
-
         return {
             "required": {
                 "model_name": (

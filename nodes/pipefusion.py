@@ -5,7 +5,7 @@ import comfy.samplers
 
 from .bands import PipeFusion
 from .remote_model import remote_stub
-from .ulysses_config import CATEGORY
+from .widgets import CATEGORY
 
 WRAPPER_KEY = "parallel_dit_pipefusion"
 

@@ -3,7 +3,7 @@
 from parallel_backend.quickstart.codec import decode
 from parallel_backend.quickstart.prompt import encode_prompt
 
-from .ulysses_config import CATEGORY
+from .widgets import CATEGORY
 
 
 class QuickstartPrompt:

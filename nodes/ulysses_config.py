@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-CATEGORY = "Parallel DiT"
-MAX_DEGREE = 64
+from .widgets import CATEGORY, degree
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,6 @@ class UlyssesConfig:
 
     @classmethod
     def INPUT_TYPES(cls):
-        def degree(tooltip):
-            return ("INT", {"default": 1, "min": 1, "max": MAX_DEGREE, "tooltip": tooltip})
-
         return {
             "required": {
                 "ulysses_degree": degree(

@@ -4,6 +4,7 @@ The bands' calls are put into one fixed order, whatever the threads' timing: cal
 k+1. At an exact call the bands meet: their latents run as one, and each gets its own rows of the answer.
 """
 
+import contextlib
 import contextvars
 import queue
 import threading
@@ -182,17 +183,17 @@ def run_bands(run: BandedRun, sample: Callable[[int], T], on_event: Callable[[],
     it or a band raises aborts all bands and is raised here, once every thread has ended.
     """
     results: dict[int, T] = {}
-    ended: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def work(band: int) -> None:
         try:
             with torch.inference_mode():
                 results[band] = sample(band)
             run.finish(band)
-            ended.put((band, None))
+            ended.put(None)
         except BaseException as error:
             run.abort(error)
-            ended.put((band, error))
+            ended.put(error)
 
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(work, band), name=f"band {band}", daemon=True)
@@ -203,12 +204,10 @@ def run_bands(run: BandedRun, sample: Callable[[int], T], on_event: Callable[[],
         thread.start()
     missing = len(threads)
     while missing:
-        try:
-            _, failed = ended.get(timeout=POLL_SECONDS)
+        with contextlib.suppress(queue.Empty):
+            failed = ended.get(timeout=POLL_SECONDS)
             missing -= 1
             error = error or failed
-        except queue.Empty:
-            pass
         if error is None:
             try:
                 poll()

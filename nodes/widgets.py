@@ -1,0 +1,9 @@
+"""What the nodes' inputs have in common."""
+
+CATEGORY = "Parallel DiT"
+MAX_DEGREE = 64
+
+
+def degree(tooltip: str) -> tuple[str, dict]:
+    """An INT widget for a degree of parallelism."""
+    return ("INT", {"default": 1, "min": 1, "max": MAX_DEGREE, "tooltip": tooltip})
