@@ -103,10 +103,10 @@ class Sampling:
             None if whole is None else whole[:, :, rows.slice]
             for whole in (self.noise, self.latent_image, self.denoise_mask)
         )
-        sampler = self.sampler
-        if draws is not None:
-            extra = {**sampler.extra_options, "noise_sampler": draws.band(rows)}
-            sampler = comfy.samplers.KSAMPLER(sampler.sampler_function, extra, sampler.inpaint_options)
+        extra = {} if draws is None else {"noise_sampler": draws.band(rows)}
+        # Without a mask the inpaint options do nothing but reseed torch's global generator, from every band's thread.
+        inpaint = {} if mask is None else self.sampler.inpaint_options
+        sampler = comfy.samplers.KSAMPLER(self.sampler.sampler_function, {**self.sampler.extra_options, **extra}, inpaint)
         extra_args = {**self.extra_args, "model_options": options}
         return sampler.sample(self.guider, self.sigmas, extra_args, callback, noise.clone(), latent, mask, True)
 
@@ -195,7 +195,9 @@ class PipeFusion:
             else None
         )
         shape = tuple(sampling.noise.shape)
-        run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, self.extrapolate)
+        # Noise added between steps is no trend to follow: there extrapolated keys are worse than old ones.
+        extrapolate = self.extrapolate and draws is None
+        run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, extrapolate)
         exact_above = _exact_above(sampling.sigmas, self.warmup_steps)
         steps = Steps(len(rows), sampling.steps, sampling.callback, sampling.disable_pbar)
 

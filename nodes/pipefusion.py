@@ -38,7 +38,7 @@ OPTIONAL_SETTINGS = {
         {
             "default": True,
             "tooltip": "Move the other bands' keys, one step old, on to the present step: much closer to the unpipelined "
-            "picture, for twice the memory of the K/V buffers.",
+            "picture, for twice the memory of the K/V buffers. Only under samplers that draw no noise between steps.",
         },
     ),
 }

@@ -1,0 +1,123 @@
+"""A real ComfyUI for the tests of this folder: its server over HTTP, and scripts run inside it.
+
+The test process imports nothing of ComfyUI: it starts ComfyUI's own Python, which may be another one.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from scripts.comfyui_server import PACK, ComfyUIServer, find_python, missing_requirements
+from tests import tiny
+
+HERE = Path(__file__).parent
+FLUX = tiny.FLUX | {
+    "num_layers": 2,
+    "num_single_layers": 3,
+    "attention_head_dim": 128,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 64,
+    "pooled_projection_dim": 32,
+    "guidance_embeds": False,
+    "axes_dims_rope": (16, 56, 56),
+}
+"""Like tiny.FLUX, of a width that ComfyUI's own model detection takes: a multiple of 128 with rotary axes (16, 56, 56)."""
+
+
+@dataclass(frozen=True)
+class ComfyUI:
+    """A checkout and the Python that runs it."""
+
+    checkout: Path
+    python: Path
+
+    def run(self, script: str, base: Path) -> tuple[dict[str, Any], str]:
+        """A script of this folder, inside ComfyUI: (what it found by case, all that it and its ranks printed)."""
+        result = base / f"{script}.json"
+        done = subprocess.run(
+            [self.python, HERE / script, self.checkout, base, result],
+            cwd=base,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=900,
+        )
+        assert done.returncode == 0, f"{script} failed:\n{done.stdout[-8000:]}"
+        return json.loads(result.read_text()), done.stdout
+
+
+@pytest.fixture(scope="session")
+def comfyui() -> ComfyUI:
+    """COMFYUI_PATH, the checkout this pack is installed in, or ~/ComfyUI. Skips where there is none that can run."""
+    given = os.environ.get("COMFYUI_PATH")
+    installed = [PACK.parent.parent] if PACK.parent.name == "custom_nodes" else []
+    places = [Path(given)] if given else [*installed, Path.home() / "ComfyUI"]
+    checkout = next((place.resolve() for place in places if (place / "comfy" / "samplers.py").is_file()), None)
+    if checkout is None:
+        pytest.skip(f"no ComfyUI at {' or '.join(map(str, places))}; set COMFYUI_PATH to a checkout")
+    python = find_python(checkout)
+    if missing := missing_requirements(python):
+        pytest.skip(f"{python} lacks {', '.join(missing)}, which ComfyUI or the pack needs")
+    return ComfyUI(checkout, python)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """ComfyUI's base directory: a tiny Flux, files that are no models, a LoRA, and a latent of the wrong kind."""
+    base = tmp_path_factory.mktemp("comfyui base")
+    models, loras, inputs = (base / name for name in ("models/diffusion_models", "models/loras", "input"))
+    for folder in (models, loras, inputs):
+        folder.mkdir(parents=True)
+    whole = tiny.save_original(tiny.random_flux(FLUX), FLUX, models / "tiny.safetensors").read_bytes()
+    (models / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
+    save_file({"encoder.conv_in.weight": torch.zeros(4, 3, 3, 3)}, models / "vae.safetensors")
+    lora = {"lora_A.weight": torch.ones(4, 256), "lora_B.weight": torch.ones(256, 4)}
+    layer = "diffusion_model.double_blocks.0.img_attn.proj"
+    save_file({f"{layer}.{name}": value for name, value in lora.items()}, loras / "tiny-lora.safetensors")
+    latent = {"latent_tensor": torch.ones(1, 4, 16, 16), "latent_format_version_0": torch.tensor([])}
+    save_file(latent, inputs / "four-channels.latent")
+    return base
+
+
+@pytest.fixture(scope="session")
+def session_server(comfyui, base) -> Iterator[ComfyUIServer]:
+    with ComfyUIServer(comfyui.checkout, base, comfyui.python) as server:
+        yield server
+        left = ranks(server)
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive, f"ranks {[process.pid for process in alive]} outlived ComfyUI, which was stopped as by Ctrl+C"
+
+
+@pytest.fixture
+def server(session_server, request) -> Iterator[ComfyUIServer]:
+    """A running ComfyUI, the same one for all tests, with an empty queue. Its log is shown where a test fails."""
+    start = session_server.log.stat().st_size
+    session_server.post("/queue", {"clear": True})
+    yield session_server
+    with session_server.log.open("rb") as log:
+        log.seek(start)
+        request.node.add_report_section("teardown", "ComfyUI's log", log.read().decode(errors="replace")[-8000:])
+
+
+def ranks(server: ComfyUIServer) -> list[psutil.Process]:
+    """The server's rank processes, in the order of their start, which is the order of their numbers."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return sorted(
+        (child for child in children if "multiprocessing.spawn" in " ".join(child.cmdline())),
+        key=lambda child: (child.create_time(), child.pid),
+    )
+
+
+@pytest.fixture
+def rank_processes(server) -> Callable[[], list[psutil.Process]]:
+    return lambda: ranks(server)

@@ -1,0 +1,122 @@
+"""Every sampler of ComfyUI under Apply PipeFusion. Run by ComfyUI's Python, see inside.py."""
+
+import logging
+import time
+from functools import partial
+
+from inside import BUNDLED, Results, comfy, difference, ksampler, load_pack, node, parallel, torch
+
+STEPS = 4
+
+
+class Warnings(logging.Handler):
+    """Collects the pack's warnings: with one, a run was not pipelined."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "PipeFusion" in record.getMessage():
+            self.texts.append(record.getMessage())
+
+
+def main() -> None:
+    load_pack()
+    logging.getLogger().addHandler(warnings := Warnings())
+    prompts = [node("QuickstartPrompt", text) for text in ("3 1 4 1", "")]
+    plain = parallel(BUNDLED)
+    banded, warm = node("ApplyPipeFusion", plain, 3, 1, True), node("ApplyPipeFusion", plain, 3, 1000, True)
+    empty = torch.zeros(1, 16, 16, 16)
+    picture = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(1)) * 0.5
+    results = Results()
+
+    def every_way(sampler: str) -> dict:
+        started = time.perf_counter()
+        exact = ksampler(plain, prompts, empty, sampler, STEPS)
+        warnings.texts.clear()
+        stale = ksampler(banded, prompts, empty, sampler, STEPS)
+        told = list(warnings.texts)
+        warmed = ksampler(warm, prompts, empty, sampler, STEPS)
+        return {
+            "finite": bool(stale.isfinite().all()),
+            "warnings": told,
+            "warm warnings": warnings.texts[len(told) :],
+            "warm": difference(exact, warmed),
+            "stale": difference(exact, stale),
+            "seconds": time.perf_counter() - started,
+        }
+
+    for sampler in comfy.samplers.SAMPLER_NAMES:
+        results.case(f"sampler {sampler}", partial(every_way, sampler))
+
+    def against_warm(run) -> dict:
+        """`run` pipelined, repeated, and warmed up throughout, against the plain parallel MODEL."""
+        exact = run(plain)
+        warnings.texts.clear()
+        first, second = run(banded), run(banded)
+        return {
+            "finite": bool(first.isfinite().all()),
+            "warnings": list(warnings.texts),
+            "repeat": difference(first, second),
+            "warm": difference(exact, run(warm)),
+            "stale": difference(exact, first),
+        }
+
+    for sampler in ("euler", "dpmpp_sde", "euler_ancestral"):
+        results.case(
+            f"repeat {sampler}", partial(against_warm, partial(_ksampler, prompts=prompts, latent=empty, sampler=sampler))
+        )
+    results.case(
+        "scheduler karras", partial(against_warm, partial(_ksampler, prompts=prompts, latent=empty, scheduler="karras"))
+    )
+    results.case("denoise 0.5", partial(against_warm, partial(_ksampler, prompts=prompts, latent=picture, denoise=0.5)))
+    results.case("batch 2", partial(against_warm, partial(_ksampler, prompts=prompts, latent=torch.zeros(2, 16, 16, 16))))
+    results.case("odd size", partial(against_warm, partial(_ksampler, prompts=prompts, latent=torch.zeros(1, 16, 15, 13))))
+
+    mask = torch.zeros(1, 1, 16, 16)
+    mask[..., 4:10, 3:12] = 1
+    inpaint = {"samples": picture, "noise_mask": mask}
+    results.case("inpaint", partial(against_warm, partial(_ksampler, prompts=prompts, latent=inpaint)))
+    results.case("inpaint ddim", partial(against_warm, partial(_ksampler, prompts=prompts, latent=inpaint, sampler="ddim")))
+    results.case("inpaint keeps", lambda: _outside(ksampler(banded, prompts, inpaint, steps=STEPS), picture, mask))
+
+    for guider in ("BasicGuider", "CFGGuider"):
+        results.case(
+            f"guider {guider}", partial(against_warm, partial(_custom, guider=guider, prompts=prompts, latent=empty))
+        )
+
+    unpooled = [[[entry[0], {}] for entry in prompt] for prompt in prompts]
+    results.case("refusal pooled output", partial(ksampler, plain, unpooled, empty))
+    results.case("refusal pooled output in bands", partial(ksampler, banded, unpooled, empty))
+    results.case("after the refusals", partial(against_warm, partial(_ksampler, prompts=prompts, latent=empty)))
+    results.write()
+
+
+def _ksampler(model, prompts, latent, **settings) -> torch.Tensor:
+    return ksampler(model, prompts, latent, steps=STEPS, **settings)
+
+
+def _outside(result: torch.Tensor, picture: torch.Tensor, mask: torch.Tensor) -> float:
+    """How much inpainting changed what it was to keep."""
+    return difference(result * (1 - mask), picture * (1 - mask))
+
+
+def _custom(model, guider: str, prompts, latent) -> torch.Tensor:
+    """SamplerCustomAdvanced, by what its nodes call."""
+    if guider == "BasicGuider":
+        from comfy_extras.nodes_custom_sampler import Guider_Basic
+
+        chosen = Guider_Basic(model)
+        chosen.set_conds(prompts[0])
+    else:
+        chosen = comfy.samplers.CFGGuider(model)
+        chosen.set_conds(*prompts)
+        chosen.set_cfg(3.0)
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", STEPS)
+    noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(42))
+    return chosen.sample(noise, latent, comfy.samplers.sampler_object("euler"), sigmas, seed=42)
+
+
+if __name__ == "__main__":
+    main()

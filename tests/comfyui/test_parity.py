@@ -1,0 +1,56 @@
+"""Parallel DiT Loader's MODEL gives what ComfyUI's own model gives, in every native sampler."""
+
+import re
+
+import pytest
+
+pytestmark = pytest.mark.comfyui
+
+LIMIT = 2e-5
+"""fp32 rounding, as two attention kernels differ by in a whole run; latents reach about 20."""
+OTHER_BATCHES = 4e-5
+"""Twice that where the ranks also see the batch cut otherwise than the native model: other matrix shapes, other sums."""
+SAMPLERS = ("euler", "heun", "dpmpp_2m", "uni_pc", "euler_ancestral", "dpmpp_sde", "lcm")
+
+
+@pytest.fixture(scope="module")
+def parity(comfyui, base):
+    """(results by case, what the process and its ranks printed) of one run for all tests of this file."""
+    return comfyui.run("inside_parity.py", base)
+
+
+def check(found, case, limit, measured):
+    assert "error" not in found[case], found[case]
+    measured(f"ComfyUI parity, largest difference, {case}", found[case]["difference"])
+    assert found[case]["difference"] <= limit
+
+
+@pytest.mark.parametrize("cfg", [1, 3])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_ksampler_equals_the_native_model(parity, measured, sampler, cfg):
+    check(parity[0], f"{sampler} cfg {cfg}", LIMIT, measured)
+
+
+@pytest.mark.parametrize("case", ["text lengths 9 and 5", "batch 2", "odd size", "denoise 0.5", "seed 2**63"])
+def test_other_latents_and_seeds(parity, measured, case):
+    check(parity[0], case, LIMIT, measured)
+
+
+@pytest.mark.parametrize("case", ["ulysses_degree 2", "split_batch_degree 2", "one rank"])
+def test_other_degrees(parity, measured, case):
+    check(parity[0], case, OTHER_BATCHES, measured)
+
+
+@pytest.mark.parametrize("cfg", [1, 3])
+def test_pipefusion_that_only_warms_up_equals_the_plain_model(parity, measured, cfg):
+    check(parity[0], f"all steps warm-up cfg {cfg}", 1e-6, measured)
+
+
+def test_ranks_import_nothing_of_comfyui(parity, comfyui):
+    """The ranks of that run printed each module that they imported: Python does so under PYTHONPROFILEIMPORTTIME."""
+    imported = set(re.findall(r"^import time:\s*\d+ \|\s*\d+ \|\s*(\S+)$", parity[1], re.MULTILINE))
+    assert "parallel_backend.worker" in imported, "the ranks' imports were not printed"
+    own = {path.stem for path in comfyui.checkout.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    own |= {path.name for path in comfyui.checkout.iterdir() if path.is_dir()} & {"comfy", "comfy_extras", "comfy_api"}
+    assert {"comfy", "folder_paths", "nodes", "execution"} <= own
+    assert not {name for name in imported if name.split(".")[0] in own}

@@ -1,0 +1,234 @@
+"""The pack in a running ComfyUI, over its HTTP interface: runs, progress, Cancel, failures, and what users do wrong."""
+
+import copy
+import io
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from scripts.comfyui_server import PACK, ComfyUIServer
+from tests.comfyui.conftest import ranks
+from tests.comfyui.websocket import Events
+
+pytestmark = pytest.mark.comfyui
+
+API = PACK / "workflows" / "api"
+LOADER, LATENT, SAMPLER = "1", "4", "5"
+"""Ids in quickstart's API form."""
+
+
+def workflow(name: str = "quickstart", **widgets: Any) -> dict[str, Any]:
+    """A bundled workflow with other widget values, set on whichever node has the widget."""
+    prompt = json.loads((API / f"{name}.json").read_text())
+    for widget, value in widgets.items():
+        owners = [node for node in prompt.values() if widget in node["inputs"]]
+        assert owners, widget
+        for node in owners:
+            node["inputs"][widget] = value
+    return prompt
+
+
+def small(name: str = "quickstart", **widgets: Any) -> dict[str, Any]:
+    """Two steps of a 128 px picture. A seed of its own makes ComfyUI run the sampler rather than remember its output."""
+    return workflow(name, **{"steps": 2, "width": 128, "height": 128} | widgets)
+
+
+def pixels(image: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(image)).convert("L")).astype(int)
+
+
+def test_only_our_pack_is_loaded(server):
+    modules = {node["python_module"] for node in server.object_info().values()}
+    assert {name for name in modules if name.startswith("custom_nodes")} == {"custom_nodes.Parallel DiT"}
+
+
+def test_quickstart_gives_a_picture_its_report_and_progress(server):
+    with Events(server.port, "quickstart-test") as events:
+        prompt_id = server.queue(workflow(), client_id="quickstart-test")
+        seen = events.until("execution_success", prompt_id)
+    outcome = server.wait(prompt_id)
+    assert outcome.status == "success", outcome.error
+    picture = pixels(outcome.images[0])
+    assert picture.shape == (256, 256)
+    assert picture.std() > 20
+    steps = [data["value"] for kind, data in seen if kind == "progress" and data["node"] == SAMPLER]
+    assert len(steps) >= 5  # ComfyUI itself leaves out steps that come within 0.1 s of the last one
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 20
+    (report,) = (text for shown in outcome.outputs.values() for text in shown.get("text", ()))
+    assert "pipefusion_degree 2, 1 model calls exact" in report
+    assert "19 pipelined in 4 bands" in report
+
+
+def test_pipefusion_sampler_equals_ksampler_with_apply_pipefusion(server):
+    both = [server.run(small(name, seed=3, steps=4)) for name in ("quickstart", "native_ksampler")]
+    assert [outcome.status for outcome in both] == ["success", "success"], both
+    assert np.array_equal(*(pixels(outcome.images[0]) for outcome in both))
+
+
+def test_cancel_ends_the_prompt_and_the_next_one_runs(server, rank_processes):
+    before = server.run(small(seed=10))
+    pids = [process.pid for process in rank_processes()]
+    with Events(server.port, "cancel-test") as events:
+        prompt_id = server.queue(workflow(steps=3000, seed=11), client_id="cancel-test")
+        events.until("progress", prompt_id)
+        cancelled = time.monotonic()
+        server.post("/interrupt", {})
+        outcome = server.wait(prompt_id, 60)
+    assert outcome.status == "interrupted"
+    assert time.monotonic() - cancelled < 5
+    assert [process.pid for process in rank_processes()] == pids  # and their weights
+    after = server.run(small(seed=10))
+    assert after.status == "success", after.error
+    again = server.run(small(seed=12))
+    assert again.status == "success", again.error
+    assert np.array_equal(pixels(before.images[0]), pixels(after.images[0]))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "native_ksampler"])
+def test_killed_rank_is_named_and_the_next_prompt_runs(server, rank_processes, name):
+    with Events(server.port, "kill-test") as events:
+        prompt_id = server.queue(workflow(name, steps=3000, seed=21), client_id="kill-test")
+        events.until("progress", prompt_id)
+        first, second = rank_processes()
+        second.kill()
+        outcome = server.wait(prompt_id, 60)
+    assert outcome.status == "error"
+    assert "rank 1 (cpu) was killed by signal 9" in outcome.error
+    _, alive = psutil.wait_procs([first, second], timeout=5)
+    assert not alive
+    after = server.run(small(name, seed=22))
+    assert after.status == "success", after.error
+
+
+def test_queued_prompts_of_different_degrees(server):
+    """Exact degrees, so that all give the same picture."""
+    exact = small("quickstart", seed=31, warmup_steps=1000)
+    ulysses = copy.deepcopy(exact)
+    ulysses["20"] = {
+        "class_type": "UlyssesConfig",
+        "inputs": {
+            "ulysses_degree": 2,
+            "ring_degree": 1,
+            "patch_mode": "none",
+            "patch_degree": 1,
+            "attention": "auto",
+            "comm_overlap": True,
+        },
+    }
+    ulysses[LOADER]["inputs"] |= {"pipefusion_degree": 1, "parallel_config": ["20", 0]}
+    split = copy.deepcopy(exact)
+    split[LOADER]["inputs"] |= {"pipefusion_degree": 1, "split_batch_degree": 2}
+    one = copy.deepcopy(exact)
+    one[LOADER]["inputs"] |= {"pipefusion_degree": 1, "devices": "auto"}
+    ids = [server.queue(prompt) for prompt in (exact, ulysses, split, one)]
+    outcomes = [server.wait(prompt_id) for prompt_id in ids]
+    assert [outcome.status for outcome in outcomes] == ["success"] * 4, [outcome.error for outcome in outcomes]
+    first, *others = (pixels(outcome.images[0]) for outcome in outcomes)
+    assert first.std() > 20
+    assert all(np.abs(first - other).max() <= 1 for other in others)
+
+
+TINY = {"model_name": "tiny.safetensors"}
+WRONG = {
+    "too few devices": ({"devices": "cpu"}, ["devices names 1", "pipefusion_degree 2 needs 2"]),
+    "absent device": ({"devices": "cpu,cuda:7"}, ["devices: 'cuda:7' is no device of this machine"]),
+    "more stages than blocks": (
+        TINY | {"pipefusion_degree": 6, "devices": "cpu,cpu,cpu,cpu,cpu,cpu"},
+        ["pipefusion_degree is 6", "5 transformer blocks"],
+    ),
+    "tensor parallelism": ({"tensor_parallel_degree": 2}, ["tensor_parallel_degree is 2", "only 1"]),
+    "truncated file": ({"model_name": "truncated.safetensors"}, ["model_name: truncated.safetensors", "incomplete"]),
+    "no transformer": ({"model_name": "vae.safetensors"}, ["model_name: vae.safetensors", "encoder.conv_in.weight"]),
+    "another model's prompt": (TINY, ["positive, negative:", "width 32", "needs 64"]),
+    "words": ({"text": "a cat"}, ["text: at most 4 symbols"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_widget_is_named(server, case):
+    widgets, said = WRONG[case]
+    outcome = server.run(small(**widgets))
+    assert outcome.status == "error"
+    assert [text for text in said if text not in outcome.error] == []
+
+
+def with_node(class_type: str, inputs: dict[str, Any], where: str, widget: str) -> dict[str, Any]:
+    """quickstart with one more node, whose first output is connected to an input of another node."""
+    prompt = small()
+    prompt["20"] = {"class_type": class_type, "inputs": inputs}
+    prompt[where]["inputs"][widget] = ["20", 0]
+    return prompt
+
+
+def test_ulysses_degree_that_does_not_divide_the_heads(server):
+    config = {"ring_degree": 1, "patch_mode": "none", "patch_degree": 1, "attention": "auto", "comm_overlap": True}
+    prompt = with_node("UlyssesConfig", {"ulysses_degree": 3} | config, LOADER, "parallel_config")
+    prompt[LOADER]["inputs"] |= {"pipefusion_degree": 1, "devices": "cpu,cpu,cpu"}
+    outcome = server.run(prompt)
+    assert outcome.status == "error"
+    assert "ulysses_degree is 3, but this model has 2 attention heads" in outcome.error
+
+
+def test_latent_of_another_model(server):
+    outcome = server.run(with_node("LoadLatent", {"latent": "four-channels.latent"}, SAMPLER, "latent_image"))
+    assert outcome.status == "error"
+    assert "latent_image: the latent has 4 channels, this model needs 16" in outcome.error
+
+
+def test_lora_is_refused_and_not_ignored(server):
+    lora = {"model": [LOADER, 0], "lora_name": "tiny-lora.safetensors", "strength_model": 1.0}
+    outcome = server.run(with_node("LoraLoaderModelOnly", lora, SAMPLER, "model"))
+    assert outcome.status == "error"
+    assert "LoraLoaderModelOnly: model: LoRA and other weight patches" in outcome.error
+
+
+def test_pipefusion_on_a_native_model(server):
+    native = {"unet_name": "tiny.safetensors", "weight_dtype": "default"}
+    outcome = server.run(with_node("UNETLoader", native, SAMPLER, "model"))
+    assert outcome.status == "error"
+    assert "Load it with Parallel DiT Loader" in outcome.error
+
+
+def test_errors_leave_the_server_working(server):
+    outcome = server.run(small(seed=41))
+    assert outcome.status == "success", outcome.error
+
+
+def test_killed_server_leaves_no_rank(comfyui, tmp_path):
+    """SIGKILL: nothing in the server runs any more that could end them, so they notice by themselves."""
+    with ComfyUIServer(comfyui.checkout, tmp_path, comfyui.python) as server:
+        outcome = server.run(small())
+        assert outcome.status == "success", outcome.error
+        left = ranks(server)
+        assert len(left) == 2
+        server.process.kill()
+        server.process.wait()
+        _, alive = psutil.wait_procs(left, timeout=10)
+        assert not alive
+
+
+def test_script_that_runs_a_workflow(comfyui, tmp_path):
+    """From another directory, and with a prompt that fails; test_server's fixture covers the rest of the script."""
+    (tmp_path / "good.json").write_text(json.dumps(small()))
+    (tmp_path / "bad.json").write_text(json.dumps(small(devices="cpu")))
+    script = [sys.executable, PACK / "scripts" / "run_comfyui_workflow.py", comfyui.checkout]
+    good, bad = (
+        subprocess.run(
+            [*script, f"{name}.json", "--out", f"{name}.png"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        for name in ("good", "bad")
+    )
+    assert good.returncode == 0, good.stderr
+    assert "pipefusion_degree 2" in good.stdout
+    assert pixels((tmp_path / "good.png").read_bytes()).shape == (128, 128)
+    assert bad.returncode == 1
+    assert "devices names 1" in bad.stderr
+    assert not (tmp_path / "bad.png").exists()

@@ -1,0 +1,60 @@
+"""As much of a WebSocket client as it takes to read ComfyUI's progress events. Standard library only."""
+
+import base64
+import json
+import os
+import socket
+import time
+from typing import Any
+
+TEXT = 1
+
+
+class Events:
+    """ComfyUI's events for `client_id`, as (type, data). Use as a context manager."""
+
+    def __init__(self, port: int, client_id: str):
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        key = base64.b64encode(os.urandom(16)).decode()
+        lines = (
+            f"GET /ws?clientId={client_id} HTTP/1.1",
+            f"Host: 127.0.0.1:{port}",
+            "Upgrade: websocket",
+            "Connection: Upgrade",
+            f"Sec-WebSocket-Key: {key}",
+            "Sec-WebSocket-Version: 13",
+        )
+        self._socket.sendall("\r\n".join((*lines, "", "")).encode())
+        self._file = self._socket.makefile("rb")
+        assert b" 101 " in self._file.readline()
+        while self._file.readline() != b"\r\n":
+            pass
+
+    def __enter__(self) -> "Events":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._socket.close()
+
+    def until(self, kind: str, prompt_id: str, seconds: float = 120.0) -> list[tuple[str, dict[str, Any]]]:
+        """This prompt's events up to and with the first of type `kind`."""
+        deadline, seen = time.monotonic() + seconds, []
+        while time.monotonic() < deadline:
+            event = self._next()
+            if event is not None and event[1].get("prompt_id") == prompt_id:
+                seen.append(event)
+                if event[0] == kind:
+                    return seen
+        raise TimeoutError(f"no {kind} within {seconds} s, but {[name for name, _ in seen]}")
+
+    def _next(self) -> tuple[str, dict[str, Any]] | None:
+        """The next text frame; None for one of another kind. A server's frames are neither masked nor, here, split."""
+        opcode, length = self._file.read(2)
+        if length >= 126:
+            length = int.from_bytes(self._file.read(2 if length == 126 else 8), "big")
+        payload = self._file.read(length)
+        if opcode & 15 != TEXT:
+            return None
+        message = json.loads(payload)
+        return message["type"], message["data"]
