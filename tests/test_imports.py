@@ -1,0 +1,33 @@
+"""What ComfyUI's process pays for having the pack installed: an import that starts nothing and pulls in nothing heavy."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+CLIENT_SIDE = """
+import multiprocessing, sys, threading
+import torch  # ComfyUI has it already
+before = set(sys.modules)
+import parallel_backend.bands, parallel_backend.registry, parallel_backend.report
+import parallel_backend.quickstart.codec, parallel_backend.quickstart.prompt, parallel_backend.quickstart.model
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(sorted(new & {"diffusers", "transformers", "sklearn", "matplotlib", "flash_attn", "comfy", "nodes"}))
+print(threading.active_count(), multiprocessing.active_children())
+"""
+RANK_SIDE = "import sys, parallel_backend.worker; print('diffusers' in sys.modules, 'nodes' in sys.modules)"
+
+
+def run(code: str) -> list[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+def test_the_client_imports_nothing_heavy_and_starts_nothing():
+    assert run(CLIENT_SIDE) == ["[]", "1 []"]
+
+
+def test_a_rank_imports_the_models_and_none_of_the_nodes():
+    assert run(RANK_SIDE) == ["True False"]
