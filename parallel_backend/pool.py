@@ -141,8 +141,8 @@ class Pool:
         deadline = time.monotonic() + STOP_SECONDS
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
+        self._watcher.join(STOP_SECONDS)  # before its connections are closed under it
         self._kill()
-        self._watcher.join()
 
     def _expect(self, key: _Key) -> Future:
         with self._lock:
