@@ -14,7 +14,7 @@ import comfy.samplers
 import torch
 from tqdm.auto import tqdm
 
-from parallel_backend.bands import BandedRun, NotLocal, cut_rows, run_bands
+from parallel_backend.bands import BandedRun, NotLocal, cut_rows, exact_above, run_bands
 from parallel_backend.client import RemoteTransformer
 from parallel_backend.layout import Span
 from parallel_backend.report import RunReport
@@ -198,12 +198,12 @@ class PipeFusion:
         # Noise added between steps is no trend to follow: there extrapolated keys are worse than old ones.
         extrapolate = self.extrapolate and draws is None
         run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, extrapolate)
-        exact_above = _exact_above(sampling.sigmas, self.warmup_steps)
+        limit = exact_above(sampling.sigmas, self.warmup_steps)
         steps = Steps(len(rows), sampling.steps, sampling.callback, sampling.disable_pbar)
 
         def sample(band: int) -> torch.Tensor:
             options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
-            options["transformer_options"][BAND_KEY] = Band(run, band, exact_above)
+            options["transformer_options"][BAND_KEY] = Band(run, band, limit)
             return sampling.band(rows[band], options, draws, steps.band(band))
 
         try:
@@ -215,12 +215,3 @@ class PipeFusion:
         finally:
             steps.close()
         return torch.cat(parts, 2), run
-
-
-def _exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:
-    """Model calls at larger sigmas belong to the first `warmup_steps` steps, and run exact."""
-    if warmup_steps == 0:
-        return float("inf")
-    if warmup_steps >= len(sigmas) - 1:
-        return -1.0
-    return float(sigmas[warmup_steps]) * (1 + 1e-6)

@@ -34,6 +34,15 @@ def cut_rows(height: int, bands: int, patch_rows: int) -> tuple[Span, ...]:
     )
 
 
+def exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:
+    """Model calls at larger sigmas belong to the first `warmup_steps` of the steps `sigmas` [steps + 1], and run exact."""
+    if warmup_steps == 0:
+        return float("inf")
+    if warmup_steps >= len(sigmas) - 1:
+        return -1.0
+    return float(sigmas[warmup_steps]) * (1 + 1e-6)
+
+
 @dataclass
 class _Request:
     x: torch.Tensor

@@ -4,6 +4,7 @@ Read: single-file safetensors in original (ComfyUI) key layout, with or without 
 diffusers folders (config.json, one or several safetensors files). Opening reads headers only.
 """
 
+import inspect
 import json
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -147,9 +148,7 @@ def _open_folder(path: Path) -> Checkpoint:
 
 def _constructor_arguments(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     """What config.json says and, where it is silent, the class's defaults."""
-    import inspect
-
-    import diffusers
+    import diffusers  # takes seconds, and ComfyUI's process can do without it for single files
 
     parameters = inspect.signature(getattr(diffusers, family.model_class).__init__).parameters
     return {name: config.get(name, p.default) for name, p in parameters.items() if name != "self"}

@@ -104,7 +104,6 @@ class RemoteTransformer:
         wait_for(pool.ready, poll)
         load = m.Load(
             str(checkpoint.path),
-            family.name,
             dtype,
             degrees.sizes,
             split_by_cost([1.0] * family.block_count(config), degrees.pipe),

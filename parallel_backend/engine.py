@@ -14,7 +14,7 @@ from .dtypes import compute_dtype
 from .families.base import StepInputs
 from .kv_buffer import KVBuffer
 from .layout import Span, split
-from .mesh import make_mesh
+from .mesh import make_axes
 from .messages import Load, OpenRun, Output, PutConditioning, RunStats, Step
 from .schedule import Op, stage_ops
 from .stage import StageDone, build_stage, keep_timestep_exact
@@ -39,8 +39,8 @@ class Engine:
         checkpoint = open_checkpoint(load.path)
         self.family = checkpoint.family
         self.dtype = compute_dtype(load.dtype, device)
-        self.mesh = make_mesh(Degrees(*load.degrees), rank, device)
-        self.pipe, self.ulysses = self.mesh.axes["pipe"], self.mesh.axes["ulysses"]
+        axes = make_axes(Degrees(*load.degrees), rank, device)
+        self.pipe, self.ulysses = axes["pipe"], axes["ulysses"]
         self.ops = stage_ops(self.pipe.index, self.pipe.size)
         self.hidden = self.family.hidden(checkpoint.config)
 
@@ -154,7 +154,6 @@ class Engine:
             conditioning.grid,
             own_image,
             own_text,
-            self.dtype,
         )
         try:
             output = self.model(**self.family.arguments(inputs), return_dict=False)[0]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from .config import AXES, Coordinate, Degrees
+from .config import AXES, Degrees
 
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 """Interface name by `sys.platform`; Gloo would otherwise listen on the address that the host name resolves to."""
@@ -26,13 +26,6 @@ class Axis:
     index: int
     ranks: tuple[int, ...]  # global ranks along the axis, in order
     group: dist.ProcessGroup | None
-
-
-@dataclass(frozen=True)
-class Mesh:
-    degrees: Degrees
-    at: Coordinate
-    axes: dict[str, Axis]
 
 
 def backend_for(devices: tuple[str, ...]) -> str:
@@ -60,8 +53,8 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def make_mesh(degrees: Degrees, rank: int, device: torch.device) -> Mesh:
-    """Collective over all ranks. Builds a group for each axis with more than one rank."""
+def make_axes(degrees: Degrees, rank: int, device: torch.device) -> dict[str, Axis]:
+    """The mesh's axes by name. Collective over all ranks: builds a group for each axis with more than one rank."""
     at = degrees.coordinate(rank)
     device_mesh = init_device_mesh(device.type, degrees.sizes, mesh_dim_names=AXES) if degrees.world > 1 else None
     axes = {}
@@ -71,4 +64,4 @@ def make_mesh(degrees: Degrees, rank: int, device: torch.device) -> Mesh:
         ranks = tuple(degrees.rank(**(position | {name: index})) for index in range(size))
         group = device_mesh.get_group(name) if size > 1 else None
         axes[name] = Axis(name, size, getattr(at, name), ranks, group)
-    return Mesh(degrees, at, axes)
+    return axes

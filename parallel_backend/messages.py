@@ -30,7 +30,6 @@ class Load:
     """
 
     path: str
-    family: str
     dtype: str
     degrees: tuple[int, ...]
     stage_blocks: tuple[Span, ...]

@@ -49,20 +49,15 @@ def finish_times(exact: Sequence[bool], bands: int, stage_costs: Sequence[float]
     """
     free = [0.0] * len(stage_costs)
     ready = [0.0] * bands  # when band b's latest output is available
-    finished = []
-    for call, whole in enumerate(exact):
-        for band in [None] if whole else range(bands):
-            time = max(ready) if band is None else ready[band]
-            share = 1.0 if band is None else 1.0 / bands
-            for stage, cost in enumerate(stage_costs):
-                time = max(time, free[stage]) + cost * share
-                free[stage] = time
-            if band is None:
-                ready = [time] * bands
-            else:
-                ready[band] = time
-        assert len(finished) == call
-        finished.append(max(ready))
+    finished = [0.0] * len(exact)
+    for step in micro_steps(exact, bands):
+        covered = range(bands) if step.band is None else (step.band,)
+        time = max(ready[band] for band in covered)
+        for stage, cost in enumerate(stage_costs):
+            time = free[stage] = max(time, free[stage]) + cost * len(covered) / bands
+        for band in covered:
+            ready[band] = time
+        finished[step.call] = max(ready)
     return finished
 
 

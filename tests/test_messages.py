@@ -32,7 +32,7 @@ TENSORS = {
 
 MESSAGES = [
     m.Ready(3),
-    m.Load("/a folder/ü.safetensors", "flux", "bf16", (1, 2, 1, 2, 1), (Span(0, 3), Span(3, 8)), "auto"),
+    m.Load("/a folder/ü.safetensors", "bf16", (1, 2, 1, 2, 1), (Span(0, 3), Span(3, 8)), "auto"),
     m.Loaded(1, 2**40),
     m.Unload(),
     m.Unloaded(0),

@@ -39,7 +39,6 @@ class StepInputs:
     grid: tuple[int, ...]
     image: Span
     text: Span
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

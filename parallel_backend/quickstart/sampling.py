@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from ..bands import BandedRun, cut_rows, run_bands
+from ..bands import BandedRun, cut_rows, exact_above, run_bands
 from ..client import RemoteTransformer
 from ..messages import RunStats
 from ..pool import Poll
@@ -80,12 +80,11 @@ def sample_in_bands(
     """PipeFusion: `bands` patches, the first `warm_up` steps exact. The sample, and what each rank did."""
     rows = cut_rows(noise.shape[2], bands, model.family.patch_rows)
     run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0, extrapolate=extrapolate)
-    steps = len(sigmas) - 1
-    exact_above = float("inf") if warm_up == 0 else float(sigmas[min(warm_up, steps)])
+    limit = exact_above(sigmas, warm_up)
 
     def sample(band: int) -> torch.Tensor:
         def predict(x, timestep, tensors):
-            return run.predict(band, x, timestep, tensors, exact=float(timestep[0]) > exact_above)
+            return run.predict(band, x, timestep, tensors, exact=float(timestep[0]) > limit)
 
         return euler(predict, noise[:, :, rows[band].slice], sigmas, prompt)
 
