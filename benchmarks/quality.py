@@ -38,7 +38,7 @@ from parallel_backend.quickstart.sampling import (  # noqa: E402
     sample_in_bands,
     sample_whole,
 )
-from parallel_backend.schedule import finish_times  # noqa: E402
+from parallel_backend.schedule import StageCost, finish_times  # noqa: E402
 
 CHUNK = 20  # pictures per request
 
@@ -78,7 +78,7 @@ def judge(images: torch.Tensor, exact: torch.Tensor, symbols: torch.Tensor) -> d
 
 def same_time_steps(steps: int, stages: int, bands: int) -> set[int]:
     """Steps that one rank makes in the time predicted for PipeFusion: rounded down, and up in favour of the control."""
-    piped = finish_times([True] + [False] * (steps - 1), bands, [1 / stages] * stages)[-1]
+    piped = finish_times([True] + [False] * (steps - 1), bands, [StageCost(0.0, 1 / stages)] * stages)[-1]
     return {math.floor(piped), min(steps - 1, math.ceil(piped))}
 
 

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import comfy.model_patcher
@@ -111,12 +111,24 @@ class Sampling:
         return sampler.sample(self.guider, self.sigmas, extra_args, callback, noise.clone(), latent, mask, True)
 
 
+def why_no_run(sampling: Sampling) -> str | None:
+    """Why keys cannot be kept from call to call, in words for the user; None if they can."""
+    if sampling.noise.ndim != 4:
+        return "its latent is not an image"
+    for conds in sampling.guider.conds.values():
+        for cond in conds or ():
+            for key in COND_KEYS_OF_A_REGION:
+                if cond.get(key) is not None and cond.get(key) is not False:
+                    return f"the conditioning has its own {key}"
+    return None
+
+
 def why_whole(sampling: Sampling) -> str | None:
     """Why this run cannot be cut into bands, in words for the user; None if it can."""
     guider, sampler = sampling.guider, sampling.sampler
     options = guider.model_options
-    if sampling.noise.ndim != 4:
-        return "its latent is not an image"
+    if (reason := why_no_run(sampling)) is not None:
+        return reason
     if type(guider).__name__ not in LOCAL_GUIDERS:
         return f"the guider {type(guider).__name__} may look at the whole latent"
     if type(sampler) is not comfy.samplers.KSAMPLER:
@@ -135,11 +147,6 @@ def why_whole(sampling: Sampling) -> str | None:
     for kind in (wrappers.PREDICT_NOISE, wrappers.CALC_COND_BATCH, wrappers.APPLY_MODEL):
         if comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options=True):
             return f"another node's {kind} wrapper may look at the whole latent"
-    for conds in guider.conds.values():
-        for cond in conds or ():
-            for key in COND_KEYS_OF_A_REGION:
-                if cond.get(key) is not None and cond.get(key) is not False:
-                    return f"the conditioning has its own {key}"
     return None
 
 
@@ -157,21 +164,25 @@ class PipeFusion:
         """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
         sampling = Sampling(executor.class_obj, *arguments)
         stub: RemoteDiffusionModel = sampling.guider.inner_model.diffusion_model
-        model, height = stub.transformer(), sampling.noise.shape[2]
-        patch_rows = model.family.patch_rows
-        rows = cut_rows(
-            height, self.num_pipeline_patch or choose_bands(model.degrees.pipe, -(-height // patch_rows)), patch_rows
-        )
+        model = stub.transformer()
         started = time.perf_counter()
-        result, run, reason = None, None, why_whole(sampling)
-        if reason is None and len(rows) > 1:
+        overlap = self.overlap and stub.comm_overlap
+        result, run, reason = None, None, None
+        rows = self._rows(model, sampling)
+        if model.degrees.displaced:
+            reason = why_no_run(sampling)
+            if reason is None:
+                result, run = self._displaced(model, rows, sampling, executor, overlap)
+        elif len(rows) > 1:
+            reason = why_whole(sampling)
             try:
-                result, run = self._in_bands(model, rows, sampling, self.overlap and stub.comm_overlap)
+                if reason is None:
+                    result, run = self._in_bands(model, rows, sampling, overlap)
             except NotLocal as why:
                 reason = str(why)
         if result is None:
             if reason is not None:
-                log.warning("PipeFusion: this run is exact and unpipelined, since %s.", reason)
+                log.warning("Parallel DiT: this run is exact, and slower for it, since %s.", reason)
             result = executor(*sampling.arguments)
         stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
         self.last = RunReport(
@@ -184,6 +195,32 @@ class PipeFusion:
             tuple(stats),
         )
         return result
+
+    def _rows(self, model: RemoteTransformer, sampling: Sampling) -> tuple[Span, ...]:
+        """The latent rows of each band; one band where there is no pipeline to fill."""
+        height, patch_rows = sampling.noise.shape[2], model.family.patch_rows
+        if model.degrees.patch > 1:
+            return (Span(0, height),)
+        bands = self.num_pipeline_patch or choose_bands(
+            model.degrees.pipe, -(-height // patch_rows), sampling.steps, model.stage_costs
+        )
+        return cut_rows(height, bands, patch_rows)
+
+    def _displaced(
+        self, model: RemoteTransformer, rows: tuple[Span, ...], sampling: Sampling, executor, overlap: bool
+    ) -> tuple[torch.Tensor, BandedRun]:
+        """Displaced patches: the sampler runs as it is, on ComfyUI's thread; its calls belong to one run on the ranks."""
+        stochastic = not isinstance(sampling.sampler, comfy.samplers.KSAMPLER) or takes_noise_sampler(sampling.sampler)
+        run = BandedRun(model, rows, tuple(sampling.noise.shape), True, overlap, self.extrapolate and not stochastic)
+        options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
+        limit = exact_above(sampling.sigmas, self.warmup_steps)
+        options["transformer_options"][BAND_KEY] = Band(run, 0, limit, check_cancelled)
+        arguments = replace(sampling, extra_args={**sampling.extra_args, "model_options": options}).arguments
+        try:
+            return executor(*arguments), run
+        except BaseException:  # Cancel too
+            model.discard_run(run.run)
+            raise
 
     def _in_bands(
         self, model: RemoteTransformer, rows: tuple[Span, ...], sampling: Sampling, overlap: bool

@@ -5,11 +5,13 @@ from pathlib import Path
 import folder_paths
 import torch
 
+from parallel_backend.balance import check_stage_split
 from parallel_backend.checkpoint import open_checkpoint
 from parallel_backend.config import DTYPES, Degrees, check_attention, check_devices, check_model, resolve_dtype
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.registry import ModelKey
 
+from .pipefusion import apply_pipefusion
 from .remote_model import make_model
 from .ulysses_config import ParallelConfig
 from .widgets import CATEGORY, degree
@@ -89,7 +91,10 @@ class ParallelDiTLoader:
                     "Pipeline stages: each GPU holds its share of the blocks. For models too large for one card and "
                     "for slow links; use it with PipeFusion Sampler or Apply PipeFusion."
                 ),
-                "tensor_parallel_degree": degree("Tensor parallelism; only 1 in this version."),
+                "tensor_parallel_degree": degree(
+                    "GPUs that share every block's weights; exact. Saves memory as pipefusion_degree does, but needs fast "
+                    "links: results are added up twice in every block."
+                ),
                 "split_batch_degree": degree(
                     "Copies of the model that share the batch: 2 runs the positive and the negative prompt (cfg above "
                     "1) side by side; exact."
@@ -103,7 +108,17 @@ class ParallelDiTLoader:
                     },
                 ),
             },
-            "optional": {"parallel_config": ("PARALLEL_CONFIG", {"tooltip": "From Ulysses Config."})},
+            "optional": {
+                "parallel_config": ("PARALLEL_CONFIG", {"tooltip": "From Ulysses Config."}),
+                "stage_split": (
+                    "STRING",
+                    {
+                        "default": "auto",
+                        "tooltip": "Blocks per pipeline stage. auto measures each GPU and gives faster ones more; even; or "
+                        "numbers such as 30,27. With patch_mode displaced, auto gives faster GPUs larger bands.",
+                    },
+                ),
+            },
         }
 
     def load(
@@ -115,11 +130,14 @@ class ParallelDiTLoader:
         split_batch_degree,
         devices,
         parallel_config=None,
+        stage_split="auto",
     ):
         config = parallel_config or ParallelConfig()
         degrees = Degrees(
             batch=split_batch_degree,
             pipe=pipefusion_degree,
+            patch=config.patch_degree,
+            patch_mode=config.patch_mode,
             ring=config.ring_degree,
             ulysses=config.ulysses_degree,
             tensor=tensor_parallel_degree,
@@ -130,5 +148,10 @@ class ParallelDiTLoader:
         check_model(degrees, heads=family.heads(checkpoint.config), blocks=family.block_count(checkpoint.config))
         dtype = resolve_dtype(weight_dtype, checkpoint.dtype, chosen)
         check_attention(config.attention, chosen, dtype)
-        key = ModelKey(checkpoint.path, dtype, chosen, degrees, config.attention)
-        return (make_model(checkpoint, key, config.comm_overlap),)
+        check_stage_split(stage_split, degrees.pipe, family.block_count(checkpoint.config))
+        key = ModelKey(checkpoint.path, dtype, chosen, degrees, config.attention, stage_split)
+        model = make_model(checkpoint, key, config.comm_overlap)
+        if degrees.displaced:
+            # Keys of the step before need a sampler's run around them; PipeFusion Sampler replaces this one by its own.
+            model, _ = apply_pipefusion(model, 1, config.patch_warmup_steps, config.comm_overlap, True)
+        return (model,)

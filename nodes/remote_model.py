@@ -13,6 +13,7 @@ from parallel_backend.bands import BandedRun
 from parallel_backend.checkpoint import Checkpoint
 from parallel_backend.client import RemoteTransformer
 from parallel_backend.dtypes import compute_dtype
+from parallel_backend.pool import Poll
 from parallel_backend.registry import ModelKey, registry
 
 BAND_KEY = "parallel_dit_band"
@@ -25,10 +26,13 @@ def check_cancelled() -> None:
 
 
 class Band:
-    """Marks a model call as band `index` of `run`. Calls at sigmas above `exact_above` are exact."""
+    """Marks a model call as band `index` of `run`. Calls at sigmas above `exact_above` are exact.
 
-    def __init__(self, run: BandedRun, index: int, exact_above: float):
-        self.run, self.index, self.exact_above = run, index, exact_above
+    `poll` runs while a call is waited for: the look at Cancel, where the call is made on ComfyUI's own thread.
+    """
+
+    def __init__(self, run: BandedRun, index: int, exact_above: float, poll: Poll = lambda: None):
+        self.run, self.index, self.exact_above, self.poll = run, index, exact_above, poll
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Band":
         return self  # ComfyUI copies transformer_options; the run is one
@@ -73,9 +77,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         tensors = family.conditioning(config, {"context": context, "y": y, "guidance": guidance})
         band: Band | None = options.get(BAND_KEY)
         if band is None:
-            return self.transformer().predict(x, timestep, tensors, check_cancelled)
+            return self.transformer().predict(x, timestep, tensors, check_cancelled, self.comm_overlap)
         exact = float(options["sigmas"].max()) > band.exact_above
-        return band.run.predict(band.index, x, timestep, tensors, exact)
+        return band.run.predict(band.index, x, timestep, tensors, exact, band.poll)
 
 
 def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], control: Any, extra: dict[str, Any]) -> None:

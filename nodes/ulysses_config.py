@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from parallel_backend.config import PATCH_MODES
+
 from .widgets import CATEGORY, degree
 
 
@@ -15,6 +17,7 @@ class ParallelConfig:
     patch_degree: int = 1
     attention: str = "auto"
     comm_overlap: bool = True
+    patch_warmup_steps: int = 1
 
 
 class UlyssesConfig:
@@ -29,15 +32,22 @@ class UlyssesConfig:
         return {
             "required": {
                 "ulysses_degree": degree(
-                    "GPUs that share one image's tokens; exact. Must divide the model's attention heads. Best with fast "
+                    "GPUs that share one image's tokens, each with some of the attention heads; exact. Best with fast "
                     "links between the GPUs (NVLink, PCIe P2P)."
                 ),
-                "ring_degree": degree("Ring attention; only 1 in this version."),
-                "patch_mode": (
-                    ["none", "displaced", "naive"],
-                    {"default": "none", "tooltip": "DistriFusion's displaced patches; only 'none' in this version."},
+                "ring_degree": degree(
+                    "GPUs that share one image's tokens and pass keys around; exact. For long sequences, slower links and "
+                    "more GPUs than attention heads; multiplies with ulysses_degree."
                 ),
-                "patch_degree": degree("GPUs for patch_mode; only 1 in this version."),
+                "patch_mode": (
+                    list(PATCH_MODES),
+                    {
+                        "default": "none",
+                        "tooltip": "displaced (DistriFusion): each GPU has all blocks and one band, and sees the other "
+                        "bands as they were one step ago. naive: bands never see each other, for comparison only.",
+                    },
+                ),
+                "patch_degree": degree("GPUs for patch_mode. Does not combine with pipefusion_degree."),
                 "attention": (
                     ["auto", "sdpa", "flash"],
                     {
@@ -49,11 +59,24 @@ class UlyssesConfig:
                     "BOOLEAN",
                     {"default": True, "tooltip": "Let transfers between GPUs run while they compute."},
                 ),
-            }
+            },
+            "optional": {
+                "patch_warmup_steps": (
+                    "INT",
+                    {
+                        "default": 1,
+                        "min": 1,
+                        "max": 10000,
+                        "tooltip": "patch_mode displaced: first steps in which GPUs wait for each other's keys (exact).",
+                    },
+                )
+            },
         }
 
-    def configure(self, ulysses_degree, ring_degree, patch_mode, patch_degree, attention, comm_overlap):
-        for name, value, only in (("patch_mode", patch_mode, "none"), ("patch_degree", patch_degree, 1)):
-            if value != only:
-                raise ValueError(f"{name} is {value}; this version supports only {only} for it.")
-        return (ParallelConfig(ulysses_degree, ring_degree, patch_mode, patch_degree, attention, comm_overlap),)
+    def configure(
+        self, ulysses_degree, ring_degree, patch_mode, patch_degree, attention, comm_overlap, patch_warmup_steps=1
+    ):
+        config = ParallelConfig(
+            ulysses_degree, ring_degree, patch_mode, patch_degree, attention, comm_overlap, patch_warmup_steps
+        )
+        return (config,)

@@ -1,77 +1,99 @@
 """The one place where attention is parallel: diffusers' dispatcher, given a `Seam` by the layer's processor, lands here.
 
-Order of composition: Ulysses all-to-all in, K/V buffer update, the attention kernel, all-to-all out. Queries and keys
-arrive normalised and with rotary embedding applied, [B, s, H, D].
+Order of composition: Ulysses all-to-all in; keys and values of the other ring and patch ranks, or the ring; the K/V
+buffer; the attention kernel; all-to-all out. Queries and keys arrive normalised and with rotary embedding applied,
+[B, s, H, D].
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from .collectives import Traffic, heads_to_sequence, sequence_to_heads
-from .config import flash_possible
-from .kv_buffer import KVBuffer
+from .collectives import start_gather
+from .config import Degrees
+from .kernels import Kernel
+from .kv_buffer import Arriving, KVBuffer, Piece
 from .layout import Span
 from .mesh import Axis
-
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
-
-
-def sdpa(q_BSHD: torch.Tensor, k_BSHD: torch.Tensor, v_BSHD: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """torch's scaled dot product attention over [B, S, H, D], which picks its own kernel."""
-    q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD))
-    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
-
-
-def flash(q_BSHD: torch.Tensor, k_BSHD: torch.Tensor, v_BSHD: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """flash-attn over [B, S, H, D]; half precision on CUDA only."""
-    from flash_attn import flash_attn_func
-
-    return flash_attn_func(q_BSHD, k_BSHD, v_BSHD, softmax_scale=scale)
-
-
-def choose_kernel(attention: str, device: torch.device, dtype: str) -> Kernel:
-    """`auto`: flash-attn where it is installed and possible, else torch SDPA."""
-    return flash if attention in ("auto", "flash") and flash_possible(str(device), dtype) else sdpa
+from .sequence_parallel import heads_to_sequence, ring_attention, sequence_to_heads
+from .traffic import Traffic
 
 
 @dataclass
 class StepView:
-    """What attention must know of the micro-step under way. `text`, `image`: this micro-step's tokens over all ranks.
+    """What attention must know of the micro-step under way. All ranks of a stage see the same, but for `place`.
 
-    `text_shards`, `image_shards`: the same cut over the Ulysses axis, by rank. `image` counts from the image's start.
+    `text`, `image`: the micro-step's tokens by sequence rank (layout.SequenceCut), both counted from their stream's
+    start. `stale`: displaced patches use the other bands' keys of the call before. `text_mask`: [b, T] bool, which text
+    tokens may be seen; None for all.
     """
 
     text_tokens: int  # of the whole sequence, whether or not the text runs in this micro-step
-    text_shards: tuple[Span, ...]
-    image_shards: tuple[Span, ...]
+    text: tuple[Span, ...]
+    image: tuple[Span, ...]
     entries: Span
     buffer: KVBuffer | None
+    stale: bool = False
+    overlap: bool = True
+    text_first: bool = True
+    text_mask: torch.Tensor | None = None
+    _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
-        return [len(text) + len(image) for text, image in zip(self.text_shards, self.image_shards, strict=True)]
+        """Tokens by sequence rank."""
+        return [len(text) + len(image) for text, image in zip(self.text, self.image, strict=True)]
 
-    def pieces(self) -> list[tuple[Span, Span]]:
-        """(rows among the micro-step's tokens, rank after rank; their positions in the K/V buffer)."""
+    def pieces(self, ranks: range) -> list[Piece]:
+        """(rows among these sequence ranks' tokens, rank after rank; their positions in the K/V buffer)."""
         pieces, row = [], 0
-        for text, image in zip(self.text_shards, self.image_shards, strict=True):
-            for span, offset in ((text, 0), (image, self.text_tokens)):
+        for rank in ranks:
+            streams = ((self.text[rank], 0), (self.image[rank], self.text_tokens))
+            for span, offset in streams if self.text_first else reversed(streams):
                 if len(span):
                     pieces.append((Span(row, row + len(span)), span.shift(offset)))
                     row += len(span)
         return pieces
 
+    def mask(self, ranks: range) -> torch.Tensor | None:
+        """[b, n] bool over these ranks' tokens, rank after rank. None where all may be seen."""
+        if self.text_mask is None:
+            return None
+        key = (ranks.start, ranks.stop)
+        if key not in self._masks:
+            whole = self.buffer_mask(self.text_tokens + max(image.stop for image in self.image))
+            parts = [whole[:, positions.slice] for _, positions in self.pieces(ranks)]
+            self._masks[key] = torch.cat([whole[:, :0], *parts], dim=1)
+        return self._masks[key]
+
+    def buffer_mask(self, filled: int) -> torch.Tensor | None:
+        """[b, filled] bool over the K/V buffer's first tokens."""
+        if self.text_mask is None:
+            return None
+        image = self.text_mask.new_ones(len(self.text_mask), filled - self.text_tokens)
+        return torch.cat((self.text_mask, image), dim=1)
+
 
 class AttentionContext:
-    """Shared by all layers of a stage: the parts that stay (axis, kernel, counters) and the micro-step under way."""
+    """Shared by all layers of a stage: the parts that stay (axes, kernel, counters) and the micro-step under way."""
 
-    def __init__(self, ulysses: Axis, kernel: Kernel, traffic: Traffic):
-        self.ulysses, self.kernel, self.traffic = ulysses, kernel, traffic
+    def __init__(self, degrees: Degrees, axes: dict[str, Axis], kernel: Kernel, traffic: Traffic):
+        self.patch, self.ring, self.ulysses = axes["patch"], axes["ring"], axes["ulysses"]
+        self.naive = degrees.naive
+        self.kernel, self.traffic = kernel, traffic
         self.step: StepView | None = None
+
+    # Sequence ranks are counted patch, ring, ulysses, so each of these is a range.
+
+    def ulysses_ranks(self, patch: int, ring: int) -> range:
+        first = (patch * self.ring.size + ring) * self.ulysses.size
+        return range(first, first + self.ulysses.size)
+
+    def patch_ranks(self, patch: int) -> range:
+        size = self.ring.size * self.ulysses.size
+        return range(patch * size, (patch + 1) * size)
 
 
 @dataclass(frozen=True)
@@ -81,17 +103,84 @@ class Seam:
     context: AttentionContext
     layer: int
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """[B, s, H, D] of the rank's own tokens -> [B, s, H, D], attention over all tokens of the sequence."""
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B, s, H, D] of the rank's own tokens -> [B, s, H, D], attention over all tokens of the sequence.
+
+        A mask must come with the micro-step, since one from the model would know this rank's keys only.
+        """
+        assert mask is None, "this family's own forward passes an attention mask"
         context, step = self.context, self.context.step
         assert step is not None, "attention outside of a micro-step"
-        parallel = context.ulysses.size > 1
-        if parallel:
-            query, key, value = sequence_to_heads(query, key, value, step.lengths, context.ulysses, context.traffic)
-        if step.buffer is not None:
-            key, value = step.buffer.update(self.layer, key, value, step.pieces(), step.entries)
-        out = context.kernel(query, key, value, scale)
-        return heads_to_sequence(out, step.lengths, context.ulysses, context.traffic) if parallel else out
+        axis, heads = context.ulysses, query.shape[2]
+        lengths = [step.lengths[rank] for rank in context.ulysses_ranks(context.patch.index, context.ring.index)]
+        if axis.size > 1:
+            query, key, value = sequence_to_heads(query, key, value, lengths, axis, context.traffic)
+        attend = self._attend_fresh if step.buffer is None else self._attend_buffered
+        out = attend(step, query, key, value, scale)
+        return heads_to_sequence(out, lengths, heads, axis, context.traffic) if axis.size > 1 else out
+
+    def _attend_fresh(self, step: StepView, query, key, value, scale) -> torch.Tensor:
+        """Everything that is attended to was computed in this call."""
+        context = self.context
+        patch, ring = context.patch, context.ring
+        patches = [patch.index] if context.naive else list(range(patch.size))
+        # Per ring rank: the sequence ranks whose keys it holds once those of the other patches are there.
+        holds = [[context.ulysses_ranks(p, r) for p in patches] for r in range(ring.size)]
+        if len(patches) > 1:
+            lengths = [_tokens(step, ranks) for ranks in holds[ring.index]]
+            parts = start_gather(torch.stack((key, value)), lengths, 2, patch, context.traffic).wait()
+            key, value = torch.cat(parts, dim=2)
+        masks = [_cat([step.mask(ranks) for ranks in held]) for held in holds]
+        if ring.size == 1:
+            return context.kernel.attend(query, key, value, masks[0], scale)
+        lengths = [sum(_tokens(step, ranks) for ranks in held) for held in holds]
+        return ring_attention(
+            query, key, value, lengths, masks, context.kernel.attend_lse, scale, step.overlap, ring, context.traffic
+        )
+
+    def _attend_buffered(self, step: StepView, query, key, value, scale) -> torch.Tensor:
+        """Fresh keys and values go into the buffer, which holds those of the tokens that do not run now.
+
+        The ring does not rotate here: a rotation of the whole buffer for each band would move M times as much. Each
+        ring rank gathers the band's keys instead (as much as a rotation of the band) and keeps the buffer whole.
+        """
+        context = self.context
+        patch, ring, traffic = context.patch, context.ring, context.traffic
+        if ring.size > 1:
+            lengths = [_tokens(step, context.ulysses_ranks(patch.index, index)) for index in range(ring.size)]
+            key, value = torch.cat(start_gather(torch.stack((key, value)), lengths, 2, ring, traffic).wait(), dim=2)
+        own = context.patch_ranks(patch.index)
+        arriving = None
+        if patch.size > 1:
+            lengths = [_tokens(step, context.patch_ranks(index)) for index in range(patch.size)]
+            gathering = start_gather(torch.stack((key, value)), lengths, 2, patch, traffic)
+            if step.stale:
+                pieces = [step.pieces(context.patch_ranks(i)) if i != patch.index else [] for i in range(patch.size)]
+                arriving = Arriving(gathering, pieces, step.entries)
+                if not step.overlap:
+                    gathering.settle()
+            else:
+                key, value = torch.cat(gathering.wait(), dim=2)
+                own = range(len(step.lengths))
+        keys, values = step.buffer.update(self.layer, key, value, step.pieces(own), step.entries)
+        if arriving is not None:
+            step.buffer.expect(self.layer, arriving)
+        return context.kernel.attend(query, keys, values, step.buffer_mask(keys.shape[1]), scale)
+
+
+def _tokens(step: StepView, ranks: range) -> int:
+    return sum(step.lengths[rank] for rank in ranks)
+
+
+def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:
+    return None if masks[0] is None else torch.cat(masks, dim=1)
 
 
 def install_seams(modules: list[torch.nn.Module], context: AttentionContext) -> None:
@@ -110,8 +199,7 @@ def install_seams(modules: list[torch.nn.Module], context: AttentionContext) -> 
     def dispatch(query, key, value, attn_mask=None, scale=None, _parallel_config=None, **options):
         if not isinstance(_parallel_config, Seam):
             return native(query, key, value, attn_mask=attn_mask, scale=scale, _parallel_config=_parallel_config, **options)
-        assert attn_mask is None, "this family passes an attention mask, which no parallel mode here handles yet"
-        return _parallel_config.attend(query, key, value, scale)
+        return _parallel_config.attend(query, key, value, scale, attn_mask)
 
     dispatch.seam_aware = True
     registry[AttentionBackendName.NATIVE] = dispatch

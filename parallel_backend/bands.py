@@ -17,7 +17,7 @@ import torch
 
 from .client import Conditioning, RemoteTransformer
 from .layout import Span, split
-from .pool import POLL_SECONDS, Poll
+from .pool import POLL_SECONDS, Poll, wait_for
 
 T = TypeVar("T")
 
@@ -56,7 +56,10 @@ class BandedRun:
     """One sampling run in bands. `rows`: each band's latent rows; `shape`: of the whole latent [B, C, H, W].
 
     With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes.
-    `overlap`, `extrapolate`: see messages.OpenRun.
+    `overlap`, `extrapolate`: see messages.Step and OpenRun.
+
+    With displaced patches the run is one band of all rows, whose calls are stale unless they are exact. There the first
+    call for a conditioning is always exact: a patch rank has no other way to the other bands' keys.
     """
 
     def __init__(
@@ -68,9 +71,11 @@ class BandedRun:
         overlap: bool = True,
         extrapolate: bool = True,
     ):
-        self.model, self.rows, self.warm_up = model, rows, warm_up
+        assert len(rows) == 1 or not model.degrees.displaced
+        self.model, self.rows, self.overlap = model, rows, overlap
+        self.warm_up = warm_up or model.degrees.displaced
         self.grid = model.family.grid(shape)
-        self.run = model.open_run(overlap, extrapolate)
+        self.run = model.open_run(extrapolate)
         self.exact_calls, self.banded_calls = 0, 0
         self._lock = threading.RLock()
         self._calls = [0] * len(rows)  # calls made so far, per band
@@ -78,14 +83,21 @@ class BandedRun:
         self._latest: dict[int, _Request] = {}  # each band's last request, posted or not
         self._turn = (0, 0)  # the (call, band) to post next
         self._turn_timestep: torch.Tensor | None = None  # of band 0 in that call
+        self._turn_top: torch.Tensor | None = None  # the whole latent's first rows in that call
         self._known: set[int] = set()  # conditionings with keys in the buffers
         self._finished: set[int] = set()
         self._error: BaseException | None = None
 
     def predict(
-        self, band: int, x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor], exact: bool
+        self,
+        band: int,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        tensors: dict[str, torch.Tensor],
+        exact: bool,
+        poll: Poll = lambda: None,
     ) -> torch.Tensor:
-        """The band's model output, like `x` [B, C, rows, W]. Blocks; raises what `abort` was given, or RankError."""
+        """The band's model output, like `x` [B, C, rows, W]. Blocks; raises what `abort` or `poll` raised, or RankError."""
         request = _Request(x, timestep, tensors, exact)
         with self._lock:
             if self._error is not None:
@@ -93,7 +105,7 @@ class BandedRun:
             self._waiting[self._calls[band], band] = self._latest[band] = request
             self._calls[band] += 1
             self._post_what_can_go()
-        return request.future.result()
+        return wait_for(request.future, poll)
 
     def finish(self, band: int) -> None:
         """The band's sampler has returned."""
@@ -123,6 +135,7 @@ class BandedRun:
                 return
             if band == 0:
                 self._turn_timestep = request.timestep
+                self._turn_top = request.x[:, :, : self.model.family.patch_rows]
             elif not torch.equal(request.timestep, self._turn_timestep):
                 self.abort(NotLocal("the bands are at different timesteps"))
                 return
@@ -145,13 +158,18 @@ class BandedRun:
             self.abort(NotLocal("the bands are at different timesteps"))
             return
         x = torch.cat([request.x for request in requests], dim=2)
-        self._post(x, Span(0, self.grid[0] * self.grid[1]), True, list(zip(requests, self.rows, strict=True)), conditioning)
+        whole, parts = Span(0, self.grid[0] * self.grid[1]), list(zip(requests, self.rows, strict=True))
+        self._post(x, whole, True, False, parts, conditioning)
         self.exact_calls += 1
 
     def _post_band(self, band: int, request: _Request, conditioning: Conditioning) -> None:
         patch, columns, rows = self.model.family.patch_rows, self.grid[1], self.rows[band]
         tokens = Span(rows.start // patch * columns, -(-rows.stop // patch) * columns)
-        self._post(request.x, tokens, band == 0, [(request, Span(0, len(rows)))], conditioning)
+        stale, x = self.model.degrees.displaced, request.x
+        if padding := -len(rows) % patch:
+            # An odd height is padded circularly, as ComfyUI does: the last row's neighbour is the picture's first one.
+            x = torch.cat((x, self._turn_top[:, :, :padding]), dim=2)
+        self._post(x, tokens, band == 0, stale, [(request, Span(0, len(rows)))], conditioning)
         self.banded_calls += band == 0
 
     def _post(
@@ -159,12 +177,15 @@ class BandedRun:
         x: torch.Tensor,
         tokens: Span,
         text: bool,
+        stale: bool,
         requests: list[tuple[_Request, Span]],
         conditioning: Conditioning,
     ) -> None:
         """Post `x` and give each request its rows of the answer."""
         family, timestep = self.model.family, requests[0][0].timestep
-        call = self.model.call(family.pack(x), timestep, conditioning, self.run, tokens, text)
+        call = self.model.call(
+            family.pack(x), timestep, conditioning, self.run, tokens, text, stale=stale, overlap=self.overlap
+        )
 
         def share(done: Future) -> None:
             error = done.exception()

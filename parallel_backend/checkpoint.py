@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from .families import FAMILIES, Family
 from .families.base import Source
-from .layout import Span
+from .layout import Shard, Span
 
 PREFIXES = ("model.diffusion_model.", "")
 SCALE_SUFFIXES = (".scale_weight", ".weight_scale", ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
@@ -58,39 +58,66 @@ class Checkpoint:
         """Key in the family's original layout -> shape, whatever layout the file has. ComfyUI detects models by these."""
         original: dict[str, list[int]] = {}
         for target, source in self.family.recipe(self.config).items():
-            shape = list(self._shape(target))
+            shape = list(self.shape(target))
             if source.key in original and source.rows is not None:
                 original[source.key][0] += shape[0]
             else:
                 original[source.key] = shape
         return {key: tuple(shape) for key, shape in original.items()}
 
-    def _shape(self, target: str) -> tuple[int, ...]:
+    def shape(self, target: str) -> tuple[int, ...]:
+        """Of the whole parameter."""
         source = self.recipe[target]
         shape = self.entries[source.key].shape
         return shape if source.rows is None else (len(source.rows), *shape[1:])
 
-    def read(self, targets: dict[str, torch.dtype], device: torch.device) -> dict[str, torch.Tensor]:
-        """The values of these parameters, in these dtypes, from the mapped files. Only the rows needed are copied."""
+    def read(
+        self, targets: dict[str, torch.dtype], shards: dict[str, Shard], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """The values of these parameters, in these dtypes, from the mapped files; of those in `shards` only that part.
+
+        Only what is needed is copied.
+        """
         with ExitStack() as stack:
             files = {
                 path: stack.enter_context(safe_open(path, framework="pt"))
                 for path in {self.entries[self.recipe[target].key].file for target in targets}
             }
             return {
-                target: self._read_one(files, self.recipe[target]).to(device, dtype, copy=True)
+                target: self._read_one(files, target, shards.get(target)).to(device, dtype, copy=True)
                 for target, dtype in targets.items()
             }
 
-    def _read_one(self, files: dict[Path, Any], source: Source) -> torch.Tensor:
+    def _read_one(self, files: dict[Path, Any], target: str, shard: Shard | None) -> torch.Tensor:
+        source = self.recipe[target]
         entry = self.entries[source.key]
-        if source.rows is None:
-            tensor = files[entry.file].get_tensor(entry.key)
-        else:
-            tensor = files[entry.file].get_slice(entry.key)[source.rows.start : source.rows.stop]
+        part = files[entry.file].get_slice(entry.key)
+        if shard is None:
+            if source.rows is None and not source.swap_halves:
+                return files[entry.file].get_tensor(entry.key)
+            shard = Shard(0, (Span(0, self.shape(target)[0]),))
         if source.swap_halves:
-            tensor = torch.cat(tensor.chunk(2)[::-1])
-        return tensor
+            assert shard.dim == 0
+            half = self.shape(target)[0] // 2
+            spans = [piece.shift(by) for span in shard.spans for piece, by in _halves(span, half)]
+        else:
+            spans = list(shard.spans)
+        if shard.dim == 0:
+            first = 0 if source.rows is None else source.rows.start
+            pieces = [part[span.start + first : span.stop + first] for span in spans]
+        else:
+            rows = slice(None) if source.rows is None else source.rows.slice
+            pieces = [part[rows, span.slice] for span in spans]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=shard.dim)
+
+
+def _halves(span: Span, half: int) -> list[tuple[Span, int]]:
+    """The parts of `span` below and from `half` on, each with the way to its place when the halves are exchanged."""
+    parts = (
+        (Span(min(span.start, half), min(span.stop, half)), half),
+        (Span(max(span.start, half), max(span.stop, half)), -half),
+    )
+    return [(part, by) for part, by in parts if len(part)]
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

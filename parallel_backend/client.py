@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 import torch
 
 from . import messages as m
+from .balance import balance
 from .checkpoint import Checkpoint
-from .config import Degrees, check_devices, check_model
-from .layout import Span, split, split_by_cost
+from .config import SEQUENCE_AXES, WIDGETS, Degrees, check_devices, check_model
+from .families.base import TEXT_MASK
+from .layout import SequenceCut, Span, split
 from .pool import Poll, Pool, wait_for
 
 CONDITIONINGS_KEPT = 8
@@ -45,7 +47,10 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class Call:
-    """One evaluation of the transformer for image tokens `tokens`. `x` [B, n, c]; `run` 0 for a call without buffers."""
+    """One evaluation of the transformer for image tokens `tokens`. `x` [B, n, c]; `run` 0 for a call without buffers.
+
+    `stale`, `overlap`: see messages.Step.
+    """
 
     x: torch.Tensor
     timestep: tuple[float, ...]
@@ -53,6 +58,8 @@ class Call:
     tokens: Span
     with_text: bool
     run: int
+    stale: bool
+    overlap: bool
     future: Future = field(default_factory=Future)
 
 
@@ -84,10 +91,21 @@ class _MicroStep:
 class RemoteTransformer:
     """A checkpoint, cut by `degrees`, on the ranks of `pool`. Thread-safe.
 
+    `stage_split`: 'even' (block counts), 'auto' (measured block costs decide stages and patch shares) or a number of
+    blocks for each stage, such as '10,9'. `stage_blocks`, `patch_shares` and `stage_costs` say what came of it.
     Raises ValueError (naming the widget) where the model cannot be cut so, RankError when a rank fails.
     """
 
-    def __init__(self, pool: Pool, checkpoint: Checkpoint, degrees: Degrees, dtype: str, attention: str, poll: Poll):
+    def __init__(
+        self,
+        pool: Pool,
+        checkpoint: Checkpoint,
+        degrees: Degrees,
+        dtype: str,
+        attention: str,
+        poll: Poll,
+        stage_split: str = "even",
+    ):
         check_devices(degrees, pool.devices)
         family, config = checkpoint.family, checkpoint.config
         check_model(degrees, heads=family.heads(config), blocks=family.block_count(config))
@@ -102,20 +120,35 @@ class RemoteTransformer:
         self._error: Exception | None = None
         pool.take_over(self._on_output, self._on_failure)
         wait_for(pool.ready, poll)
+        found = balance(pool, checkpoint, degrees, dtype, stage_split, poll)
+        self.stage_blocks, self.patch_shares, self.stage_costs = found.stage_blocks, found.patch_shares, found.stage_costs
+        self.cut = SequenceCut(self.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
         load = m.Load(
             str(checkpoint.path),
             dtype,
             degrees.sizes,
-            split_by_cost([1.0] * family.block_count(config), degrees.pipe),
+            degrees.patch_mode,
+            self.patch_shares,
+            self.stage_blocks,
             attention,
         )
         replies = wait_for(pool.ask(load, m.Loaded), poll)
         self.weight_bytes = [reply.weight_bytes for reply in replies]
 
-    def predict(self, x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor], poll: Poll) -> torch.Tensor:
-        """Exact model output for the whole latent `x` [B, C, H, W] at `timestep` [B]; same shape and device as `x`."""
+    def predict(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        tensors: dict[str, torch.Tensor],
+        poll: Poll,
+        overlap: bool = True,
+    ) -> torch.Tensor:
+        """Model output for the whole latent `x` [B, C, H, W] at `timestep` [B]; same shape and device as `x`.
+
+        Exact, but in naive patch mode.
+        """
         grid = self.family.grid(x.shape)
-        call = self.call(self.family.pack(x), timestep, self.conditioning(grid, tensors), run=0)
+        call = self.call(self.family.pack(x), timestep, self.conditioning(grid, tensors), run=0, overlap=overlap)
         self.post(call)
         try:
             tokens = wait_for(call.future, poll)
@@ -132,16 +165,20 @@ class RemoteTransformer:
         run: int,
         tokens: Span | None = None,
         with_text: bool = True,
+        stale: bool = False,
+        overlap: bool = True,
     ) -> Call:
         tokens = tokens or Span(0, x.shape[1])
         assert x.shape[1] == len(tokens)
-        ranks = self.degrees.ulysses
-        if len(tokens) // ranks + (conditioning.text_tokens // ranks if with_text else 0) == 0:
+        assert not (run and self.degrees.naive), "naive patches keep nothing from call to call"
+        shards = zip(self.cut.text(conditioning.text_tokens if with_text else 0), self.cut.image(tokens), strict=True)
+        if any(len(text) + len(image) == 0 for text, image in shards):
+            degrees = " x ".join(f"{WIDGETS[axis]} {n}" for axis in SEQUENCE_AXES if (n := getattr(self.degrees, axis)) > 1)
             raise ValueError(
-                f"ulysses_degree is {ranks}, but this picture (or patch of it) has only {len(tokens)} tokens: one for "
-                "each rank is the least. Use a larger picture, fewer patches or a smaller ulysses_degree."
+                f"{degrees} cuts this picture (or patch of it), which has only {len(tokens)} tokens: one for each rank is "
+                "the least. Use a larger picture, fewer patches or smaller degrees."
             )
-        return Call(x, tuple(timestep.flatten().tolist()), conditioning, tokens, with_text, run)
+        return Call(x, tuple(timestep.flatten().tolist()), conditioning, tokens, with_text, run, stale, overlap)
 
     def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet.
@@ -167,11 +204,11 @@ class RemoteTransformer:
                 self.pool.tell(m.DropConditioning(old.id))
             return conditioning
 
-    def open_run(self, overlap: bool = True, extrapolate: bool = True) -> int:
+    def open_run(self, extrapolate: bool = True) -> int:
         """A number for a run, under which its calls keep their K/V buffers (see messages.OpenRun)."""
         with self._lock:
             run = next(self._runs)
-            self.pool.tell(m.OpenRun(run, overlap, extrapolate))
+            self.pool.tell(m.OpenRun(run, extrapolate))
             return run
 
     def close_run(self, run: int, poll: Poll) -> list[m.RunStats]:
@@ -208,7 +245,7 @@ class RemoteTransformer:
                 parts = len(entries) if whole and self.degrees.pipe > 1 else min(1, len(entries))
                 for part in split(entries, parts) if parts else ():
                     step = _MicroStep(next(self._seq), assembly, part, part.shift(-entries.start))
-                    assembly.missing += self.degrees.ulysses
+                    assembly.missing += self.degrees.sequence
                     self._waiting[replica].append(step)
             for replica in range(self.degrees.batch):
                 self._fill(replica)
@@ -222,42 +259,45 @@ class RemoteTransformer:
         while waiting and len(flying) < self._window:
             step = waiting.popleft()
             flying[step.seq] = step
-            self._shards_left[step.seq] = self.degrees.ulysses
+            self._shards_left[step.seq] = self.degrees.sequence
             self._send_step(replica, step)
 
     def _send_step(self, replica: int, step: _MicroStep) -> None:
         call = step.assembly.call
-        shards = split(Span(0, len(call.tokens)), self.degrees.ulysses)
         for stage in range(self.degrees.pipe):
-            for index, rows in enumerate(shards):
+            for index, shard in enumerate(self.cut.image(call.tokens)):
                 message = m.Step(
                     step.seq,
                     call.run,
                     call.conditioning.id,
                     call.tokens,
                     call.with_text,
+                    call.stale,
+                    call.overlap,
                     step.local,
                     call.timestep[step.entries.slice],
-                    call.x[step.entries.slice, rows.slice] if stage == 0 else None,
+                    call.x[step.entries.slice, shard.shift(-call.tokens.start).slice] if stage == 0 else None,
                 )
-                self.pool.send(self.degrees.rank(batch=replica, pipe=stage, ulysses=index), message)
+                for rank in self.degrees.ranks(replica, stage, index):
+                    self.pool.send(rank, message)
 
     def _send_conditioning(self, conditioning: Conditioning) -> None:
         family, degrees = self.family, self.degrees
-        text = split(Span(0, conditioning.text_tokens), degrees.ulysses)
+        text = self.cut.text(conditioning.text_tokens)
         for replica, entries in enumerate(split(Span(0, conditioning.batch), degrees.batch)):
             for stage in range(degrees.pipe):
-                for index in range(degrees.ulysses):
+                for index in range(degrees.sequence):
                     tensors = {}
                     for name, tensor in conditioning.tensors.items():
-                        if name in family.vector_tensors:
+                        if name in family.vector_tensors or name == TEXT_MASK:
                             tensors[name] = tensor[entries.slice]
                         elif stage == 0:
                             tensors[name] = tensor[entries.slice, text[index].slice]
                     message = m.PutConditioning(
                         conditioning.id, conditioning.grid, conditioning.text_tokens, len(entries), tensors
                     )
-                    self.pool.send(degrees.rank(batch=replica, pipe=stage, ulysses=index), message)
+                    for rank in degrees.ranks(replica, stage, index):
+                        self.pool.send(rank, message)
 
     def _on_output(self, output: m.Output) -> None:
         """On the pool's thread: put the part in its place, send what the window now allows, hand out a finished call."""
@@ -266,8 +306,9 @@ class RemoteTransformer:
             step = self._flying[at.batch].get(output.seq)
             if step is None:  # from before this model was loaded: a cancelled run's last micro-steps
                 return
-            rows = split(Span(0, len(step.assembly.call.tokens)), self.degrees.ulysses)[at.ulysses]
-            complete = step.assembly.put(step.entries, rows, output.value)
+            tokens = step.assembly.call.tokens
+            shard = self.cut.image(tokens)[self.degrees.sequence_index(at)]
+            complete = step.assembly.put(step.entries, shard.shift(-tokens.start), output.value)
             self._shards_left[output.seq] -= 1
             if not self._shards_left[output.seq]:
                 del self._shards_left[output.seq], self._flying[at.batch][output.seq]

@@ -1,136 +1,114 @@
-"""The transfers between ranks: short functions, shapes before and after in the docstring, every byte counted.
+"""The transfers between ranks of one mesh axis: short functions, shapes before and after in the docstring, every byte
+counted (traffic.py). Each is called by all ranks of the axis, in the same order."""
 
-Shape letters: B batch entries, S tokens of all ranks of the axis, s tokens of this rank, H heads, h heads of this rank
-(H = h * u), D head size, u ranks of the axis.
-"""
-
-import time
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from .mesh import Axis
-
-
-class PeerError(RuntimeError):
-    """A transfer failed: the other rank, or the link to it, is gone."""
-
-
-class Traffic:
-    """What this rank sent, in bytes by mesh axis, and how long it was blocked in transfers."""
-
-    def __init__(self):
-        self.bytes_sent: Counter[str] = Counter()
-        self.wait_seconds = 0.0
-
-    def wait(self, work: dist.Work) -> None:
-        start = time.perf_counter()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise PeerError(str(error)) from error
-        self.wait_seconds += time.perf_counter() - start
-
-
-def _staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Gloo moves host memory only: CUDA tensors go through a copy."""
-    return tensor.is_cuda and dist.get_backend(group) == "gloo"
+from .traffic import Traffic, Transfer, staged
 
 
 def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic) -> torch.Tensor:
-    """[sum(send), ...] -> [sum(receive), ...]: rows send[i] go to rank i of the axis, receive[i] rows come from it."""
-    out = x.new_empty(sum(receive), *x.shape[1:])
-    row_bytes = x[0].numel() * x.element_size() if len(x) else 0
-    traffic.bytes_sent[axis.name] += (sum(send) - send[axis.index]) * row_bytes
-    source, target = (x.cpu(), out.cpu()) if _staged(x, axis.group) else (x, out)
-    try:
-        work = dist.all_to_all_single(target, source, list(receive), list(send), group=axis.group, async_op=True)
-    except RuntimeError as error:
-        raise PeerError(str(error)) from error
-    traffic.wait(work)
+    """[sum(send)] -> [sum(receive)]: send[i] values go to rank i of the axis, receive[i] values come from it."""
+    out = x.new_empty(sum(receive))
+    traffic.bytes_sent[axis.name] += (sum(send) - send[axis.index]) * x.element_size()
+    source, target = (x.cpu(), out.cpu()) if staged(x, axis.group) else (x, out)
+    traffic.start(
+        lambda: dist.all_to_all_single(target, source, list(receive), list(send), group=axis.group, async_op=True)
+    ).wait()
     if target is not out:
         out.copy_(target)
     return out
 
 
-def sequence_to_heads(
-    q_BsHD: torch.Tensor,
-    k_BsHD: torch.Tensor,
-    v_BsHD: torch.Tensor,
-    lengths: Sequence[int],
-    axis: Axis,
-    traffic: Traffic,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ulysses (arXiv 2309.14509), before attention: three [B, s, H, D] -> three [B, S, h, D].
+def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
+    """Sum over the axis, same shape on every rank, in place where it can be.
 
-    `lengths[j]`: tokens of rank j, which need not be equal. The tokens of the result stand rank after rank. One
-    all-to-all carries q, k and v, since on slow links the number of messages counts.
+    Counted as the ring algorithm moves it: every rank sends 2 (N - 1) / N of the tensor.
     """
-    batch, own, heads, size = q_BsHD.shape
-    u = axis.size
-    qkv = torch.stack((q_BsHD, k_BsHD, v_BsHD)).view(3, batch, own, u, heads // u, size)
-    rows = qkv.permute(3, 2, 0, 1, 4, 5).reshape(u * own, 3, batch, heads // u, size)
-    rows = all_to_all(rows.contiguous(), [own] * u, lengths, axis, traffic)  # with one token `reshape` is a view
-    return tuple(rows[:, i].transpose(0, 1) for i in range(3))
+    traffic.bytes_sent[axis.name] += 2 * (axis.size - 1) * x.nbytes // axis.size
+    x = x.contiguous()
+    target = x.cpu() if staged(x, axis.group) else x
+    traffic.start(lambda: dist.all_reduce(target, group=axis.group, async_op=True)).wait()
+    return target if target is x else x.copy_(target)
 
 
-def heads_to_sequence(out_BShD: torch.Tensor, lengths: Sequence[int], axis: Axis, traffic: Traffic) -> torch.Tensor:
-    """Ulysses, after attention: [B, S, h, D] -> [B, s, H, D], the inverse of `sequence_to_heads`."""
-    batch, _, heads, size = out_BShD.shape
-    own = lengths[axis.index]
-    rows = all_to_all(out_BShD.transpose(0, 1).contiguous(), lengths, [own] * axis.size, axis, traffic)
-    return rows.view(axis.size, own, batch, heads, size).permute(2, 1, 0, 3, 4).reshape(batch, own, -1, size)
+@dataclass
+class Gathering:
+    """An all-gather under way: `wait` gives every rank's part, by index on the axis."""
+
+    parts: list[torch.Tensor]
+    device: torch.device
+    transfer: Transfer | None
+
+    def settle(self) -> None:
+        """Returns once nothing is under way any more."""
+        if self.transfer is not None:
+            self.transfer.wait()
+            self.transfer = None
+
+    def wait(self) -> list[torch.Tensor]:
+        self.settle()
+        return [part.to(self.device) for part in self.parts]
 
 
-class StageLink:
-    """The pipe axis: hidden states come from the stage before and go to the stage after, in micro-step order.
+def start_gather(own: torch.Tensor, lengths: Sequence[int], dim: int, axis: Axis, traffic: Traffic) -> Gathering:
+    """Start gathering parts that differ in their size along `dim`, which is lengths[i] for rank i of the axis.
 
-    Receives can be posted ahead of their use. Every send's handle is kept, with its tensor, until it has been awaited.
+    Straight from each rank to each other rank, so that parts may be of any size, also empty. The result keeps the
+    parts apart: whoever wants them in one tensor knows best where.
     """
+    own = own.contiguous()
+    source = own.cpu() if staged(own, axis.group) else own
+    parts, operations = [], []
+    for index, length in enumerate(lengths):
+        if index == axis.index:
+            parts.append(source)
+            continue
+        shape = list(source.shape)
+        shape[dim] = length
+        parts.append(source.new_empty(shape))
+        peer = axis.ranks[index]
+        if source.numel():
+            operations.append(dist.P2POp(dist.isend, source, peer, axis.group))
+            traffic.bytes_sent[axis.name] += source.nbytes
+        if parts[-1].numel():
+            operations.append(dist.P2POp(dist.irecv, parts[-1], peer, axis.group))
+    transfer = traffic.start(lambda: dist.batch_isend_irecv(operations)) if operations else None
+    return Gathering(parts, own.device, transfer)
 
-    def __init__(self, axis: Axis, device: torch.device, traffic: Traffic):
-        self.axis, self.device, self.traffic = axis, device, traffic
-        self.overlap = True
-        self._posted: list[tuple[torch.Tensor, dist.Work]] = []
-        self._sent: list[tuple[torch.Tensor, dist.Work]] = []
 
-    @property
-    def posted(self) -> int:
-        """Receives that were posted and not yet taken."""
-        return len(self._posted)
+@dataclass
+class Shift:
+    """One step around the axis under way: `wait` gives what the rank before sent."""
 
-    def post_receive(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Start receiving the next tensor; its shape is known from the micro-step, no handshake."""
-        on_host = self.device.type == "cuda" and dist.get_backend() == "gloo"
-        buffer = torch.empty(*shape, dtype=dtype, device="cpu" if on_host else self.device)
-        self._posted.append((buffer, self._start(dist.irecv, buffer, self.axis.index - 1)))
+    sent: torch.Tensor
+    received: torch.Tensor
+    device: torch.device
+    transfer: Transfer | None
 
-    def receive(self) -> torch.Tensor:
-        """The oldest posted receive, complete."""
-        buffer, work = self._posted.pop(0)
-        self.traffic.wait(work)
-        return buffer.to(self.device)
+    def wait(self) -> torch.Tensor:
+        if self.transfer is not None:
+            self.transfer.wait()
+            self.transfer = None
+        return self.received.to(self.device)
 
-    def send(self, tensor: torch.Tensor) -> None:
-        """Start sending to the next stage. Waits first for the send before the last, so at most two are under way."""
-        self.await_sends(keep=1)
-        tensor = tensor.contiguous()
-        if _staged(tensor, None):
-            tensor = tensor.cpu()
-        self._sent.append((tensor, self._start(dist.isend, tensor, self.axis.index + 1)))
-        self.traffic.bytes_sent[self.axis.name] += tensor.nbytes
-        if not self.overlap:
-            self.await_sends()
 
-    def await_sends(self, keep: int = 0) -> None:
-        while len(self._sent) > keep:
-            _, work = self._sent.pop(0)
-            self.traffic.wait(work)
-
-    def _start(self, operation, tensor: torch.Tensor, index: int) -> dist.Work:
-        try:
-            return operation(tensor, self.axis.ranks[index])
-        except RuntimeError as error:
-            raise PeerError(str(error)) from error
+def start_shift(x: torch.Tensor, length: int, dim: int, axis: Axis, traffic: Traffic) -> Shift:
+    """Start sending x to the next rank of the axis, and receiving from the one before a tensor with `length` along `dim`."""
+    x = x.contiguous()
+    source = x.cpu() if staged(x, axis.group) else x
+    shape = list(source.shape)
+    shape[dim] = length
+    received = source.new_empty(shape)
+    operations = []
+    if source.numel():
+        operations.append(dist.P2POp(dist.isend, source, axis.ranks[(axis.index + 1) % axis.size], axis.group))
+        traffic.bytes_sent[axis.name] += source.nbytes
+    if received.numel():
+        operations.append(dist.P2POp(dist.irecv, received, axis.ranks[axis.index - 1], axis.group))
+    transfer = traffic.start(lambda: dist.batch_isend_irecv(operations)) if operations else None
+    return Shift(source, received, x.device, transfer)

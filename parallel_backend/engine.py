@@ -2,22 +2,26 @@
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from .attention import AttentionContext, StepView, choose_kernel, install_seams
+from .attention import AttentionContext, StepView, install_seams
 from .checkpoint import open_checkpoint
-from .collectives import StageLink, Traffic
 from .config import Degrees
 from .dtypes import compute_dtype
-from .families.base import StepInputs
+from .families.base import TEXT_MASK, StepInputs
+from .kernels import choose_kernel
 from .kv_buffer import KVBuffer
-from .layout import Span, split
-from .mesh import make_axes
+from .layout import SequenceCut, Span
+from .mesh import close_axes, make_axes
 from .messages import Load, OpenRun, Output, PutConditioning, RunStats, Step
 from .schedule import Op, stage_ops
 from .stage import StageDone, build_stage, keep_timestep_exact
+from .stage_link import StageLink
+from .tensor_parallel import TensorPlan
+from .traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -33,36 +37,50 @@ class Conditioning:
 class Engine:
     """A loaded stage. All methods are collective only where the mesh says so; none waits for another rank's choice."""
 
-    def __init__(self, rank: int, device: torch.device, load: Load):
-        """Loads the rank's own part of the checkpoint. Collective over all ranks (it builds the mesh's groups)."""
-        self.rank, self.device = rank, device
-        checkpoint = open_checkpoint(load.path)
-        self.family = checkpoint.family
-        self.dtype = compute_dtype(load.dtype, device)
-        axes = make_axes(Degrees(*load.degrees), rank, device)
-        self.pipe, self.ulysses = axes["pipe"], axes["ulysses"]
-        self.ops = stage_ops(self.pipe.index, self.pipe.size)
-        self.hidden = self.family.hidden(checkpoint.config)
+    def __init__(self, rank: int, device: torch.device, load: Load, slowdown: float):
+        """Loads the rank's own part of the checkpoint. Collective over all ranks (it builds the mesh's groups).
 
-        self.traffic = Traffic()
+        `slowdown`: see rank.RankSettings.
+        """
+        self.rank, self.device, self.slowdown = rank, device, slowdown
+        checkpoint = open_checkpoint(load.path)
+        family, config = checkpoint.family, checkpoint.config
+        self.family, self.hidden = family, family.hidden(config)
+        self.dtype = compute_dtype(load.dtype, device)
+        degrees = Degrees(*load.degrees, load.patch_mode)
+        self.axes = axes = make_axes(degrees, rank)
+        self.pipe, self.tensor = axes["pipe"], axes["tensor"]
+        self.cut = SequenceCut(load.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
+        self.place = degrees.sequence_index(degrees.coordinate(rank))
+        self.ops = stage_ops(self.pipe.index, self.pipe.size)
+
+        self.traffic = Traffic(device)
         self.link = StageLink(self.pipe, device, self.traffic)
+        plan = TensorPlan(family.tensor_plan, family.heads(config), family.head_size(config), self.tensor)
         span = load.stage_blocks[self.pipe.index]
-        self.model, attention, self.ingress = build_stage(checkpoint, span, device, load.dtype)
+        self.model, attention, self.ingress = build_stage(checkpoint, span, device, load.dtype, plan)
+        plan.apply(self.model, self.traffic)
         kernel = choose_kernel(load.attention, device, load.dtype)
-        self.context = AttentionContext(self.ulysses, kernel, self.traffic)
+        self.context = AttentionContext(degrees, axes, kernel, self.traffic)
         install_seams(attention, self.context)
         self.timestep: torch.Tensor | None = None
         keep_timestep_exact(self.model, self.family, lambda: self.timestep)
 
         self.conditionings: dict[int, Conditioning] = {}
         self.buffers: dict[tuple[int, int], KVBuffer] = {}  # (run, conditioning)
-        self.runs: dict[int, OpenRun] = {0: OpenRun(0, overlap=True, extrapolate=False)}
+        self.runs: dict[int, OpenRun] = {}
         self.buffer_bytes = 0
-        self.micro_steps, self.compute_seconds = 0, 0.0
+        self.steps: list[tuple] = []  # (begin, end) of each micro-step since the last report
 
     @property
     def weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    def close(self) -> None:
+        """Let the transfers under way end, then the mesh's groups. Collective over all ranks."""
+        self.link.await_sends()
+        self._drop_buffers(lambda key: True)
+        close_axes(self.axes)
 
     def put_conditioning(self, message: PutConditioning) -> None:
         tensors = {
@@ -73,8 +91,7 @@ class Engine:
 
     def drop_conditioning(self, conditioning: int) -> None:
         self.conditionings.pop(conditioning, None)
-        for key in [key for key in self.buffers if key[1] == conditioning]:
-            del self.buffers[key]
+        self._drop_buffers(lambda key: key[1] == conditioning)
 
     @torch.inference_mode()
     def step(self, step: Step, upcoming: Step | None) -> Output | None:
@@ -82,24 +99,23 @@ class Engine:
 
         `upcoming`: the next micro-step if it is known already, whose receive is posted before this one is computed.
         """
-        started, waited = time.perf_counter(), self.traffic.wait_seconds
-        text, image = self._shards(step)
-        self.link.overlap = self.runs[step.run].overlap
+        began, host, mark = self.traffic.clock.now(), time.perf_counter(), self.traffic.mark
         received = output = None
         for op in self.ops:
             if op is Op.RECEIVE:
                 if not self.link.posted:
                     self._post_receive(step)
                 received = self.link.receive()
-                if upcoming is not None and self.link.overlap:
+                if upcoming is not None and step.overlap:
                     self._post_receive(upcoming)
             elif op is Op.COMPUTE:
-                output = self._compute(step, text, image, received)
+                output = self._compute(step, received)
+                if self.slowdown > 1:
+                    time.sleep((self.slowdown - 1) * (time.perf_counter() - host - self.traffic.waited(mark)))
             else:
-                self.link.send(output)
-        self.micro_steps += 1
-        self.compute_seconds += time.perf_counter() - started - (self.traffic.wait_seconds - waited)
-        return Output(self.rank, step.seq, output) if Op.SEND not in self.ops else None
+                self.link.send(output, step.overlap)
+        self.steps.append((began, self.traffic.clock.now()))
+        return Output(self.rank, step.seq, output) if Op.SEND not in self.ops and self.tensor.index == 0 else None
 
     def open_run(self, run: OpenRun) -> None:
         self.runs[run.run] = run
@@ -109,41 +125,50 @@ class Engine:
         self.link.await_sends()
         buffer_bytes, self.buffer_bytes = self.buffer_bytes, 0
         self.runs.pop(run, None)
-        for key in [key for key in self.buffers if key[0] == run]:
-            del self.buffers[key]
+        self._drop_buffers(lambda key: key[0] == run)
+        if self.traffic.clock.on_stream:
+            torch.cuda.synchronize(self.device)
+        bytes_sent, under_way, waited = self.traffic.report()
+        busy = sum(self.traffic.clock.seconds(began, ended) for began, ended in self.steps) - waited
         stats = RunStats(
-            self.rank,
-            run,
-            self.micro_steps,
-            self.compute_seconds,
-            self.traffic.wait_seconds,
-            dict(self.traffic.bytes_sent),
-            buffer_bytes,
-            self._peak_bytes(),
+            self.rank, run, len(self.steps), busy, under_way, waited, bytes_sent, buffer_bytes, self._peak_bytes()
         )
-        self.micro_steps, self.compute_seconds, self.traffic.wait_seconds = 0, 0.0, 0.0
-        self.traffic.bytes_sent.clear()
+        self.steps.clear()
         return stats
 
+    def _drop_buffers(self, which: Callable[[tuple[int, int]], bool]) -> None:
+        for key in [key for key in self.buffers if which(key)]:
+            self.buffers.pop(key).settle()
+
     def _shards(self, step: Step) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """The micro-step's text and image tokens cut over the Ulysses axis, by rank."""
-        text = Span(0, self.conditionings[step.conditioning].text_tokens if step.with_text else 0)
-        return split(text, self.ulysses.size), split(step.tokens, self.ulysses.size)
+        """The micro-step's text and image tokens by sequence rank."""
+        text = self.conditionings[step.conditioning].text_tokens if step.with_text else 0
+        return self.cut.text(text), self.cut.image(step.tokens)
 
     def _post_receive(self, step: Step) -> None:
-        text, image = (shards[self.ulysses.index] for shards in self._shards(step))
+        text, image = (shards[self.place] for shards in self._shards(step))
         self.link.post_receive((len(step.entries), len(text) + len(image), self.hidden), self.dtype)
 
-    def _compute(
-        self, step: Step, text: tuple[Span, ...], image: tuple[Span, ...], received: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _compute(self, step: Step, received: torch.Tensor | None) -> torch.Tensor:
         """[b, n, channels] on the last stage; [b, t + n, hidden], to be sent on, elsewhere."""
         conditioning = self.conditionings[step.conditioning]
         buffer = self._buffer(step, conditioning)
         if buffer is not None and step.with_text:
             buffer.begin_call(step.timestep[0])
-        own_text, own_image = text[self.ulysses.index], image[self.ulysses.index]
-        self.context.step = StepView(conditioning.text_tokens, text, image, step.entries, buffer)
+        text, image = self._shards(step)
+        own_text, own_image = text[self.place], image[self.place]
+        text_mask = conditioning.tensors.get(TEXT_MASK)
+        self.context.step = StepView(
+            conditioning.text_tokens,
+            text,
+            image,
+            step.entries,
+            buffer,
+            step.stale,
+            step.overlap,
+            self.family.text_first,
+            None if text_mask is None else text_mask[step.entries.slice],
+        )
         self.timestep = torch.tensor(step.timestep, dtype=torch.float32, device=self.device)
         if self.ingress is not None:
             self.ingress.received, self.ingress.text_tokens = received, len(own_text)

@@ -1,31 +1,47 @@
 """Keys and values of the whole sequence, kept from call to call for one run: what lets bands run at different steps.
 
-A band reads the keys and values of later bands before those have run in this call. They are a call old; the buffer moves
-them on along the line through the last two calls (`extrapolate`), which on the trained mini model brings PipeFusion 15
-dB closer to the exact run than using them as they are (docs/decisions.md).
+A band reads the keys and values of other bands that have not run in this call yet (PipeFusion), or run on another rank
+(displaced patches). They are a call old; the buffer moves them on along the line through the last two calls
+(`extrapolate`), which on the trained mini model brings PipeFusion 15 dB closer to the exact run than using them as they
+are (docs/decisions.md).
 """
 
 from dataclasses import dataclass, field
 
 import torch
 
+from .collectives import Gathering
 from .layout import Span
 
 RATIO_LIMITS = (-1.0, 2.0)
 """How far to extrapolate, in units of the last two calls' distance; -1 is back to the call before."""
+
+Piece = tuple[Span, Span]
+"""Rows of a micro-step's keys, and their positions in the buffer."""
+
+
+@dataclass
+class Arriving:
+    """Keys and values [2, b, n, h, D] of other ranks' tokens, on their way; `pieces[i]` says where part i belongs."""
+
+    gathering: Gathering
+    pieces: list[list[Piece]]
+    entries: Span
 
 
 @dataclass
 class LayerBuffer:
     """One layer's keys and values, [B, text + image, h, D] each, after norm and rotary embedding, this rank's heads.
 
-    `last`: (keys, values) of the call before, kept only where there is extrapolation.
+    `last`: (keys, values) of the call before, kept only where there is extrapolation. `arriving`: what other ranks
+    computed in this call, to be read in the next.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     call: int
     last: tuple[torch.Tensor, torch.Tensor] | None = None
+    arriving: list[Arriving] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -41,6 +57,18 @@ class LayerBuffer:
         for last, now in zip(self.last, fresh, strict=True):
             last.lerp_(now, 1 + ratio)
         (self.keys, self.values), self.last = self.last, fresh
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, pieces: list[Piece], entries: Span) -> None:
+        for rows, positions in pieces:
+            self.keys[entries.slice, positions.slice] = keys[:, rows.slice]
+            self.values[entries.slice, positions.slice] = values[:, rows.slice]
+
+    def land(self) -> None:
+        """Wait for what other ranks sent during the last call, and put it in its place."""
+        for arrival in self.arriving:
+            for (keys, values), pieces in zip(arrival.gathering.wait(), arrival.pieces, strict=True):
+                self.write(keys, values, pieces, arrival.entries)
+        self.arriving.clear()
 
 
 @dataclass
@@ -64,6 +92,12 @@ class KVBuffer:
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers.values())
 
+    def settle(self) -> None:
+        """Returns once nothing is on its way to this buffer any more."""
+        for layer in self.layers.values():
+            for arrival in layer.arriving:
+                arrival.gathering.settle()
+
     def begin_call(self, time: float) -> None:
         """The calls at one timestep count as one: heun's second call and the next step's first are at the same."""
         if self._times and time == self._times[-1]:
@@ -79,26 +113,23 @@ class KVBuffer:
         return min(max((now - last) / (last - before), RATIO_LIMITS[0]), RATIO_LIMITS[1])
 
     def update(
-        self,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        pieces: list[tuple[Span, Span]],
-        entries: Span,
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, pieces: list[Piece], entries: Span
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write fresh keys and values [b, n, h, D] in place; return views of all that is filled, [b, text + m, h, D].
 
-        `pieces`: (rows of `keys`, positions in the buffer), in pairs. `entries`: the batch entries that b covers.
+        `entries`: the batch entries that b covers.
         """
         if layer not in self.layers:
             shape = (self.batch, self.text_tokens + self.image_tokens, *keys.shape[2:])
             self.layers[layer] = LayerBuffer(keys.new_empty(shape), values.new_empty(shape), self._call)
         buffer = self.layers[layer]
+        buffer.land()
         if self.extrapolate and buffer.call != self._call:
             buffer.enter(self._call, self._ratio)
-        filled = self.text_tokens + self.filled
-        for rows, positions in pieces:
-            buffer.keys[entries.slice, positions.slice] = keys[:, rows.slice]
-            buffer.values[entries.slice, positions.slice] = values[:, rows.slice]
-            filled = max(filled, positions.stop)
-        return buffer.keys[entries.slice, :filled], buffer.values[entries.slice, :filled]
+        buffer.write(keys, values, pieces, entries)
+        stop = max(self.text_tokens + self.filled, *(positions.stop for _, positions in pieces))
+        return buffer.keys[entries.slice, :stop], buffer.values[entries.slice, :stop]
+
+    def expect(self, layer: int, arriving: Arriving) -> None:
+        """From the next call on, this layer has what is arriving."""
+        self.layers[layer].arriving.append(arriving)

@@ -1,7 +1,9 @@
 """Who owns which tokens: pure functions over integers, used alike by the client that cuts and the ranks that compute."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,14 @@ class Span:
         return Span(self.start + by, self.stop + by)
 
 
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a parameter: `spans` along `dim`, put one behind the other. No spans: the rank has none of it."""
+
+    dim: int
+    spans: tuple[Span, ...]
+
+
 def split(span: Span, parts: int) -> tuple[Span, ...]:
     """Cut `span` into `parts` consecutive spans whose lengths differ by at most one (the longer ones first).
 
@@ -34,25 +44,67 @@ def split(span: Span, parts: int) -> tuple[Span, ...]:
     return tuple(Span(a, b) for a, b in pairwise(edges))
 
 
-def split_by_cost(costs: list[float], parts: int) -> tuple[Span, ...]:
-    """Cut blocks with these costs into `parts` consecutive non-empty spans whose largest sum is as small as possible."""
-    count = len(costs)
-    assert 1 <= parts <= count
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    # best[p][n]: smallest possible largest sum when the first n blocks make p parts; cut[p][n]: where its last part starts
-    best = [[float("inf")] * (count + 1) for _ in range(parts + 1)]
-    cut = [[0] * (count + 1) for _ in range(parts + 1)]
+def split_by_share(span: Span, shares: Sequence[float]) -> tuple[Span, ...]:
+    """Cut `span` into consecutive spans of about these shares (they sum to 1) of its length."""
+    edges, total = [span.start], 0.0
+    for share in shares[:-1]:
+        total += share
+        edges.append(span.start + round(total * len(span)))
+    edges.append(span.stop)
+    return tuple(Span(a, b) for a, b in pairwise(edges))
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """How a stage's text and image tokens are cut over its sequence ranks (patch x ring x ulysses, outer to inner).
+
+    `shares`: of each patch rank, which is how a slower device gets a smaller band. `inner`: ring x ulysses. In naive
+    patch mode (`repeat_text`) every band has the whole text, since there is no other way for it to know the prompt.
+    """
+
+    shares: tuple[float, ...]
+    inner: int
+    repeat_text: bool
+
+    def image(self, tokens: Span) -> tuple[Span, ...]:
+        """By sequence rank."""
+        return tuple(part for band in split_by_share(tokens, self.shares) for part in split(band, self.inner))
+
+    def text(self, tokens: int) -> tuple[Span, ...]:
+        """By sequence rank, of `tokens` text tokens."""
+        span = Span(0, tokens)
+        bands = (span,) * len(self.shares) if self.repeat_text else split_by_share(span, self.shares)
+        return tuple(part for band in bands for part in split(band, self.inner))
+
+
+def cut_blocks(
+    costs: Sequence[Sequence[float]], sizes: Sequence[int], capacities: Sequence[int | None]
+) -> tuple[Span, ...] | None:
+    """Cut the blocks into consecutive non-empty spans, one per stage, so that the slowest stage is as fast as possible.
+
+    `costs[stage][block]`: seconds of the block on that stage's device. A stage's blocks, of these `sizes` in bytes, must
+    fit its capacity (None: no limit). None where no cut fits.
+    """
+    stages, count = len(costs), len(sizes)
+    assert 1 <= stages <= count
+    total = [[0.0, *accumulate(stage)] for stage in costs]
+    held = [0, *accumulate(sizes)]
+    # best[s][n]: smallest possible slowest stage when the first s stages have n blocks; cut[s][n]: where its last starts
+    best = [[math.inf] * (count + 1) for _ in range(stages + 1)]
+    cut = [[0] * (count + 1) for _ in range(stages + 1)]
     best[0][0] = 0.0
-    for part in range(1, parts + 1):
-        for stop in range(part, count + 1):
-            for start in range(part - 1, stop):
-                worst = max(best[part - 1][start], total[stop] - total[start])
-                if worst < best[part][stop]:
-                    best[part][stop], cut[part][stop] = worst, start
+    for stage, capacity in enumerate(capacities):
+        for stop in range(stage + 1, count + 1):
+            for start in range(stage, stop):
+                if capacity is not None and held[stop] - held[start] > capacity:
+                    continue
+                worst = max(best[stage][start], total[stage][stop] - total[stage][start])
+                if worst < best[stage + 1][stop]:
+                    best[stage + 1][stop], cut[stage + 1][stop] = worst, start
+    if best[stages][count] == math.inf:
+        return None
     spans, stop = [], count
-    for part in range(parts, 0, -1):
-        spans.append(Span(cut[part][stop], stop))
-        stop = cut[part][stop]
+    for stage in range(stages, 0, -1):
+        spans.append(Span(cut[stage][stop], stop))
+        stop = cut[stage][stop]
     return tuple(reversed(spans))

@@ -3,15 +3,16 @@
 import contextlib
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from .config import AXES, Degrees
+from .config import AXES, Coordinate, Degrees
+
+GROUPED = ("patch", "ring", "ulysses", "tensor")
+"""Axes with collectives, or transfers that must not mix with the pipeline's."""
 
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 """Interface name by `sys.platform`; Gloo would otherwise listen on the address that the host name resolves to."""
@@ -19,7 +20,7 @@ LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's view of one mesh axis. `group` is None where the axis has one rank."""
+    """This rank's view of one mesh axis. `group` is None where the axis has one rank or no collectives."""
 
     name: str
     size: int
@@ -53,15 +54,36 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def make_axes(degrees: Degrees, rank: int, device: torch.device) -> dict[str, Axis]:
-    """The mesh's axes by name. Collective over all ranks: builds a group for each axis with more than one rank."""
+def make_axes(degrees: Degrees, rank: int) -> dict[str, Axis]:
+    """The mesh's axes by name. Collective over all ranks: builds the groups that this model's collectives need.
+
+    Groups are built by hand, not by a DeviceMesh, since a rank outlives many models: `close_axes` can end these, and
+    replicas and stages, which have no collectives, need none.
+    """
     at = degrees.coordinate(rank)
-    device_mesh = init_device_mesh(device.type, degrees.sizes, mesh_dim_names=AXES) if degrees.world > 1 else None
     axes = {}
     for name in AXES:
-        size = getattr(degrees, name)
-        position = {axis: getattr(at, axis) for axis in AXES}
-        ranks = tuple(degrees.rank(**(position | {name: index})) for index in range(size))
-        group = device_mesh.get_group(name) if size > 1 else None
-        axes[name] = Axis(name, size, getattr(at, name), ranks, group)
+        size, lines = getattr(degrees, name), _lines(degrees, name)
+        own = next(line for line in lines if rank in line)
+        group = None
+        if size > 1 and name in GROUPED:
+            group, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines])
+        axes[name] = Axis(name, size, getattr(at, name), own, group)
     return axes
+
+
+def close_axes(axes: dict[str, Axis]) -> None:
+    """End the axes' groups, once every rank has done with them. Collective over all ranks."""
+    groups = [axis.group for axis in axes.values() if axis.group is not None]
+    if groups:
+        dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def _lines(degrees: Degrees, name: str) -> list[tuple[int, ...]]:
+    """All ranks, in lines along one axis."""
+    lines: dict[Coordinate, list[int]] = {}
+    for rank in range(degrees.world):
+        lines.setdefault(replace(degrees.coordinate(rank), **{name: 0}), []).append(rank)
+    return [tuple(line) for line in lines.values()]

@@ -23,15 +23,39 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """Client -> rank: time this model's blocks on your device; drops whatever model the rank held."""
+
+    path: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Rank -> client: seconds for 1,024 image tokens and for 256, of one block of each list and of what surrounds them.
+
+    `free_bytes`: of the device's memory; None for a CPU, whose memory all ranks share.
+    """
+
+    rank: int
+    blocks: dict[str, tuple[float, ...]]
+    ends: tuple[float, ...]
+    free_bytes: int | None
+
+
+@dataclass(frozen=True)
 class Load:
     """Client -> rank: load the rank's own part of a model; replaces whatever model the rank held.
 
-    `degrees`: the five mesh sizes. `stage_blocks`: per stage, the span of blocks it owns (all block lists counted through).
+    `degrees`: the mesh sizes. `patch_shares`: each patch rank's share of the tokens. `stage_blocks`: per stage, the span
+    of blocks it owns (all block lists counted through).
     """
 
     path: str
     dtype: str
     degrees: tuple[int, ...]
+    patch_mode: str
+    patch_shares: tuple[float, ...]
     stage_blocks: tuple[Span, ...]
     attention: str
 
@@ -79,6 +103,8 @@ class Step:
 
     `run` names the K/V buffers to use (0: none, the step is exact and leaves nothing behind). `x` is the rank's own
     shard [entries, n, channels], for the first stage only. `timestep`: one float per entry, as the sampler gave it.
+    `stale`: displaced patches use each other's keys of the call before. `overlap`: transfers run beside compute where
+    they can, rather than being waited for at once.
     """
 
     seq: int
@@ -86,6 +112,8 @@ class Step:
     conditioning: int
     tokens: Span
     with_text: bool
+    stale: bool
+    overlap: bool
     entries: Span
     timestep: tuple[float, ...]
     x: torch.Tensor | None
@@ -104,12 +132,10 @@ class Output:
 class OpenRun:
     """Client -> rank: how the steps of this run are to be done.
 
-    `overlap`: transfers run beside compute, rather than being waited for. `extrapolate`: stale keys and values are
-    moved on to the present call, rather than used as they are.
+    `extrapolate`: stale keys and values are moved on to the present call, rather than used as they are.
     """
 
     run: int
-    overlap: bool
     extrapolate: bool
 
 
@@ -128,7 +154,8 @@ class RunStats:
     run: int
     micro_steps: int
     compute_seconds: float
-    wait_seconds: float  # of it blocked in transfers
+    transfer_seconds: float  # transfers under way
+    wait_seconds: float  # of it standing still for them
     bytes_sent: dict[str, int]
     buffer_bytes: int  # K/V buffers of the run at their largest
     peak_bytes: int  # device memory at its highest (CUDA) or resident set (CPU)
@@ -153,7 +180,7 @@ class Stop:
 _TYPES = {
     cls.__name__: cls
     for cls in (
-        *(Ready, Load, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
+        *(Ready, Probe, Probed, Load, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
         *(Step, Output, OpenRun, CloseRun, RunStats, Failure, Stop, Span),
     )
 }

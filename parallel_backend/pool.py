@@ -68,11 +68,19 @@ def wait_for(future: Future, poll: Poll) -> Any:
 class Pool:
     """One process per device, and one model at a time on them (see `take_over`).
 
-    `threads`: CPU threads per rank; None shares the machine's cores out evenly.
+    `threads`: CPU threads per rank; None shares the machine's cores out evenly. `slowdown`: per rank, see
+    rank.RankSettings; None is full speed for all.
     """
 
-    def __init__(self, devices: tuple[str, ...], threads: int | None = None, timeout: timedelta = timedelta(minutes=30)):
+    def __init__(
+        self,
+        devices: tuple[str, ...],
+        threads: int | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        slowdown: tuple[float, ...] | None = None,
+    ):
         self.devices, self.timeout = devices, timeout
+        self.slowdown = slowdown or (1.0,) * len(devices)
         self.threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
         self.error: Exception | None = None
         self._on_output: Callable[[m.Output], None] = lambda output: None
@@ -95,7 +103,8 @@ class Pool:
         context = torch.multiprocessing.get_context("spawn")
         for index in range(len(self.devices)):
             ours, theirs = context.Pipe(duplex=True)
-            settings = RankSettings(index, self.devices, self._directory / "store", self.threads, self.timeout)
+            store, slowdown = self._directory / "store", self.slowdown[index]
+            settings = RankSettings(index, self.devices, store, self.threads, self.timeout, slowdown)
             process = context.Process(target=main, args=(settings, theirs), name=f"parallel-dit rank {index}", daemon=True)
             with clean_main_module():
                 process.start()

@@ -8,13 +8,17 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What a rank is started with. `threads`: CPU threads it may use. `rendezvous`: the process group's store file."""
+    """What a rank is started with. `threads`: CPU threads it may use. `rendezvous`: the process group's store file.
+
+    `slowdown`: 2 makes it take twice its time to compute, which stands in for a slower device in tests and benchmarks.
+    """
 
     rank: int
     devices: tuple[str, ...]
     rendezvous: Path
     threads: int
     timeout: timedelta
+    slowdown: float
 
 
 def main(settings: RankSettings, connection: Connection) -> None:

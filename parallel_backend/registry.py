@@ -25,6 +25,7 @@ class ModelKey:
     devices: tuple[str, ...]
     degrees: Degrees
     attention: str
+    stage_split: str = "auto"
 
 
 class Registry:
@@ -49,7 +50,9 @@ class Registry:
                     log.info("Parallel DiT: starting %d ranks on %s", len(key.devices), ", ".join(key.devices))
                     self._pool = Pool(key.devices)
                 self._model = None
-                self._model = RemoteTransformer(self._pool, checkpoint, key.degrees, key.dtype, key.attention, poll)
+                self._model = RemoteTransformer(
+                    self._pool, checkpoint, key.degrees, key.dtype, key.attention, poll, key.stage_split
+                )
                 self._key = key
             except BaseException:  # Cancel while loading too: ranks half loaded are of no use
                 self._drop()

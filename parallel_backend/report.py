@@ -27,21 +27,34 @@ class RunReport:
                 total[axis] = total.get(axis, 0) + count
         return total
 
+    @property
+    def what(self) -> str:
+        """Which calls ran exact, and which with old keys."""
+        if self.degrees.naive:
+            return "bands that never see each other (naive patches, a control)"
+        if self.calls is None:
+            return "all model calls exact" + (f", since {self.reason}" if self.reason else "")
+        exact, banded = self.calls
+        how = "in displaced patches" if self.degrees.displaced else f"pipelined in {self.bands} bands"
+        return f"{exact} model calls exact (warm-up), {banded} {how} with keys one step old"
+
     def __str__(self) -> str:
-        if self.calls is not None:
-            exact, banded = self.calls
-            what = f"{exact} model calls exact (warm-up), {banded} pipelined in {self.bands} bands with keys one step old"
-        else:
-            what = "all model calls exact" + (f", since {self.reason}" if self.reason else "")
-        busy = [rank.compute_seconds for rank in self.ranks]
-        waits = [rank.wait_seconds for rank in self.ranks]
+        busy, waited, under_way = (
+            sum(getattr(rank, name) for rank in self.ranks)
+            for name in ("compute_seconds", "wait_seconds", "transfer_seconds")
+        )
         moved = ", ".join(f"{axis} {count / 1e6:.1f} MB" for axis, count in self.bytes_sent.items()) or "nothing"
         lines = [
-            f"{self.degrees}, {what}",
+            f"{self.degrees}, {self.what}",
             f"{self.seconds:.2f} s, {self.seconds / max(1, self.steps):.3f} s per step",
             f"moved between ranks: {moved} ({sum(self.bytes_sent.values()) / max(1, self.steps) / 1e6:.2f} MB per step)",
-            f"blocked in transfers: {100 * sum(waits) / max(1e-9, sum(waits) + sum(busy)):.0f} % of the ranks' working time",
         ]
+        if under_way:
+            blocked = waited / max(1e-9, waited + busy)
+            lines.append(
+                f"blocked in transfers: {100 * blocked:.0f} % of the ranks' working time; "
+                f"{100 * (1 - waited / under_way):.0f} % of the transfers' time was hidden behind computing"
+            )
         lines += [
             f"rank {rank.rank}: {rank.micro_steps} micro-steps, computing {rank.compute_seconds:.2f} s, "
             f"K/V buffers {rank.buffer_bytes / 1e6:.1f} MB, peak memory {rank.peak_bytes / 1e9:.2f} GB"

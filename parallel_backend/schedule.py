@@ -40,12 +40,24 @@ def stage_ops(stage: int, stages: int) -> tuple[Op, ...]:
     return tuple(ops)
 
 
-def finish_times(exact: Sequence[bool], bands: int, stage_costs: Sequence[float]) -> list[float]:
-    """When each call's last micro-step leaves the last stage, for stages with these costs of one *whole* micro-step.
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds of a stage's micro-step: `fixed`, whatever its size, and `whole` more in proportion to its tokens."""
 
-    The model behind `num_pipeline_patch` and the bounds in the documentation: a band costs 1/M of the whole, transfers
-    and the client's hop cost nothing. A band's micro-step of call k+1 needs that band's output of call k; an exact
-    call needs all outputs of the call before.
+    fixed: float
+    whole: float
+
+    def seconds(self, share: float) -> float:
+        """Of a micro-step with this share of the image."""
+        return self.fixed + share * self.whole
+
+
+def finish_times(exact: Sequence[bool], bands: int, stage_costs: Sequence[StageCost], hop: float = 0.0) -> list[float]:
+    """When each call's last micro-step leaves the last stage, for stages with these costs.
+
+    The model behind `num_pipeline_patch` and the bounds in the documentation: transfers between stages cost nothing,
+    the way from the last stage through the sampler to the first one costs `hop` seconds. A band's micro-step of call
+    k+1 needs that band's output of call k; an exact call needs all outputs of the call before.
     """
     free = [0.0] * len(stage_costs)
     ready = [0.0] * bands  # when band b's latest output is available
@@ -54,19 +66,32 @@ def finish_times(exact: Sequence[bool], bands: int, stage_costs: Sequence[float]
         covered = range(bands) if step.band is None else (step.band,)
         time = max(ready[band] for band in covered)
         for stage, cost in enumerate(stage_costs):
-            time = free[stage] = max(time, free[stage]) + cost * len(covered) / bands
+            time = free[stage] = max(time, free[stage]) + cost.seconds(len(covered) / bands)
         for band in covered:
-            ready[band] = time
-        finished[step.call] = max(ready)
+            ready[band] = time + hop
+        finished[step.call] = max(ready) - hop
     return finished
 
 
-def choose_bands(stages: int, rows: int) -> int:
-    """Band count for `num_pipeline_patch = 0`.
+HOP_SECONDS = 0.002
+"""From the last stage through ComfyUI's sampler to the first: encoding, a thread's turn, a step of the sampler."""
 
-    The pipeline is full from M = N on; more bands give the sampler's hop and the transfers a slot to hide in, but make
-    the kernels smaller and the other bands' keys older. Two per stage, and no more than 8 unless the stages are.
+
+def choose_bands(stages: int, rows: int, steps: int, stage_costs: Sequence[StageCost] | None = None) -> int:
+    """Band count for `num_pipeline_patch = 0`: the least with which a run of `steps` is about as fast as it can be.
+
+    The pipeline is full from M = N on, with no slack for the hop; more bands hide the hop and the transfers, but make
+    kernels smaller, which shows in the measured costs, and the other bands' keys older. So of the counts from N to 4 N
+    (no more than there are token rows) the smallest that is within 3 % of the fastest. Without measured costs two per
+    stage, and no more than 8 unless the stages are.
     """
     if stages == 1:
         return 1
-    return min(max(stages, min(2 * stages, 8)), rows)
+    if stage_costs is None:
+        return min(max(stages, min(2 * stages, 8)), rows)
+    exact = [True] + [False] * (steps - 1)
+    times = {
+        bands: finish_times(exact, bands, stage_costs, HOP_SECONDS)[-1]
+        for bands in range(min(stages, rows), min(4 * stages, rows) + 1)
+    }
+    return min(bands for bands, seconds in times.items() if seconds <= 1.03 * min(times.values()))

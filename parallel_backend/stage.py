@@ -16,6 +16,7 @@ from .checkpoint import Checkpoint
 from .dtypes import TORCH_DTYPES, compute_dtype
 from .families import Family
 from .layout import Span
+from .tensor_parallel import TensorPlan
 
 
 class StageDone(Exception):
@@ -67,11 +68,12 @@ def owned_blocks(family: Family, config: dict[str, Any], span: Span) -> dict[str
 
 
 def build_stage(
-    checkpoint: Checkpoint, span: Span, device: torch.device, dtype_name: str
+    checkpoint: Checkpoint, span: Span, device: torch.device, dtype_name: str, plan: TensorPlan | None = None
 ) -> tuple[nn.Module, list[nn.Module], Ingress | None]:
     """The model with only blocks `span` materialised: (model, its attention modules in order, its Ingress if not first).
 
-    Weights go straight from the mapped file to `device`; nothing that another stage owns is ever allocated.
+    Weights go straight from the mapped file to `device`; nothing that another rank owns is ever allocated. With `plan`
+    only this rank's shards of them; `plan.apply` then makes them work together.
     """
     family, config = checkpoint.family, checkpoint.config
     first, last = span.start == 0, span.stop == family.block_count(config)
@@ -86,7 +88,12 @@ def build_stage(
         for name, _ in model.named_parameters()
         if _is_owned(name, owned, skipped)
     }
-    for name, values in checkpoint.read(wanted, device).items():
+    shards = {} if plan is None else plan.shards({name: checkpoint.shape(name) for name in wanted})
+    for name in [name for name, shard in shards.items() if not shard.spans]:
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, None)
+        del wanted[name]
+    for name, values in checkpoint.read(wanted, shards, device).items():
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, nn.Parameter(values, requires_grad=False))
 

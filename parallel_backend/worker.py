@@ -14,10 +14,12 @@ import torch
 
 from . import messages as m
 from .channel import Channel
-from .collectives import PeerError
+from .checkpoint import open_checkpoint
 from .engine import Engine
 from .mesh import join, leave
+from .probe import probe
 from .rank import RankSettings
+from .traffic import PeerError
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +58,15 @@ class Worker:
                 self.channel.send(self.engine.close_run(message.run))
             case m.OpenRun():
                 self.engine.open_run(message)
+            case m.Probe():
+                self._unload()
+                found = probe(
+                    self.settings.rank, open_checkpoint(message.path), self.device, message.dtype, self.settings.slowdown
+                )
+                self.channel.send(found)
             case m.Load():
                 self._unload()
-                self.engine = Engine(self.settings.rank, self.device, message)
+                self.engine = Engine(self.settings.rank, self.device, message, self.settings.slowdown)
                 self.channel.send(m.Loaded(self.settings.rank, self.engine.weight_bytes))
             case m.Unload():
                 self._unload()
@@ -67,6 +75,8 @@ class Worker:
                 raise m.BadMessage(f"{type(message).__name__} is not for a rank")
 
     def _unload(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
         self.engine = None
         gc.collect()  # engine and model refer to each other: without this the old weights stay beside the new ones
         if self.device.type == "cuda":

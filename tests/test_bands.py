@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from parallel_backend import bands
 from parallel_backend.bands import BandedRun, NotLocal, cut_rows, run_bands
 from parallel_backend.client import Call, Conditioning
+from parallel_backend.config import Degrees
 from parallel_backend.families import FAMILIES
 from parallel_backend.layout import Span
 from parallel_backend.schedule import MicroStep, micro_steps
@@ -40,6 +41,7 @@ class FakeModel:
 
     def __init__(self, seed: int = 0, delay: float = 0.002):
         self.family, self.posted, self.abandoned = FAMILIES["flux"], [], []
+        self.degrees = Degrees()
         self.error: Exception | None = None
         self.mute = False  # never answer
         self._known: list[Conditioning] = []
@@ -48,7 +50,7 @@ class FakeModel:
         self._thread = threading.Thread(target=self._answer, daemon=True)
         self._thread.start()
 
-    def open_run(self, overlap: bool, extrapolate: bool) -> int:
+    def open_run(self, extrapolate: bool) -> int:
         return 1
 
     def conditioning(self, grid, tensors) -> Conditioning:
@@ -58,9 +60,9 @@ class FakeModel:
         self._known.append(Conditioning(len(self._known) + 1, grid, 3, 1, tensors))
         return self._known[-1]
 
-    def call(self, x, timestep, conditioning, run, tokens, with_text) -> Call:
+    def call(self, x, timestep, conditioning, run, tokens, with_text, stale, overlap) -> Call:
         assert x.shape[1] == len(tokens)
-        return Call(x, tuple(timestep.tolist()), conditioning, tokens, with_text, run)
+        return Call(x, tuple(timestep.tolist()), conditioning, tokens, with_text, run, stale, overlap)
 
     def post(self, call: Call) -> None:
         self.posted.append(Posted(call.tokens, call.with_text, call.timestep[0], call.run, call.conditioning.id))

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoint import open_checkpoint, to_original
 from parallel_backend.families import FAMILIES
-from parallel_backend.layout import Span, split_by_cost
+from parallel_backend.layout import Span, split
 from parallel_backend.stage import build_stage
 from tests import tiny
 
@@ -237,7 +237,7 @@ def test_a_stage_holds_exactly_its_own_parameters(files, flux_model, stages, lay
     expected = flux_model.state_dict()
     shared = sum(v.nbytes for name, v in expected.items() if name.startswith("time_text_embed"))
     total = 0
-    for number, span in enumerate(split_by_cost([1.0] * BLOCKS, stages)):
+    for number, span in enumerate(split(Span(0, BLOCKS), stages)):
         first, last = number == 0, number == stages - 1
         model, attention, ingress = build_stage(checkpoint, span, CPU, "fp32")
         own = {original_name(name, span, first): value for name, value in model.named_parameters()}

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from parallel_backend.config import Degrees
+from parallel_backend.config import AXES, Degrees
 from parallel_backend.quickstart.model import MODEL_CONFIG, WEIGHTS
 from parallel_backend.quickstart.prompt import encode_prompt
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
@@ -17,11 +17,13 @@ from tests import tiny
 TOLERANCE = 1e-5
 
 PRODUCTS = [
-    Degrees(batch=batch, pipe=pipe, ulysses=ulysses)
+    Degrees(*sizes, patch_mode="displaced")
     for world in (1, 2, 4, 8)
-    for batch, pipe, ulysses in itertools.product((1, 2, 4, 8), repeat=3)
-    if batch * pipe * ulysses == world
+    for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES))
+    if math.prod(sizes) == world and 1 in (sizes[AXES.index("pipe")], sizes[AXES.index("patch")])
 ]
+UNEVEN = [Degrees(ulysses=3), Degrees(ring=3), Degrees(tensor=3), Degrees(ulysses=3, ring=2), Degrees(tensor=3, ulysses=2)]
+"""8 heads and the token counts below divide by none of these."""
 
 CALLS = {
     "batch 2": {"batch": 2},
@@ -32,7 +34,7 @@ CALLS = {
 
 
 def name(degrees: Degrees) -> str:
-    return f"batch{degrees.batch}-pipe{degrees.pipe}-ulysses{degrees.ulysses}"
+    return "-".join(f"{axis}{size}" for axis, size in zip(AXES, degrees.sizes, strict=True) if size > 1) or "one"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def exact_run(flux_model):
 
 
 @pytest.mark.parametrize("case", CALLS)
-@pytest.mark.parametrize("degrees", PRODUCTS, ids=name)
+@pytest.mark.parametrize("degrees", PRODUCTS + UNEVEN, ids=name)
 def test_one_call_equals_one_process(remote, exact_call, degrees, case, measured):
     (x, timestep, tensors), expected = exact_call(case)
     output = remote(degrees).predict(x, timestep, tensors, lambda: None)
@@ -74,10 +76,42 @@ def test_one_call_equals_one_process(remote, exact_call, degrees, case, measured
     assert error <= TOLERANCE
 
 
-@pytest.mark.parametrize("bands", [1, 3, 4])
-@pytest.mark.parametrize("degrees", PRODUCTS, ids=name)
-def test_a_run_of_exact_steps_equals_one_process(remote, exact_run, degrees, bands, measured):
+def masked_reference(model: torch.nn.Module, x: torch.Tensor, timestep: torch.Tensor, tensors: dict) -> torch.Tensor:
+    """diffusers' own forward with its own attention mask over the text's keys."""
+    mask = tensors["text_mask"]
+    image = mask.new_ones(len(mask), x.shape[2] * x.shape[3] // 4)
+    forward = functools.partial(model, joint_attention_kwargs={"attention_mask": torch.cat((mask, image), 1)[:, None, None]})
+    return tiny.reference(forward, x, timestep, tensors)
+
+
+@pytest.mark.parametrize("degrees", PRODUCTS + UNEVEN, ids=name)
+def test_a_text_mask_equals_one_process(remote, flux_model, degrees, measured):
+    x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=2, height=10, width=12, text=9)
+    mask = torch.arange(9)[None] < torch.tensor([[4], [9]])  # the first entry's padding falls to several ranks whole
+    tensors = tensors | {"text_mask": mask}
+    expected = masked_reference(flux_model, x, timestep, tensors)
+    model = remote(degrees)
+    error = tiny.relative(model.predict(x, timestep, tensors, lambda: None), expected)
+    measured("relative error of exact modes with a mask", error)
+    assert error <= TOLERANCE
+    prompt, sigmas = Prompt(tensors, {}, 1.0), linear_sigmas(1)
+    bands = 1 if degrees.displaced else 3
+    expected = euler(functools.partial(masked_reference, flux_model), x, sigmas, prompt)
+    assert tiny.relative(sample_in_bands(model, x, sigmas, prompt, bands, warm_up=1)[0], expected) <= TOLERANCE
+
+
+def test_the_mask_test_sees_the_mask(flux_model):
+    x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=2, height=10, width=12, text=9)
+    every, some = torch.ones(2, 9, dtype=torch.bool), torch.arange(9)[None] < torch.tensor([[4], [9]])
+    whole, masked = (masked_reference(flux_model, x, timestep, tensors | {"text_mask": mask}) for mask in (every, some))
+    assert tiny.relative(masked[:1], whole[:1]) > 100 * TOLERANCE
+    assert tiny.relative(whole, tiny.reference(flux_model, x, timestep, tensors)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("degrees", PRODUCTS + UNEVEN, ids=name)
+def test_a_run_of_exact_steps_equals_one_process(remote, exact_run, degrees, measured):
     noise, sigmas, prompt, expected = exact_run(height=15, width=11)
+    bands = 1 if degrees.displaced else 3
     sample, stats = sample_in_bands(remote(degrees), noise, sigmas, prompt, bands, warm_up=3)
     error = tiny.relative(sample, expected)
     measured("relative error of exact modes", error)
@@ -120,6 +154,10 @@ def test_bands_with_old_keys_depend_on_the_schedule_alone(remote, exact_run, war
         Degrees(batch=2),
         Degrees(pipe=4),
         Degrees(pipe=2, ulysses=2),
+        Degrees(ring=2),
+        Degrees(pipe=2, ring=2),
+        Degrees(pipe=2, tensor=2),
+        Degrees(pipe=2, ring=2, tensor=2),
         Degrees(pipe=8),
     ):
         model = remote(degrees)
@@ -132,6 +170,38 @@ def test_bands_with_old_keys_depend_on_the_schedule_alone(remote, exact_run, war
     assert tiny.relative(alone, exact) > 100 * TOLERANCE  # the control: it is not the exact run that was compared
     for degrees, sample in samples.items():
         assert tiny.relative(sample, alone) <= TOLERANCE, degrees
+
+
+@pytest.mark.parametrize("inner", [{}, {"ring": 2}, {"ulysses": 2}, {"tensor": 2}], ids=str)
+def test_displaced_patches_depend_on_the_cut_alone(remote, exact_run, inner):
+    noise, sigmas, prompt, exact = exact_run(steps=4)
+    samples = []
+    for degrees in (Degrees(patch=2, patch_mode="displaced"), Degrees(patch=2, patch_mode="displaced", **inner)):
+        model = remote(degrees)
+        first, again = (sample_in_bands(model, noise, sigmas, prompt, 1, 1)[0] for _ in range(2))
+        assert torch.equal(first, again)
+        samples.append(first)
+    assert tiny.relative(samples[1], samples[0]) <= TOLERANCE
+    assert 100 * TOLERANCE < tiny.relative(samples[0], exact) < 0.1
+
+
+def test_naive_patches_are_what_they_are(remote, exact_run):
+    """The negative control: each half of the picture sampled as if the other were not there."""
+    noise, sigmas, prompt, exact = exact_run(steps=4)
+    displaced, naive = Degrees(patch=2, patch_mode="displaced"), Degrees(patch=2, patch_mode="naive")
+    near = tiny.relative(sample_in_bands(remote(displaced), noise, sigmas, prompt, 1, 1)[0], exact)
+    far = tiny.relative(sample_whole(remote(naive), noise, sigmas, prompt), exact)
+    assert far > 3 * near
+
+
+@pytest.mark.parametrize("bands", [2, 4])
+def test_an_odd_height_is_padded_in_bands_as_in_one_piece(remote, exact_run, bands):
+    """The last row's neighbour is the picture's first one, which another band has."""
+    errors = [
+        tiny.relative(sample_in_bands(remote(Degrees()), noise, sigmas, prompt, bands, 1)[0], exact)
+        for noise, sigmas, prompt, exact in (exact_run(steps=4, height=height) for height in (15, 16))
+    ]
+    assert errors[0] < 2 * errors[1]
 
 
 def test_more_warm_up_is_closer_and_one_band_is_exact(remote, exact_run):

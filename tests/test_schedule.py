@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_backend.layout import Span, split, split_by_cost
-from parallel_backend.schedule import MicroStep, Op, choose_bands, finish_times, micro_steps, stage_ops
+from parallel_backend.layout import SequenceCut, Span, cut_blocks, split, split_by_share
+from parallel_backend.schedule import MicroStep, Op, StageCost, choose_bands, finish_times, micro_steps, stage_ops
 
 Action = tuple[str, int, object]
 """("send" | "receive", the other process, what), or ("emit" | "await", -1, what): an event that never blocks its maker."""
@@ -155,18 +155,53 @@ def test_bands_cut_over_ranks_cover_every_token_once(tokens, bands, ranks):
     assert [token for shard in shards for token in range(shard.start, shard.stop)] == list(range(tokens))
 
 
+@given(st.integers(0, 5), st.integers(0, 200), st.lists(st.floats(0.01, 1), min_size=1, max_size=8))
+def test_split_by_share_covers_every_token_once_and_keeps_the_shares(start, length, weights):
+    shares = [weight / sum(weights) for weight in weights]
+    spans = split_by_share(Span(start, start + length), shares)
+    assert [token for span in spans for token in range(span.start, span.stop)] == list(range(start, start + length))
+    assert all(abs(len(span) - share * length) <= 1 + 1e-6 for span, share in zip(spans, shares, strict=True))
+
+
+@given(st.integers(0, 50), st.integers(1, 100), st.lists(st.floats(0.1, 1), min_size=1, max_size=4), st.integers(1, 4))
+def test_a_sequence_cut_covers_every_token_once(text, image, weights, inner):
+    shares = tuple(weight / sum(weights) for weight in weights)
+    for repeat_text in (False, True):
+        cut = SequenceCut(shares, inner, repeat_text)
+        rows, words = cut.image(Span(7, 7 + image)), cut.text(text)
+        assert len(rows) == len(words) == len(shares) * inner
+        assert [token for span in rows for token in range(span.start, span.stop)] == list(range(7, 7 + image))
+        seen = [token for span in words for token in range(span.start, span.stop)]
+        assert seen == list(range(text)) * (len(shares) if repeat_text else 1)
+
+
+def cuts(count: int, parts: int):
+    """All ways to cut `count` blocks into that many stages, each with at least one."""
+    for inner in itertools.combinations(range(1, count), parts - 1):
+        yield tuple(itertools.pairwise((0, *inner, count)))
+
+
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.data())
-def test_split_by_cost_equals_brute_force(costs, data):
-    parts = data.draw(st.integers(1, len(costs)))
-    spans = split_by_cost([float(cost) for cost in costs], parts)
+def test_cut_blocks_equals_brute_force(costs, data):
+    parts = data.draw(st.integers(1, min(4, len(costs))))
+    speeds = data.draw(st.lists(st.integers(1, 4), min_size=parts, max_size=parts))
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(costs), max_size=len(costs)))
+    room = data.draw(st.lists(st.one_of(st.none(), st.integers(1, 40)), min_size=parts, max_size=parts))
+    spans = cut_blocks([[cost * speed for cost in costs] for speed in speeds], sizes, room)
+    possible = [
+        max(sum(costs[a:b]) * speed for (a, b), speed in zip(way, speeds, strict=True))
+        for way in cuts(len(costs), parts)
+        if all(r is None or sum(sizes[a:b]) <= r for (a, b), r in zip(way, room, strict=True))
+    ]
+    if not possible:
+        assert spans is None
+        return
     assert [block for span in spans for block in range(span.start, span.stop)] == list(range(len(costs)))
     assert len(spans) == parts
     assert all(len(span) for span in spans)
-    best = min(
-        max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
-        for cuts in itertools.combinations(range(1, len(costs)), parts - 1)
-    )
-    assert max(sum(costs[span.slice]) for span in spans) == best
+    assert all(r is None or sum(sizes[span.slice]) <= r for span, r in zip(spans, room, strict=True))
+    found = max(sum(costs[span.slice]) * speed for span, speed in zip(spans, speeds, strict=True))
+    assert found == min(possible)
 
 
 @pytest.mark.parametrize(("stages", "bands"), itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16)))
@@ -184,7 +219,7 @@ def test_finish_times_equal_the_formula(stages, bands):
         banded = steps - warm_up
         fill = min(bands, stages) - 1 if banded else 0
         expected = warm_up * whole + (banded * max(bands, stages) + fill) * tau
-        times = finish_times(exact_first(steps, warm_up), bands, [whole / stages] * stages)
+        times = finish_times(exact_first(steps, warm_up), bands, [StageCost(0.0, whole / stages)] * stages)
         assert len(times) == steps
         assert times == sorted(times)
         assert times[-1] == pytest.approx(expected)
@@ -193,23 +228,45 @@ def test_finish_times_equal_the_formula(stages, bands):
 
 
 def test_the_slowest_stage_sets_the_pace():
-    costs = [1.0, 3.0, 2.0]
+    costs = [StageCost(0.0, seconds) for seconds in (1.0, 3.0, 2.0)]
     times = finish_times([False] * 50, 6, costs)
-    assert times[-1] - times[-2] == pytest.approx(max(costs))
+    assert times[-1] - times[-2] == pytest.approx(3.0)
+
+
+def test_a_fixed_cost_is_paid_once_per_micro_step_and_a_hop_once_per_call():
+    cost = StageCost(0.5, 4.0)
+    assert finish_times([True, True], 4, [cost], hop=0.25) == pytest.approx([4.5, 9.25])
+    assert finish_times([False], 4, [cost], hop=0.25) == pytest.approx([6.0])
+    # With more bands than stages the hop hides behind the other bands; with as many it stands in the way.
+    hidden, bare = (finish_times([False] * 20, bands, [StageCost(0.0, 1.0)] * 2, hop=0.1)[-1] for bands in (4, 2))
+    assert hidden == pytest.approx(20 + 0.25)
+    assert bare == pytest.approx(20 + 0.5 + 19 * 0.1)
 
 
 def test_an_exact_call_drains_the_pipeline():
-    assert finish_times([True] * 3, 4, [0.25] * 4) == pytest.approx([1.0, 2.0, 3.0])
-    refreshed = finish_times([False, True, False], 4, [0.25] * 4)
+    assert finish_times([True] * 3, 4, [StageCost(0.0, 0.25)] * 4) == pytest.approx([1.0, 2.0, 3.0])
+    refreshed = finish_times([False, True, False], 4, [StageCost(0.0, 0.25)] * 4)
     assert refreshed[1] - refreshed[0] == pytest.approx(1.0)
 
 
 @given(st.integers(1, 16), st.integers(1, 256))
-def test_choose_bands(stages, rows):
-    bands = choose_bands(stages, rows)
+def test_choose_bands_without_measured_costs(stages, rows):
+    bands = choose_bands(stages, rows, 20)
     assert 1 <= bands <= rows
     if stages == 1:
         assert bands == 1
     elif rows >= stages:
         assert stages <= bands <= max(stages, 8)
         assert bands == rows or bands >= min(2 * stages, 8)
+
+
+@given(st.integers(2, 8), st.integers(1, 64), st.integers(1, 50), st.floats(0, 0.1), st.floats(1e-3, 1))
+def test_choose_bands_by_measured_costs(stages, rows, steps, fixed, whole):
+    bands = choose_bands(stages, rows, steps, [StageCost(fixed, whole)] * stages)
+    assert min(stages, rows) <= bands <= rows
+
+
+def test_costly_small_kernels_mean_few_bands_and_a_hop_means_more_than_stages():
+    assert choose_bands(4, 64, 20, [StageCost(0.1, 0.1)] * 4) == 4
+    assert choose_bands(4, 64, 20, [StageCost(0.0, 0.04)] * 4) > 4
+    assert choose_bands(4, 64, 20, [StageCost(0.0, 10.0)] * 4) == 4  # the hop is nothing beside such a micro-step

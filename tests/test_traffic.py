@@ -1,7 +1,8 @@
 """What moves between ranks, counted at the collectives, equals the formulas: A = tokens x hidden x bytes per value.
 
-A step over one boundary of stages moves A, whatever the number of layers and bands; Ulysses moves 4 A / N per layer,
-of which 1 / N stays where it is.
+A step over one boundary of stages moves A, whatever the number of layers and bands. Per layer Ulysses moves 4 A / N, of
+which 1 / N stays where it is; ring and displaced patches move 2 A, of which each rank has its own N-th; tensor parallel
+adds up A twice (once in Flux's single blocks), each time 2 A as the ring algorithm does it, less the own N-th.
 """
 
 import pytest
@@ -76,6 +77,62 @@ def test_uneven_shards_lose_and_gain_nothing(remote):
     # q, k, v of my tokens for the other's heads, and back: the output of the other's tokens for my heads.
     token = LAYERS * HIDDEN // 2 * 4
     assert moved(stats, "ulysses") == [token * (3 * tokens[0] + tokens[1]), token * (3 * tokens[1] + tokens[0])]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("bands", "warm_up"), [(1, STEPS), (4, 1)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ring_moves_keys_and_values_once_around_per_layer(remote, ranks, bands, warm_up, dtype):
+    """In bands as in one piece: the band's keys go around, not the buffer."""
+    stats = run(remote(Degrees(ring=ranks), dtype=dtype), bands, warm_up)
+    activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
+    assert moved(stats, "ring") == [STEPS * 2 * activations * LAYERS * (ranks - 1) // ranks] * ranks
+
+
+def test_a_ring_without_a_buffer_moves_the_same(remote):
+    model = remote(Degrees(ring=4))
+    x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=BATCH, height=16, width=12, text=TEXT)
+    model.close_run(model.open_run(), lambda: None)
+    model.predict(x, timestep, tensors, lambda: None)
+    stats = model.close_run(model.open_run(), lambda: None)
+    activations = BATCH * (TEXT + IMAGE) * HIDDEN * 4
+    assert moved(stats, "ring") == [2 * activations * LAYERS * 3 // 4] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("warm_up", [1, STEPS])
+def test_displaced_patches_move_keys_and_values_to_everyone_per_layer(remote, ranks, warm_up):
+    stats = run(remote(Degrees(patch=ranks, patch_mode="displaced")), 1, warm_up)
+    activations = BATCH * (TEXT + IMAGE) * HIDDEN * 4
+    assert moved(stats, "patch") == [STEPS * 2 * activations * LAYERS * (ranks - 1) // ranks] * ranks
+
+
+def test_naive_patches_move_nothing(remote):
+    model = remote(Degrees(patch=2, patch_mode="naive"))
+    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    model.close_run(model.open_run(), lambda: None)
+    model.predict(x, timestep, tensors, lambda: None)
+    assert all(rank.bytes_sent == {} for rank in model.close_run(model.open_run(), lambda: None))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_adds_up_activations_twice_per_layer(remote, ranks, dtype):
+    stats = run(remote(Degrees(tensor=ranks), dtype=dtype), 1, STEPS)
+    activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
+    sums = 2 * tiny.FLUX["num_layers"] + tiny.FLUX["num_single_layers"]
+    vectors = 12 * tiny.FLUX["num_layers"] + 3 * tiny.FLUX["num_single_layers"]  # modulation, in units of hidden
+    expected = 2 * activations * sums + BATCH * vectors * HIDDEN * WIDTH[dtype]
+    assert moved(stats, "tensor") == [STEPS * expected * (ranks - 1) // ranks] * ranks
+
+
+def test_the_share_of_transfers_that_is_hidden_is_between_none_and_all(remote):
+    """Every transfer is under way at least as long as it is waited for; what nothing runs beside is waited for wholly."""
+    for degrees, bands in ((Degrees(pipe=2), 4), (Degrees(ulysses=2), 1), (Degrees(patch=2, patch_mode="displaced"), 1)):
+        stats = run(remote(degrees), bands, 1)
+        assert all(0 <= rank.wait_seconds <= rank.transfer_seconds for rank in stats)
+        assert any(rank.transfer_seconds > 0 for rank in stats)
+    assert all(rank.wait_seconds > 0.5 * rank.transfer_seconds for rank in run(remote(Degrees(ulysses=2)), 1, STEPS))
 
 
 def test_batch_moves_nothing(remote):

@@ -7,9 +7,14 @@ from typing import Any
 import torch
 
 from ..layout import Span
+from ..tensor_parallel import Plan
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Checkpoint key (original layout, no prefix) -> shape."""
+
+TEXT_MASK = "text_mask"
+"""Name of a conditioning tensor [B, T] bool that any family may have: which text tokens attention may see. It never
+reaches the model's own code, which knows one rank's tokens only; the seam applies it (attention.py)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Family:
     recipe: constructor arguments -> parameter name -> Source. pack/unpack: latent [B, C, H, W] <-> tokens [B, N, c].
     conditioning: constructor arguments, ComfyUI's keyword arguments of a model call -> the tensors that the ranks need;
     ValueError for what is missing or cannot be forwarded.
+    example: constructor arguments, text tokens -> random conditioning tensors of batch 1, to time the model with.
     time_embed: submodule whose first argument is the timestep, and the factor between the sampler's and its own.
     """
 
@@ -63,16 +69,20 @@ class Family:
     latent_channels: Callable[[dict[str, Any]], int]
     hidden: Callable[[dict[str, Any]], int]
     heads: Callable[[dict[str, Any]], int]
+    head_size: Callable[[dict[str, Any]], int]
     blocks: Callable[[dict[str, Any]], dict[str, int]]  # block list -> how many
+    tensor_plan: Plan
     detect: Callable[[Shapes], bool]
     configure: Callable[[Shapes], dict[str, Any]]
     recipe: Callable[[dict[str, Any]], dict[str, Source]]
     arguments: Callable[[StepInputs], dict[str, Any]]
     conditioning: Callable[[dict[str, Any], dict[str, Any]], dict[str, torch.Tensor]]
+    example: Callable[[dict[str, Any], int], dict[str, torch.Tensor]]
     grid: Callable[[tuple[int, ...]], tuple[int, ...]]  # latent [..., H, W] shape -> token grid (rows, columns)
     pack: Callable[[torch.Tensor], torch.Tensor]
     unpack: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
     patch_rows: int  # latent rows per token row
+    text_first: bool = True  # joint sequence [text, image]; False: [image, text]
     key_aliases: dict[str, str] = field(default_factory=dict)  # key endings that some files use for others
 
     def block_count(self, config: dict[str, Any]) -> int:

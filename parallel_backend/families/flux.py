@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from ..layout import Span
+from ..tensor_parallel import COLUMN, COLUMN_BY_HEADS, GATHER, HEADS, ROW, ROW_BY_HEADS, WIDTH, Cut, Style
 from .base import Family, Shapes, Source, StepInputs
 
 PATCH = 2
@@ -45,6 +46,26 @@ _DOUBLE_NORMS = {
     "attn.norm_added_k": "txt_attn.norm.key_norm",
 }
 _SINGLE = {"norm.linear": "modulation.lin", "proj_out": "linear2"}
+_TENSOR_PLAN = {
+    "transformer_blocks": {
+        "norm1.linear": GATHER,
+        "norm1_context.linear": GATHER,
+        **dict.fromkeys(("attn.to_q", "attn.to_k", "attn.to_v"), COLUMN_BY_HEADS),
+        **dict.fromkeys(("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), COLUMN_BY_HEADS),
+        "attn.to_out.0": ROW_BY_HEADS,
+        "attn.to_add_out": ROW_BY_HEADS,
+        "ff.net.0.proj": COLUMN,
+        "ff.net.2": ROW,
+        "ff_context.net.0.proj": COLUMN,
+        "ff_context.net.2": ROW,
+    },
+    "single_transformer_blocks": {
+        "norm.linear": GATHER,
+        **dict.fromkeys(("attn.to_q", "attn.to_k", "attn.to_v"), COLUMN_BY_HEADS),
+        "proj_mlp": COLUMN,
+        "proj_out": Style(Cut.ROW, (HEADS, WIDTH)),  # its input is attention and feed-forward side by side
+    },
+}
 _SINGLE_NORMS = {"attn.norm_q": "norm.query_norm", "attn.norm_k": "norm.key_norm"}
 
 
@@ -169,6 +190,14 @@ def _conditioning(config: dict[str, Any], given: dict[str, Any]) -> dict[str, to
     return tensors
 
 
+def _example(config: dict[str, Any], text_tokens: int) -> dict[str, torch.Tensor]:
+    tensors = {
+        "context": torch.randn(1, text_tokens, config["joint_attention_dim"]),
+        "pooled": torch.randn(1, config["pooled_projection_dim"]),
+    }
+    return tensors | ({"guidance": torch.full((1,), 3.5)} if config["guidance_embeds"] else {})
+
+
 def _grid(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-size // PATCH) for size in shape[-2:])
 
@@ -199,15 +228,18 @@ FLUX = Family(
     latent_channels=lambda config: config["in_channels"] // PATCH**2,
     hidden=_hidden,
     heads=lambda config: config["num_attention_heads"],
+    head_size=lambda config: config["attention_head_dim"],
     blocks=lambda config: {
         "transformer_blocks": config["num_layers"],
         "single_transformer_blocks": config["num_single_layers"],
     },
+    tensor_plan=_TENSOR_PLAN,
     detect=_detect,
     configure=_configure,
     recipe=_recipe,
     arguments=_arguments,
     conditioning=_conditioning,
+    example=_example,
     grid=_grid,
     pack=_pack,
     unpack=_unpack,

@@ -1,0 +1,99 @@
+"""What a block costs on this rank's device: one of each kind, with random weights, timed in the model's own forward."""
+
+import time
+from collections.abc import Callable
+
+import diffusers
+import torch
+from torch import nn
+
+from .checkpoint import Checkpoint
+from .dtypes import compute_dtype
+from .families.base import StepInputs
+from .layout import Span
+from .messages import Probed
+
+ROWS, QUARTER_ROWS, COLUMNS = 32, 8, 32
+"""Token grids that are timed: 1,024 tokens, which is a picture of 512 x 512, and a quarter of them."""
+TEXT_TOKENS = 64
+REPEATS = 3
+WHOLE = "whole"
+
+
+class _Stopwatch:
+    """Seconds spent in each module it watches, fastest of the runs."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.best: dict[str, float] = {}
+        self._started = 0.0
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        def enter(*_: object) -> None:
+            self._started = self.now()
+
+        def leave(*_: object) -> None:
+            self.note(name, self.now() - self._started)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+    def note(self, name: str, seconds: float) -> None:
+        self.best[name] = min(seconds, self.best.get(name, seconds))
+
+
+@torch.inference_mode()
+def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: str, slowdown: float) -> Probed:
+    """Seconds of one block of each list for the whole token grid and a quarter of it, and what surrounds the blocks.
+
+    Weights kept in fp8 are timed in the dtype they compute in. No collective: ranks may differ in what they find.
+    """
+    family, config = checkpoint.family, checkpoint.config
+    dtype = compute_dtype(dtype_name, device)
+    with torch.device("meta"):
+        model = getattr(diffusers, family.model_class)(**config).eval().requires_grad_(False)
+    for name in family.block_lists:
+        setattr(model, name, nn.ModuleList(list(getattr(model, name))[:1]))
+    model.to(dtype).to_empty(device=device)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.02)
+
+    blocks: dict[str, list[float]] = {}
+    ends: list[float] = []
+    for rows in (ROWS, QUARTER_ROWS):
+        watch = _Stopwatch(device)
+        for name in family.block_lists:
+            for block in getattr(model, name):
+                watch.watch(name, block)
+        run = _forward(family, config, model, rows, device, dtype)
+        run()  # the first one also allocates and picks kernels
+        watch.best.clear()
+        for _ in range(REPEATS):
+            started = watch.now()
+            run()
+            watch.note(WHOLE, watch.now() - started)
+        around = watch.best.pop(WHOLE) - sum(watch.best.values())
+        ends.append(slowdown * max(0.0, around))
+        for name, seconds in watch.best.items():
+            blocks.setdefault(name, []).append(slowdown * seconds)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    return Probed(rank, {name: tuple(seconds) for name, seconds in blocks.items()}, tuple(ends), free)
+
+
+def _forward(family, config, model: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """The model's forward on a random picture of `rows` x COLUMNS tokens."""
+    shape = (1, family.latent_channels(config), rows * family.patch_rows, COLUMNS * family.patch_rows)
+    tokens = family.pack(torch.randn(shape)).to(device, dtype)
+    tensors = {
+        name: tensor.to(device, dtype if tensor.is_floating_point() else None)
+        for name, tensor in family.example(config, TEXT_TOKENS).items()
+    }
+    grid, timestep = family.grid(shape), torch.full((1,), 0.5, device=device)
+    inputs = StepInputs(tokens, timestep, tensors, grid, Span(0, tokens.shape[1]), Span(0, TEXT_TOKENS))
+    arguments = family.arguments(inputs)
+    return lambda: model(**arguments, return_dict=False)
