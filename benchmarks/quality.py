@@ -1,10 +1,11 @@
 """How far PipeFusion is from one rank on the trained mini model, and how far fewer steps would be: the rarer control.
 
     python benchmarks/quality.py --images 400 --out benchmarks/results/quality_NAME_DATE.json
+    python benchmarks/quality.py --images 400 --steps 20 --bands "" --patches 2,4 --out ...
 
 For each number of steps: the digits read and the PSNR to the exact run (decoded pictures in 0..1, mean over pictures)
-of PipeFusion with one warm-up step and M bands, and of one rank with steps dropped to the time predicted for
-PipeFusion on two stages.
+of PipeFusion with one warm-up step and M bands, of displaced patches with one warm-up step and of naive patches, and of
+one rank with steps dropped to the time predicted for PipeFusion on two stages.
 What a band sees depends on M alone, not on the number of stages (tests/test_exactness.py), so the pictures are
 computed with split_batch to use every core; `--stages 2,4` recomputes some with that many stages and reports the
 largest difference.
@@ -49,7 +50,7 @@ def load(degrees: Degrees) -> RemoteTransformer:
 
 
 def sample(model: RemoteTransformer, symbols: torch.Tensor, noise: torch.Tensor, steps: int, bands: int, cfg: float):
-    """Pictures [N, 256, 256]; `bands` 0 runs every call whole."""
+    """Pictures [N, 256, 256]; `bands` 0 runs every call whole, 1 is for displaced patches."""
     images = []
     for part, start in zip(symbols.split(CHUNK), noise.split(CHUNK), strict=True):
         prompt, sigmas = digit_prompts(part, cfg), linear_sigmas(steps)
@@ -86,7 +87,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--steps", type=lambda text: [int(part) for part in text.split(",")], default=[20, 8, 4])
-    parser.add_argument("--bands", type=lambda text: [int(part) for part in text.split(",")], default=[2, 4, 8])
+    parser.add_argument("--bands", type=lambda text: [int(part) for part in text.split(",") if part], default=[2, 4, 8])
+    parser.add_argument("--patches", type=lambda text: [int(part) for part in text.split(",") if part], default=[])
     parser.add_argument("--stages", type=lambda text: [int(part) for part in text.split(",") if part], default=[])
     parser.add_argument("--cfg", type=float, default=3.0)
     parser.add_argument("--out", type=Path)
@@ -112,9 +114,10 @@ def main() -> None:
             options.out.write_text(json.dumps(about, indent=1) + "\n")
 
     model = load(Degrees(batch=2))
+    references: dict[int, torch.Tensor] = {}
     pipefusion: dict[tuple[int, int], torch.Tensor] = {}
     for steps in options.steps:
-        exact = sample(model, symbols, noise, steps, 0, options.cfg)
+        exact = references[steps] = sample(model, symbols, noise, steps, 0, options.cfg)
         report({"steps": steps, "mode": "one rank", **judge(exact, exact, symbols)})
         for bands in options.bands:
             images = pipefusion[steps, bands] = sample(model, symbols, noise, steps, bands, options.cfg)
@@ -123,6 +126,12 @@ def main() -> None:
             images = sample(model, symbols, noise, fewer, 0, options.cfg)
             report({"steps": steps, "mode": f"one rank, {fewer} steps instead", **judge(images, exact, symbols)})
     model.pool.close()
+    for degree, mode in [(degree, mode) for degree in options.patches for mode in ("displaced", "naive")]:
+        model = load(Degrees(patch=degree, patch_mode=mode))
+        for steps, exact in references.items():
+            images = sample(model, symbols, noise, steps, 0 if mode == "naive" else 1, options.cfg)
+            report({"steps": steps, "mode": f"{mode} patches on {degree} ranks", **judge(images, exact, symbols)})
+        model.pool.close()
     for stages in options.stages:
         model = load(Degrees(pipe=stages))
         for (steps, bands), before in pipefusion.items():

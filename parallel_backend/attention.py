@@ -17,6 +17,7 @@ from .kernels import Kernel
 from .kv_buffer import Arriving, KVBuffer, Piece
 from .layout import Span
 from .mesh import Axis
+from .sdpa_seam import SdpaProcessor
 from .sequence_parallel import heads_to_sequence, ring_attention, sequence_to_heads
 from .traffic import Traffic
 
@@ -189,6 +190,8 @@ def install_seams(modules: list[torch.nn.Module], context: AttentionContext) -> 
     Calls without a seam (another model in the process) keep diffusers' own behaviour. Idempotent.
     """
     for layer, module in enumerate(modules):
+        if not hasattr(module.processor, "_parallel_config"):
+            module.processor = SdpaProcessor(module.processor)
         module.processor._parallel_config = Seam(context, layer)
         module.processor._attention_backend = AttentionBackendName.NATIVE
     registry = _AttentionBackendRegistry._backends

@@ -16,7 +16,7 @@ from .schedule import StageCost
 
 log = logging.getLogger(__name__)
 
-ALIKE = 1.15
+ALIKE = 1.2
 """Devices whose times differ by less than this factor count as equal: so much is noise."""
 USABLE_MEMORY = 0.85
 """Share of a device's free memory that weights may take; the rest is for activations and K/V buffers."""

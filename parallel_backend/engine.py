@@ -181,7 +181,7 @@ class Engine:
             own_text,
         )
         try:
-            output = self.model(**self.family.arguments(inputs), return_dict=False)[0]
+            output = self.family.run(self.model, inputs)
         except StageDone as done:
             output = torch.cat((done.text, done.image), dim=1)
         finally:

@@ -63,7 +63,7 @@ def make_axes(degrees: Degrees, rank: int) -> dict[str, Axis]:
     at = degrees.coordinate(rank)
     axes = {}
     for name in AXES:
-        size, lines = getattr(degrees, name), _lines(degrees, name)
+        size, lines = getattr(degrees, name), lines_along(degrees, name)
         own = next(line for line in lines if rank in line)
         group = None
         if size > 1 and name in GROUPED:
@@ -81,7 +81,7 @@ def close_axes(axes: dict[str, Axis]) -> None:
         dist.destroy_process_group(group)
 
 
-def _lines(degrees: Degrees, name: str) -> list[tuple[int, ...]]:
+def lines_along(degrees: Degrees, name: str) -> list[tuple[int, ...]]:
     """All ranks, in lines along one axis."""
     lines: dict[Coordinate, list[int]] = {}
     for rank in range(degrees.world):

@@ -16,7 +16,7 @@ from .messages import Probed
 ROWS, QUARTER_ROWS, COLUMNS = 32, 8, 32
 """Token grids that are timed: 1,024 tokens, which is a picture of 512 x 512, and a quarter of them."""
 TEXT_TOKENS = 64
-REPEATS = 3
+REPEATS = 5
 WHOLE = "whole"
 
 
@@ -59,9 +59,12 @@ def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: s
         model = getattr(diffusers, family.model_class)(**config).eval().requires_grad_(False)
     for name in family.block_lists:
         setattr(model, name, nn.ModuleList(list(getattr(model, name))[:1]))
-    model.to(dtype).to_empty(device=device)
-    for parameter in model.parameters():
-        parameter.normal_(std=0.02)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(std=0.02)
+            setattr(module, name, nn.Parameter(values, requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros(buffer.shape, dtype=dtype, device=device))
 
     blocks: dict[str, list[float]] = {}
     ends: list[float] = []
@@ -95,5 +98,4 @@ def _forward(family, config, model: nn.Module, rows: int, device: torch.device, 
     }
     grid, timestep = family.grid(shape), torch.full((1,), 0.5, device=device)
     inputs = StepInputs(tokens, timestep, tensors, grid, Span(0, tokens.shape[1]), Span(0, TEXT_TOKENS))
-    arguments = family.arguments(inputs)
-    return lambda: model(**arguments, return_dict=False)
+    return lambda: family.run(model, inputs)

@@ -83,10 +83,9 @@ def build_stage(
     owned = owned_blocks(family, config, span)
     skipped = (() if first else family.prologue) + (() if last else family.epilogue)
     storage = TORCH_DTYPES[dtype_name] if dtype_name.startswith("fp8") else dtype
+    # The state dict, not the parameters: a table of positions may be a buffer. As loaded it counts as a parameter.
     wanted = {
-        name: storage if _is_cast(model, name) else dtype
-        for name, _ in model.named_parameters()
-        if _is_owned(name, owned, skipped)
+        name: storage if _is_cast(model, name) else dtype for name in model.state_dict() if _is_owned(name, owned, skipped)
     }
     shards = {} if plan is None else plan.shards({name: checkpoint.shape(name) for name in wanted})
     for name in [name for name, shard in shards.items() if not shard.spans]:
@@ -112,7 +111,7 @@ def build_stage(
         getattr(model, family.block_lists[-1]).append(Egress())
     if storage != dtype:
         # Not the model's own method: that skips every module with "norm" in its name, a quarter of Flux's weights.
-        apply_layerwise_casting(model, storage, dtype, skip_modules_pattern=None)
+        apply_layerwise_casting(model, storage, dtype, skip_modules_pattern=None, skip_modules_classes=(nn.Conv2d,))
     return model, attention, ingress
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import diffusers
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from parallel_backend.checkpoint import open_checkpoint, to_original
@@ -23,23 +24,49 @@ FLUX = {
     "guidance_embeds": True,
     "axes_dims_rope": (4, 6, 6),
 }
+SD3 = {
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 4,
+    "attention_head_dim": 16,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 24,
+    "caption_projection_dim": 64,
+    "pooled_projection_dim": 12,
+    "pos_embed_max_size": 40,
+    "dual_attention_layers": (),
+    "qk_norm": "rms_norm",
+}
 
 
 def random_flux(config: dict = FLUX, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """Weights large enough that every part of the model shows in the output."""
-    model = diffusers.FluxTransformer2DModel(**config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.7 / parameter.shape[-1] ** 0.5
-        else:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1 + ("norm_" in name)
+    """diffusers' own module, see `randomise`."""
+    model = randomise(diffusers.FluxTransformer2DModel(**config).eval(), seed)
     return model if dtype == torch.float32 else model.to(dtype)
 
 
-def save_original(model: torch.nn.Module, config: dict, path: Path, prefix: str = "") -> Path:
-    family = FAMILIES["flux"]
-    state = to_original(family, config, model.state_dict())
+def random_sd3(config: dict = SD3, seed: int = 0) -> torch.nn.Module:
+    """diffusers' own module, see `randomise`. Its table of positions too is no function of its size."""
+    model = randomise(diffusers.SD3Transformer2DModel(**config).eval(), seed)
+    model.pos_embed.pos_embed = torch.randn(model.pos_embed.pos_embed.shape, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+def randomise(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Weights large enough that every part of the model shows in the output."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            fan_in = parameter[0].numel()
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.7 / fan_in**0.5
+        else:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1 + ("norm_" in name)
+    return model
+
+
+def save_original(model: torch.nn.Module, config: dict, path: Path, prefix: str = "", family: str = "flux") -> Path:
+    state = to_original(FAMILIES[family], config, model.state_dict())
     save_file({prefix + key: value.contiguous() for key, value in state.items()}, path)
     return path
 
@@ -70,17 +97,34 @@ def reference(model: torch.nn.Module, x: torch.Tensor, timestep: torch.Tensor, t
     return family.unpack(out, tuple(x.shape))
 
 
-def inputs(config: dict, batch: int = 2, height: int = 16, width: int = 12, text: int = 7, seed: int = 1):
+@torch.inference_mode()
+def sd3_reference(model: torch.nn.Module, x: torch.Tensor, timestep: torch.Tensor, tensors: dict) -> torch.Tensor:
+    """diffusers' forward on a latent [B, C, H, W]; odd sizes are padded circularly, as ComfyUI does."""
+    height, width = x.shape[-2:]
+    out = model(
+        hidden_states=F.pad(x, (0, width % 2, 0, height % 2), mode="circular"),
+        encoder_hidden_states=tensors["context"],
+        pooled_projections=tensors["pooled"],
+        timestep=timestep,
+        return_dict=False,
+    )[0]
+    return out[..., :height, :width]
+
+
+def inputs(
+    config: dict, batch: int = 2, height: int = 16, width: int = 12, text: int = 7, seed: int = 1, family: str = "flux"
+):
     """A latent, timesteps and conditioning tensors for a model of this config."""
     g = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, config["in_channels"] // 4, height, width, generator=g)
+    x = torch.randn(batch, FAMILIES[family].latent_channels(config), height, width, generator=g)
     tensors = {
         "context": torch.randn(batch, text, config["joint_attention_dim"], generator=g),
         "pooled": torch.randn(batch, config["pooled_projection_dim"], generator=g),
     }
-    if config["guidance_embeds"]:
+    if config.get("guidance_embeds"):
         tensors["guidance"] = torch.full((batch,), 3.5)
-    return x, torch.full((batch,), 0.7), tensors
+    time_factor = FAMILIES[family].time_embed[1]
+    return x, torch.full((batch,), 700.0 / time_factor), tensors
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

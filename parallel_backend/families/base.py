@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..layout import Span
 from ..tensor_parallel import Plan
@@ -56,6 +57,8 @@ class Family:
     ValueError for what is missing or cannot be forwarded.
     example: constructor arguments, text tokens -> random conditioning tensors of batch 1, to time the model with.
     time_embed: submodule whose first argument is the timestep, and the factor between the sampler's and its own.
+    prepare: tells the model's own modules, before its forward, what the forward's arguments cannot.
+    output: what the forward returns -> tokens [b, n, c].
     """
 
     name: str
@@ -83,7 +86,14 @@ class Family:
     unpack: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
     patch_rows: int  # latent rows per token row
     text_first: bool = True  # joint sequence [text, image]; False: [image, text]
+    prepare: Callable[[nn.Module, StepInputs], None] = lambda _model, _step: None
+    output: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens
     key_aliases: dict[str, str] = field(default_factory=dict)  # key endings that some files use for others
+
+    def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
+        """The model's own forward for one micro-step: tokens [b, n, c], unless the stage ends it before its epilogue."""
+        self.prepare(model, step)
+        return self.output(model(**self.arguments(step), return_dict=False)[0])
 
     def block_count(self, config: dict[str, Any]) -> int:
         return sum(self.blocks(config).values())

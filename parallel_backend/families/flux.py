@@ -6,14 +6,12 @@ Key layouts: black-forest-labs/flux (which ComfyUI's files use) and diffusers' F
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
 
 from ..layout import Span
 from ..tensor_parallel import COLUMN, COLUMN_BY_HEADS, GATHER, HEADS, ROW, ROW_BY_HEADS, WIDTH, Cut, Style
 from .base import Family, Shapes, Source, StepInputs
+from .shared import PATCH, count_blocks, example, grid, hidden, pack, text_and_pooled, unpack
 
-PATCH = 2
 MLP_RATIO = 4
 
 _PLAIN = {  # diffusers module <- original module, parameters copied as they are
@@ -69,10 +67,6 @@ _TENSOR_PLAN = {
 _SINGLE_NORMS = {"attn.norm_q": "norm.query_norm", "attn.norm_k": "norm.key_norm"}
 
 
-def _hidden(config: dict[str, Any]) -> int:
-    return config["num_attention_heads"] * config["attention_head_dim"]
-
-
 def _detect(shapes: Shapes) -> bool:
     # Chroma, Flux.2 and others share Flux's block names: each lacks vector_in or the per-block modulation.
     return all(
@@ -82,10 +76,7 @@ def _detect(shapes: Shapes) -> bool:
 
 
 def _configure(shapes: Shapes) -> dict[str, Any]:
-    def count(prefix: str) -> int:
-        return len({key.split(".")[1] for key in shapes if key.startswith(prefix)})
-
-    hidden = shapes["img_in.weight"][0]
+    width = shapes["img_in.weight"][0]
     head = shapes["double_blocks.0.img_attn.norm.query_norm.scale"][0]
     # The axes of the rotary embedding are nowhere in the weights: every Flux.1 has (16, 56, 56) for its heads of 128, and
     # other head sizes (test models) get the same proportions in even numbers.
@@ -94,10 +85,10 @@ def _configure(shapes: Shapes) -> dict[str, Any]:
         "patch_size": 1,
         "in_channels": shapes["img_in.weight"][1],
         "out_channels": shapes["final_layer.linear.weight"][0],
-        "num_layers": count("double_blocks."),
-        "num_single_layers": count("single_blocks."),
+        "num_layers": count_blocks(shapes, "double_blocks."),
+        "num_single_layers": count_blocks(shapes, "single_blocks."),
         "attention_head_dim": head,
-        "num_attention_heads": hidden // head,
+        "num_attention_heads": width // head,
         "joint_attention_dim": shapes["txt_in.weight"][1],
         "pooled_projection_dim": shapes["vector_in.in_layer.weight"][1],
         "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
@@ -106,7 +97,7 @@ def _configure(shapes: Shapes) -> dict[str, Any]:
 
 
 def _recipe(config: dict[str, Any]) -> dict[str, Source]:
-    hidden, out = _hidden(config), {}
+    width, out = hidden(config), {}
 
     def plain(target: str, source: str, span: Span | None = None, swap: bool = False) -> None:
         for part in ("weight", "bias"):
@@ -127,11 +118,11 @@ def _recipe(config: dict[str, Any]) -> dict[str, Source]:
             plain(block + target, original + source)
         for target, source in _DOUBLE_NORMS.items():
             out[f"{block}{target}.weight"] = Source(f"{original}{source}.scale")
-        packed(block + "attn.", original + "img_attn.qkv", dict.fromkeys(("to_q", "to_k", "to_v"), hidden))
+        packed(block + "attn.", original + "img_attn.qkv", dict.fromkeys(("to_q", "to_k", "to_v"), width))
         packed(
             block + "attn.",
             original + "txt_attn.qkv",
-            dict.fromkeys(("add_q_proj", "add_k_proj", "add_v_proj"), hidden),
+            dict.fromkeys(("add_q_proj", "add_k_proj", "add_v_proj"), width),
         )
     for index in range(config["num_single_layers"]):
         block, original = f"single_transformer_blocks.{index}.", f"single_blocks.{index}."
@@ -139,7 +130,7 @@ def _recipe(config: dict[str, Any]) -> dict[str, Source]:
             plain(block + target, original + source)
         for target, source in _SINGLE_NORMS.items():
             out[f"{block}{target}.weight"] = Source(f"{original}{source}.scale")
-        rows = {"attn.to_q": hidden, "attn.to_k": hidden, "attn.to_v": hidden, "proj_mlp": MLP_RATIO * hidden}
+        rows = {"attn.to_q": width, "attn.to_k": width, "attn.to_v": width, "proj_mlp": MLP_RATIO * width}
         packed(block, original + "linear1", rows)
     return out
 
@@ -165,24 +156,7 @@ def _arguments(step: StepInputs) -> dict[str, Any]:
 
 
 def _conditioning(config: dict[str, Any], given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    context, pooled = given.get("context"), given.get("y")
-    if context is None:
-        raise ValueError("positive, negative: Flux needs text conditioning (a CLIP Text Encode node made for Flux).")
-    if pooled is None:
-        raise ValueError(
-            "positive, negative: this conditioning has no pooled output, which Flux needs. Encode the prompt with a "
-            "DualCLIPLoader of type flux (CLIP-L and T5)."
-        )
-    for name, tensor, width in (
-        ("text", context, config["joint_attention_dim"]),
-        ("pooled output", pooled, config["pooled_projection_dim"]),
-    ):
-        if tensor.shape[-1] != width:
-            raise ValueError(
-                f"positive, negative: the conditioning's {name} has width {tensor.shape[-1]}, this model needs {width}. "
-                "It was encoded with another model's text encoder."
-            )
-    tensors = {"context": context, "pooled": pooled}
+    tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", config, given)
     if config["guidance_embeds"]:
         if given.get("guidance") is None:
             raise ValueError("positive, negative: guidance is switched off, which this model's diffusers class cannot do.")
@@ -191,29 +165,8 @@ def _conditioning(config: dict[str, Any], given: dict[str, Any]) -> dict[str, to
 
 
 def _example(config: dict[str, Any], text_tokens: int) -> dict[str, torch.Tensor]:
-    tensors = {
-        "context": torch.randn(1, text_tokens, config["joint_attention_dim"]),
-        "pooled": torch.randn(1, config["pooled_projection_dim"]),
-    }
-    return tensors | ({"guidance": torch.full((1,), 3.5)} if config["guidance_embeds"] else {})
-
-
-def _grid(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(-(-size // PATCH) for size in shape[-2:])
-
-
-def _pack(latent: torch.Tensor) -> torch.Tensor:
-    """[B, C, H, W] -> [B, rows * columns, C * 4]; odd sizes are padded circularly, as ComfyUI does."""
-    height, width = latent.shape[-2:]
-    latent = F.pad(latent, (0, -width % PATCH, 0, -height % PATCH), mode="circular")
-    return rearrange(latent, "b c (h ph) (w pw) -> b (h w) (c ph pw)", ph=PATCH, pw=PATCH)
-
-
-def _unpack(tokens: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """[B, rows * columns, c * 4] -> [B, c, H, W], the padding of odd sizes cut off."""
-    rows, columns = _grid(shape)
-    latent = rearrange(tokens, "b (h w) (c ph pw) -> b c (h ph) (w pw)", h=rows, w=columns, ph=PATCH, pw=PATCH)
-    return latent[..., : shape[-2], : shape[-1]]
+    guidance = {"guidance": torch.full((1,), 3.5)} if config["guidance_embeds"] else {}
+    return example(config, text_tokens) | guidance
 
 
 FLUX = Family(
@@ -226,7 +179,7 @@ FLUX = Family(
     vector_tensors=("pooled", "guidance"),
     time_embed=("time_text_embed", 1000.0),
     latent_channels=lambda config: config["in_channels"] // PATCH**2,
-    hidden=_hidden,
+    hidden=hidden,
     heads=lambda config: config["num_attention_heads"],
     head_size=lambda config: config["attention_head_dim"],
     blocks=lambda config: {
@@ -240,9 +193,9 @@ FLUX = Family(
     arguments=_arguments,
     conditioning=_conditioning,
     example=_example,
-    grid=_grid,
-    pack=_pack,
-    unpack=_unpack,
+    grid=grid,
+    pack=pack,
+    unpack=unpack,
     patch_rows=PATCH,
     key_aliases={"_norm.weight": "_norm.scale"},
 )

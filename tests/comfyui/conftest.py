@@ -31,6 +31,15 @@ FLUX = tiny.FLUX | {
     "axes_dims_rope": (16, 56, 56),
 }
 """Like tiny.FLUX, of a width that ComfyUI's own model detection takes: a multiple of 128 with rotary axes (16, 56, 56)."""
+SD3 = tiny.SD3 | {
+    "num_layers": 3,
+    "attention_head_dim": 64,
+    "num_attention_heads": 3,
+    "caption_projection_dim": 192,
+    "joint_attention_dim": 64,
+    "pooled_projection_dim": 32,
+}
+"""Like tiny.SD3, for ComfyUI, which takes depth and heads from the width: one of either for each 64 of it."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +82,14 @@ def comfyui() -> ComfyUI:
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory) -> Path:
-    """ComfyUI's base directory: a tiny Flux, files that are no models, a LoRA, and a latent of the wrong kind."""
+    """ComfyUI's base directory: a tiny Flux and SD3, files that are no models, a LoRA, and a latent of the wrong kind."""
     base = tmp_path_factory.mktemp("comfyui base")
     models, loras, inputs = (base / name for name in ("models/diffusion_models", "models/loras", "input"))
     for folder in (models, loras, inputs):
         folder.mkdir(parents=True)
     whole = tiny.save_original(tiny.random_flux(FLUX), FLUX, models / "tiny.safetensors").read_bytes()
     (models / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
+    tiny.save_original(tiny.random_sd3(SD3), SD3, models / "tiny-sd3.safetensors", family="sd3")
     save_file({"encoder.conv_in.weight": torch.zeros(4, 3, 3, 3)}, models / "vae.safetensors")
     lora = {"lora_A.weight": torch.ones(4, 256), "lora_B.weight": torch.ones(256, 4)}
     layer = "diffusion_model.double_blocks.0.img_attn.proj"

@@ -6,7 +6,7 @@ from functools import partial
 from inside import BASE, Results, comfy, difference, ksampler, load_pack, node, parallel, torch
 
 SAMPLERS = ("euler", "heun", "dpmpp_2m", "uni_pc", "euler_ancestral", "dpmpp_sde", "lcm")
-FILE = "tiny.safetensors"
+FILE, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
 
 
 def prompts(*lengths: int) -> list:
@@ -21,8 +21,11 @@ def main() -> None:
     load_pack()
     # Read by Python at the start of each rank: it then lists on stderr every module that it imports.
     os.environ["PYTHONPROFILEIMPORTTIME"] = "1"
-    native = comfy.sd.load_diffusion_model(
-        str(BASE / "models" / "diffusion_models" / FILE), model_options={"dtype": torch.float32}
+    native, native_sd3 = (
+        comfy.sd.load_diffusion_model(
+            str(BASE / "models" / "diffusion_models" / name), model_options={"dtype": torch.float32}
+        )
+        for name in (FILE, SD3)
     )
     both = prompts(9, 9)
     piped = parallel(FILE)
@@ -31,7 +34,7 @@ def main() -> None:
     picture = torch.randn(1, 16, 16, 16, generator=g)
     results = Results()
 
-    def compare(model, latent=square, texts=both, **settings) -> dict[str, float]:
+    def compare(model, latent=square, texts=both, native=native, **settings) -> dict[str, float]:
         expected = ksampler(native, texts, latent, **settings)
         found = ksampler(model, texts, latent, **settings)
         return {"difference": difference(expected, found), "largest": float(expected.abs().max())}
@@ -45,7 +48,7 @@ def main() -> None:
     results.case("denoise 0.5", partial(compare, piped, picture, denoise=0.5))
     results.case("seed 2**63", partial(compare, piped, seed=2**63, steps=2))
 
-    def all_warm(**settings) -> dict[str, float]:
+    def all_warm(piped=piped, **settings) -> dict[str, float]:
         patched = node("ApplyPipeFusion", piped, 4, 1000, True)
         expected = ksampler(piped, both, square, **settings)
         return {"difference": difference(expected, ksampler(patched, both, square, **settings))}
@@ -58,6 +61,11 @@ def main() -> None:
     split = node("UlyssesConfig", 2, 1, "none", 1, "auto", True)
     results.case("ulysses_degree 2", lambda: compare(parallel(FILE, pipe=1, config=split), odd))
     results.case("split_batch_degree 2", lambda: compare(parallel(FILE, pipe=1, batch=2), uneven, steps=2))
+    sd3 = parallel(SD3)
+    results.case("SD3", partial(compare, sd3, native=native_sd3))
+    results.case("SD3 odd size", partial(compare, sd3, odd, texts=prompts(9, 5), native=native_sd3, sampler="dpmpp_2m"))
+    results.case("SD3 all steps warm-up", partial(all_warm, sd3))
+    results.case("SD3 ulysses_degree 2", lambda: compare(parallel(SD3, pipe=1, config=split), odd, native=native_sd3))
     results.case("one rank", lambda: compare(parallel(FILE, pipe=1, devices="cpu"), steps=2))
     results.write()
 

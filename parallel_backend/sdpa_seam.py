@@ -1,0 +1,56 @@
+"""The way to the seam for models whose attention processors call torch's SDPA themselves, past diffusers' dispatcher."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class SdpaProcessor:
+    """Runs the layer's own processor, and hands its call of `scaled_dot_product_attention` to the layer's seam.
+
+    It has the attributes that processors written for the dispatcher have, so that installing a seam is the same for both.
+    """
+
+    def __init__(self, processor: Callable):
+        self._parallel_config: Any = None
+        self._attention_backend: Any = None
+        self.processor = processor
+        # diffusers passes on those arguments that it finds in this attribute's signature. Calls go by the class's own.
+        self.__call__ = processor.__call__
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        with _SdpaToSeam(self._parallel_config):
+            return self.processor(*arguments, **named)
+
+
+class _SdpaToSeam(TorchFunctionMode):
+    def __init__(self, seam: Any):
+        super().__init__()
+        self.seam = seam
+
+    def __torch_function__(self, func: Callable, _types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return self._attend(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """torch's SDPA, by the seam: [B, H, s, D] -> [B, H, s, D]."""
+        assert dropout_p == 0.0, "the seam has no dropout"
+        assert not is_causal, "the seam has no causal attention"
+        assert not enable_gqa, "the seam needs as many key heads as query heads"
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return self.seam.attend(query, key, value, scale, attn_mask).transpose(1, 2)
