@@ -351,7 +351,7 @@ def test_peak_memory_and_unloading(ranks, tmp_path, measured):
     _, before, loaded, after = free
     measured("memory of a model on a GPU / its weights", (before - loaded) / size)
     measured("memory left after unloading on a GPU / weights", (before - after) / size)
-    assert before - loaded > size
+    assert before - loaded > 0.95 * size  # what the first one left may have room for a little of the second
     assert before - after < 0.1 * size
     assert size + stats[0].buffer_bytes < stats[0].peak_bytes < torch.cuda.mem_get_info(DEVICE)[1]
     assert stats[0].buffer_bytes > 0

@@ -149,19 +149,16 @@ def test_micro_steps_are_the_schedules(remote, degrees, entries):
     assert [rank.micro_steps for rank in stats] == [warm_up * entries + (STEPS - warm_up) * bands] * 2
 
 
-def test_overlap_off_gives_the_same_sample(remote):
+@pytest.mark.parametrize(
+    "degrees", [Degrees(pipe=2), Degrees(ring=2), Degrees(patch=2, patch_mode="displaced"), Degrees(pipe=2, ring=2)], ids=str
+)
+def test_overlap_off_gives_the_same_sample(remote, degrees):
     """Transfers beside compute or one after the other: what is computed is the same."""
-    from parallel_backend.bands import BandedRun, cut_rows, run_bands
-
-    model = remote(Degrees(pipe=2))
-    x, timestep, tensors = tiny.inputs(tiny.FLUX)
-    parts = {}
-    for overlap in (False, True):
-        run = BandedRun(model, cut_rows(x.shape[2], 3, 2), tuple(x.shape), warm_up=False, overlap=overlap)
-
-        def sample(band, run=run):
-            return run.predict(band, x[:, :, run.rows[band].slice], timestep, tensors, exact=False)
-
-        parts[overlap] = torch.cat(run_bands(run, sample, lambda: None, lambda: None), dim=2)
-        model.close_run(run.run, lambda: None)
-    assert torch.equal(parts[False], parts[True])
+    model = remote(degrees)
+    x, _, tensors = tiny.inputs(tiny.FLUX)
+    sigmas, prompt = linear_sigmas(3), Prompt(tensors, {}, 1.0)
+    bands = 1 if degrees.displaced else 3
+    samples = [sample_in_bands(model, x, sigmas, prompt, bands, 1, overlap=overlap)[0] for overlap in (False, True)]
+    assert torch.equal(*samples)
+    whole = [model.predict(x, torch.full((2,), 0.7), tensors, lambda: None, overlap) for overlap in (False, True)]
+    assert torch.equal(*whole)

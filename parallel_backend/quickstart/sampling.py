@@ -76,13 +76,14 @@ def sample_in_bands(
     warm_up: int,
     poll: Poll = lambda: None,
     extrapolate: bool = True,
+    overlap: bool = True,
 ) -> tuple[torch.Tensor, list[RunStats]]:
     """PipeFusion: `bands` patches, the first `warm_up` steps exact. The sample, and what each rank did.
 
     With displaced patches `bands` is 1: how tokens are cut is the model's affair, and the rest is the same.
     """
     rows = cut_rows(noise.shape[2], bands, model.family.patch_rows)
-    run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0, extrapolate=extrapolate)
+    run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0, overlap, extrapolate)
     limit = exact_above(sigmas, warm_up)
 
     def sample(band: int) -> torch.Tensor:
