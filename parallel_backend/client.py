@@ -39,7 +39,7 @@ class Conditioning:
             self.grid == grid
             and self.tensors.keys() == tensors.keys()
             and all(
-                a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+                a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
                 for a, b in ((self.tensors[name], tensors[name]) for name in tensors)
             )
         )
@@ -171,8 +171,7 @@ class RemoteTransformer:
         tokens = tokens or Span(0, x.shape[1])
         assert x.shape[1] == len(tokens)
         assert not (run and self.degrees.naive), "naive patches keep nothing from call to call"
-        shards = zip(self.cut.text(conditioning.text_tokens if with_text else 0), self.cut.image(tokens), strict=True)
-        if any(len(text) + len(image) == 0 for text, image in shards):
+        if not all(len(shard) for shard in self.cut.image(tokens)):
             degrees = " x ".join(f"{WIDGETS[axis]} {n}" for axis in SEQUENCE_AXES if (n := getattr(self.degrees, axis)) > 1)
             raise ValueError(
                 f"{degrees} cuts this picture (or patch of it), which has only {len(tokens)} tokens: one for each rank is "
@@ -184,7 +183,16 @@ class RemoteTransformer:
         """The ranks' own copy of these tensors, sent only if it is not there yet.
 
         A sampler passes the same values again at each step, in new tensors: they are compared, not identified.
+        ValueError if the model has no positions for so large a `grid`.
         """
+        side = self.family.max_side(self.checkpoint.config)
+        if side is not None and max(grid) > side:
+            rows, columns = (size * self.family.patch_rows for size in grid)
+            limit = side * self.family.patch_rows
+            raise ValueError(
+                f"latent_image: {columns} x {rows} is too large for this model, whose positions end at {limit} x {limit} "
+                "latent pixels. Use a smaller latent."
+            )
         with self._lock:
             for known in reversed(self._conditionings):
                 if known.matches(grid, tensors):

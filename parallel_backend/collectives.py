@@ -15,7 +15,7 @@ def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axi
     """[sum(send)] -> [sum(receive)]: send[i] values go to rank i of the axis, receive[i] values come from it."""
     out = x.new_empty(sum(receive))
     traffic.bytes_sent[axis.name] += (sum(send) - send[axis.index]) * x.element_size()
-    source, target = (x.cpu(), out.cpu()) if staged(x, axis.group) else (x, out)
+    source, target = (x.cpu(), torch.empty_like(out, device="cpu")) if staged(x, axis.group) else (x, out)
     traffic.start(
         lambda: dist.all_to_all_single(target, source, list(receive), list(send), group=axis.group, async_op=True)
     ).wait()

@@ -4,6 +4,8 @@ import importlib.util
 import math
 from dataclasses import dataclass
 
+import torch
+
 AXES = ("batch", "pipe", "patch", "ring", "ulysses", "tensor")
 """Mesh axes, outer to inner. The rank number counts them in this order."""
 
@@ -22,6 +24,9 @@ WIDGETS = {
 
 PATCH_MODES = ("none", "displaced", "naive")
 """What the patch axis does: DistriFusion (arXiv 2402.19481) keeps other bands' keys a step old, naive never sees them."""
+
+FLASH_CAPABILITY = (8, 0)
+"""CUDA devices from Ampere on have what flash attention needs."""
 
 DTYPES = ("default", "fp32", "bf16", "fp16", "fp8_e4m3fn")
 
@@ -165,6 +170,7 @@ def flash_possible(device: str, dtype: str) -> bool:
         device.startswith("cuda")
         and dtype in ("bf16", "fp16", "fp8_e4m3fn")
         and bool(importlib.util.find_spec("flash_attn"))
+        and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
     )
 
 

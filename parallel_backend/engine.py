@@ -21,7 +21,7 @@ from .schedule import Op, stage_ops
 from .stage import StageDone, build_stage, keep_timestep_exact
 from .stage_link import StageLink
 from .tensor_parallel import TensorPlan
-from .traffic import Traffic
+from .traffic import Elapsed, Traffic
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Engine:
         `slowdown`: see rank.RankSettings.
         """
         self.rank, self.device, self.slowdown = rank, device, slowdown
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         checkpoint = open_checkpoint(load.path)
         family, config = checkpoint.family, checkpoint.config
         self.family, self.hidden = family, family.hidden(config)
@@ -70,7 +72,7 @@ class Engine:
         self.buffers: dict[tuple[int, int], KVBuffer] = {}  # (run, conditioning)
         self.runs: dict[int, OpenRun] = {}
         self.buffer_bytes = 0
-        self.steps: list[tuple] = []  # (begin, end) of each micro-step since the last report
+        self.micro_steps, self.working = 0, Elapsed(self.traffic.clock)  # since the last report
 
     @property
     def weight_bytes(self) -> int:
@@ -99,7 +101,7 @@ class Engine:
 
         `upcoming`: the next micro-step if it is known already, whose receive is posted before this one is computed.
         """
-        began, host, mark = self.traffic.clock.now(), time.perf_counter(), self.traffic.mark
+        began, waited = self.traffic.clock.now(), self.traffic.waited.seconds() if self.slowdown > 1 else 0.0
         received = output = None
         for op in self.ops:
             if op is Op.RECEIVE:
@@ -111,10 +113,11 @@ class Engine:
             elif op is Op.COMPUTE:
                 output = self._compute(step, received)
                 if self.slowdown > 1:
-                    time.sleep((self.slowdown - 1) * (time.perf_counter() - host - self.traffic.waited(mark)))
+                    self._slow_down(began, waited)
             else:
                 self.link.send(output, step.overlap)
-        self.steps.append((began, self.traffic.clock.now()))
+        self.micro_steps += 1
+        self.working.add(began, self.traffic.clock.now())
         return Output(self.rank, step.seq, output) if Op.SEND not in self.ops and self.tensor.index == 0 else None
 
     def open_run(self, run: OpenRun) -> None:
@@ -126,15 +129,16 @@ class Engine:
         buffer_bytes, self.buffer_bytes = self.buffer_bytes, 0
         self.runs.pop(run, None)
         self._drop_buffers(lambda key: key[0] == run)
-        if self.traffic.clock.on_stream:
-            torch.cuda.synchronize(self.device)
         bytes_sent, under_way, waited = self.traffic.report()
-        busy = sum(self.traffic.clock.seconds(began, ended) for began, ended in self.steps) - waited
-        stats = RunStats(
-            self.rank, run, len(self.steps), busy, under_way, waited, bytes_sent, buffer_bytes, self._peak_bytes()
-        )
-        self.steps.clear()
-        return stats
+        micro_steps, self.micro_steps = self.micro_steps, 0
+        busy = self.working.take() - waited
+        return RunStats(self.rank, run, micro_steps, busy, under_way, waited, bytes_sent, buffer_bytes, self._peak_bytes())
+
+    def _slow_down(self, began, waited: float) -> None:
+        """Sleep as long as the slower device that this rank stands in for would still compute."""
+        whole = Elapsed(self.traffic.clock)
+        whole.add(began, self.traffic.clock.now())
+        time.sleep((self.slowdown - 1) * max(0.0, whole.seconds() - (self.traffic.waited.seconds() - waited)))
 
     def _drop_buffers(self, which: Callable[[tuple[int, int]], bool]) -> None:
         for key in [key for key in self.buffers if which(key)]:

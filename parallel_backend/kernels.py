@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from .config import flash_possible
+from .config import FLASH_CAPABILITY, flash_possible
 
 
 class Attend(Protocol):
@@ -57,10 +57,10 @@ def sdpa_lse(q, k, v, mask, scale):
     bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)[:, None, None]
     if not q.is_cuda:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
-    elif bias is None and q.dtype != torch.float32:
+    elif bias is None and q.dtype != torch.float32 and torch.cuda.get_device_capability(q.device) >= FLASH_CAPABILITY:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
     else:
-        bias = None if bias is None else _aligned(bias.expand(q.shape[0], q.shape[1], q.shape[2], -1))
+        bias = None if bias is None else _aligned(bias).expand(-1, q.shape[1], q.shape[2], -1)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
         lse = lse[..., : q.shape[2]]  # padded to a multiple of the kernel's tile
     return _without_keyless(out.transpose(1, 2), lse.transpose(1, 2), mask)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from .config import AXES, Coordinate, Degrees
@@ -76,7 +77,8 @@ def close_axes(axes: dict[str, Axis]) -> None:
     """End the axes' groups, once every rank has done with them. Collective over all ranks."""
     groups = [axis.group for axis in axes.values() if axis.group is not None]
     if groups:
-        dist.barrier()
+        # NCCL would otherwise guess the device, and open a context on it.
+        dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
     for group in groups:
         dist.destroy_process_group(group)
 

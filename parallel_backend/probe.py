@@ -17,7 +17,7 @@ ROWS, QUARTER_ROWS, COLUMNS = 32, 8, 32
 """Token grids that are timed: 1,024 tokens, which is a picture of 512 x 512, and a quarter of them."""
 TEXT_TOKENS = 64
 REPEATS = 5
-WHOLE = "whole"
+AROUND = "around the blocks"
 
 
 class _Stopwatch:
@@ -53,8 +53,19 @@ def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: s
 
     Weights kept in fp8 are timed in the dtype they compute in. No collective: ranks may differ in what they find.
     """
+    whole, quarter = _measure(checkpoint, device, compute_dtype(dtype_name, device))
+    times = {name: (slowdown * whole[name], slowdown * quarter[name]) for name in whole}
+    free = None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was measured is gone, and its memory free
+        free = torch.cuda.mem_get_info(device)[0]
+    around = times.pop(AROUND)
+    return Probed(rank, times, around, free)
+
+
+def _measure(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> list[dict[str, float]]:
+    """For each grid: seconds by block list, and under AROUND of the forward without its blocks."""
     family, config = checkpoint.family, checkpoint.config
-    dtype = compute_dtype(dtype_name, device)
     with torch.device("meta"):
         model = getattr(diffusers, family.model_class)(**config).eval().requires_grad_(False)
     for name in family.block_lists:
@@ -66,26 +77,21 @@ def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: s
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros(buffer.shape, dtype=dtype, device=device))
 
-    blocks: dict[str, list[float]] = {}
-    ends: list[float] = []
+    watch, found = _Stopwatch(device), []
+    for name in family.block_lists:
+        for block in getattr(model, name):
+            watch.watch(name, block)
     for rows in (ROWS, QUARTER_ROWS):
-        watch = _Stopwatch(device)
-        for name in family.block_lists:
-            for block in getattr(model, name):
-                watch.watch(name, block)
         run = _forward(family, config, model, rows, device, dtype)
         run()  # the first one also allocates and picks kernels
         watch.best.clear()
         for _ in range(REPEATS):
             started = watch.now()
             run()
-            watch.note(WHOLE, watch.now() - started)
-        around = watch.best.pop(WHOLE) - sum(watch.best.values())
-        ends.append(slowdown * max(0.0, around))
-        for name, seconds in watch.best.items():
-            blocks.setdefault(name, []).append(slowdown * seconds)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    return Probed(rank, {name: tuple(seconds) for name, seconds in blocks.items()}, tuple(ends), free)
+            watch.note(AROUND, watch.now() - started)
+        blocks = {name: seconds for name, seconds in watch.best.items() if name != AROUND}
+        found.append(blocks | {AROUND: max(0.0, watch.best[AROUND] - sum(blocks.values()))})
+    return found
 
 
 def _forward(family, config, model: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:

@@ -13,13 +13,13 @@ class PeerError(RuntimeError):
 
 
 class Clock:
-    """Points in time of a rank's work: the host's clock, or the stream's where NCCL's waits only stop the stream.
+    """Points in time of a rank's work: the host's clock, or on CUDA the stream's.
 
-    There a wait costs the host nothing, so events stand in the stream before and behind it, read when the run is over.
+    There the host runs ahead, and NCCL's waits cost it nothing: events stand in the stream before and behind them.
     """
 
     def __init__(self, device: torch.device):
-        self.on_stream = device.type == "cuda" and dist.is_initialized() and dist.get_backend() == "nccl"
+        self.on_stream = device.type == "cuda"
 
     def now(self) -> "float | torch.cuda.Event":
         if not self.on_stream:
@@ -28,9 +28,37 @@ class Clock:
         event.record()
         return event
 
-    def seconds(self, start: "float | torch.cuda.Event", stop: "float | torch.cuda.Event") -> float:
-        """Between two points; on a stream both must have been reached."""
-        return start.elapsed_time(stop) / 1000 if self.on_stream else stop - start
+
+class Elapsed:
+    """Adds up the seconds between points in time, in order of their ends."""
+
+    UNREAD = 4096
+    """Pairs kept before they are added up, so that a model that nobody asks for a report does not collect them for ever."""
+
+    def __init__(self, clock: Clock):
+        self._on_stream = clock.on_stream
+        self._pairs: list[tuple] = []
+        self._seconds = 0.0
+
+    def add(self, start: "float | torch.cuda.Event", stop: "float | torch.cuda.Event") -> None:
+        self._pairs.append((start, stop))
+        if len(self._pairs) == self.UNREAD:
+            self.seconds()
+
+    def seconds(self) -> float:
+        """So far. On CUDA it waits until the stream has come to the last end."""
+        if self._on_stream and self._pairs:
+            self._pairs[-1][1].synchronize()
+            self._seconds += sum(start.elapsed_time(stop) for start, stop in self._pairs) / 1000
+        else:
+            self._seconds += sum(stop - start for start, stop in self._pairs)
+        self._pairs.clear()
+        return self._seconds
+
+    def take(self) -> float:
+        """So far, and start again at zero."""
+        seconds, self._seconds = self.seconds(), 0.0
+        return seconds
 
 
 class Traffic:
@@ -44,7 +72,7 @@ class Traffic:
     def __init__(self, device: torch.device):
         self.clock = Clock(device)
         self.bytes_sent: Counter[str] = Counter()
-        self._spans: list[tuple] = []  # (started, wait began, wait ended)
+        self.under_way, self.waited = Elapsed(self.clock), Elapsed(self.clock)
 
     def start(self, operation: Callable[[], list[dist.Work] | dist.Work]) -> "Transfer":
         """`operation` starts the transfer. PeerError if it cannot even be started."""
@@ -55,25 +83,11 @@ class Traffic:
             raise PeerError(str(error)) from error
         return Transfer(self, works if isinstance(works, list) else [works], started)
 
-    def note(self, started, waiting, done) -> None:
-        self._spans.append((started, waiting, done))
-
-    @property
-    def mark(self) -> int:
-        """The present, for `waited`."""
-        return len(self._spans)
-
-    def waited(self, mark: int = 0) -> float:
-        """Seconds waited since then, or since the last report."""
-        return sum(self.clock.seconds(waiting, done) for _, waiting, done in self._spans[mark:])
-
     def report(self) -> tuple[dict[str, int], float, float]:
         """(bytes by axis, seconds under way, seconds waited) since the last report."""
-        under_way = sum(self.clock.seconds(started, done) for started, _, done in self._spans)
-        waited, bytes_sent = self.waited(), dict(self.bytes_sent)
+        bytes_sent = dict(self.bytes_sent)
         self.bytes_sent.clear()
-        self._spans.clear()
-        return bytes_sent, under_way, waited
+        return bytes_sent, self.under_way.take(), self.waited.take()
 
 
 class Transfer:
@@ -89,7 +103,9 @@ class Transfer:
                 work.wait()
         except RuntimeError as error:
             raise PeerError(str(error)) from error
-        self._traffic.note(self._started, waiting, self._traffic.clock.now())
+        done = self._traffic.clock.now()
+        self._traffic.under_way.add(self._started, done)
+        self._traffic.waited.add(waiting, done)
 
 
 def staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:

@@ -88,6 +88,7 @@ class Family:
     text_first: bool = True  # joint sequence [text, image]; False: [image, text]
     prepare: Callable[[nn.Module, StepInputs], None] = lambda _model, _step: None
     output: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens
+    max_side: Callable[[dict[str, Any]], int | None] = lambda _config: None  # tokens; None: positions have no end
     key_aliases: dict[str, str] = field(default_factory=dict)  # key endings that some files use for others
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:

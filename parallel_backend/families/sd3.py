@@ -122,11 +122,6 @@ def _prepare(model: nn.Module, step: StepInputs) -> None:
         return
     embed, (rows, columns) = model.pos_embed, step.grid
     side = embed.pos_embed_max_size
-    if max(rows, columns) > side:
-        raise ValueError(
-            f"latent_image: {columns * PATCH} x {rows * PATCH} is too large for this model, whose positions end at "
-            f"{side * PATCH} x {side * PATCH} latent pixels."
-        )
     index = torch.arange(step.image.start, step.image.stop, device=step.x.device)
     row, column = (side - rows) // 2 + index // columns, (side - columns) // 2 + index % columns
     positions = embed.pos_embed[:, row * side + column]
@@ -176,6 +171,7 @@ SD3 = Family(
     unpack=unpack,
     patch_rows=PATCH,
     text_first=False,
+    max_side=lambda config: config["pos_embed_max_size"],
     prepare=_prepare,
     output=lambda picture: rearrange(picture, "b c (n ph) pw -> b n (c ph pw)", ph=PATCH, pw=PATCH),
 )
