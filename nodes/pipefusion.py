@@ -16,8 +16,8 @@ SETTINGS = {
             "default": 0,
             "min": 0,
             "max": 64,
-            "tooltip": "Bands that the latent is cut into. 0 chooses: two per stage. More bands hide transfers better, "
-            "fewer stay closer to the unpipelined picture.",
+            "tooltip": "Bands that the latent is cut into. 0 chooses by measured speed: one, two or four per stage. More "
+            "bands hide transfers better, fewer stay closer to the unpipelined picture.",
         },
     ),
     "warmup_steps": (

@@ -24,7 +24,7 @@ from .traffic import Traffic
 
 @dataclass
 class StepView:
-    """What attention must know of the micro-step under way. All ranks of a stage see the same, but for `place`.
+    """What attention must know of the micro-step under way; the same on all ranks of a stage.
 
     `text`, `image`: the micro-step's tokens by sequence rank (layout.SequenceCut), both counted from their stream's
     start. `stale`: displaced patches use the other bands' keys of the call before. `text_mask`: [b, T] bool, which text

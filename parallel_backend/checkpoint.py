@@ -84,31 +84,34 @@ class Checkpoint:
                 for path in {self.entries[self.recipe[target].key].file for target in targets}
             }
             return {
-                target: self._read_one(files, target, shards.get(target)).to(device, dtype, copy=True)
-                for target, dtype in targets.items()
+                target: self._read_one(files, target, shards.get(target), dtype, device) for target, dtype in targets.items()
             }
 
-    def _read_one(self, files: dict[Path, Any], target: str, shard: Shard | None) -> torch.Tensor:
+    def _read_one(
+        self, files: dict[Path, Any], target: str, shard: Shard | None, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         source = self.recipe[target]
         entry = self.entries[source.key]
         part = files[entry.file].get_slice(entry.key)
         if shard is None:
-            if source.rows is None and not source.swap_halves:
-                return files[entry.file].get_tensor(entry.key)
             shard = Shard(0, (Span(0, self.shape(target)[0]),))
+        spans = list(shard.spans)
         if source.swap_halves:
             assert shard.dim == 0
             half = self.shape(target)[0] // 2
-            spans = [piece.shift(by) for span in shard.spans for piece, by in _halves(span, half)]
-        else:
-            spans = list(shard.spans)
-        if shard.dim == 0:
-            first = 0 if source.rows is None else source.rows.start
-            pieces = [part[span.start + first : span.stop + first] for span in spans]
-        else:
-            rows = slice(None) if source.rows is None else source.rows.slice
-            pieces = [part[rows, span.slice] for span in spans]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=shard.dim)
+            spans = [piece.shift(by) for span in spans for piece, by in _halves(span, half)]
+        # Every piece goes straight from the mapped file to its place: a copy in between would leave holes in the heap,
+        # which the process keeps after the weights are gone.
+        out = torch.empty(_resized(self.shape(target), shard), dtype=dtype, device=device)
+        first = 0 if source.rows is None else source.rows.start
+        rows = slice(first, first + self.shape(target)[0])
+        for span, place in zip(spans, out.split([len(span) for span in spans], dim=shard.dim), strict=True):
+            place.copy_(part[span.shift(first).slice] if shard.dim == 0 else part[rows, span.slice])
+        return out
+
+
+def _resized(shape: tuple[int, ...], shard: Shard) -> list[int]:
+    return [sum(map(len, shard.spans)) if dim == shard.dim else size for dim, size in enumerate(shape)]
 
 
 def _halves(span: Span, half: int) -> list[tuple[Span, int]]:

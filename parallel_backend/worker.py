@@ -1,10 +1,12 @@
 """One rank: a process that does what the client's messages say, in order, until the connection ends."""
 
+import ctypes
 import gc
 import logging
 import os
 import queue
 import shutil
+import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
@@ -81,6 +83,8 @@ class Worker:
         gc.collect()  # engine and model refer to each other: without this the old weights stay beside the new ones
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        elif trim := getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", None):
+            trim(0)  # glibc keeps freed blocks of up to 32 MB, which is what weights are made of, for itself
 
     def _take(self) -> Any:
         return self._ahead.pop(0) if self._ahead else self._inbox.get()

@@ -22,7 +22,7 @@ CONFIG = tiny.FLUX | {
     "num_attention_heads": 7,
     "axes_dims_rope": (16, 56, 56),
 }
-STAGES = 4
+RANKS = 4
 LIMIT = 1.3
 CHUNK = 1 << 24
 
@@ -54,20 +54,21 @@ def private_bytes(pids: tuple[int, ...]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(psutil.virtual_memory().available < 8e9, reason="needs 8 GB of free memory")
-def test_the_ranks_hold_one_model_between_them(pools, tmp_path, measured):
+@pytest.mark.parametrize("degrees", [Degrees(pipe=RANKS), Degrees(tensor=RANKS)], ids=str)
+def test_the_ranks_hold_one_model_between_them(pools, tmp_path, measured, degrees):
     path = tmp_path / "large.safetensors"
     size = write_random(path)
     try:
         assert size > 0.9e9
-        pool = pools(STAGES)
-        pools.forget(STAGES)
+        pool = pools(RANKS)
+        pools.forget(RANKS)
         pool.ask(Unload(), Unloaded).result(timeout=60)
         before = private_bytes(pool.pids)
-        model = RemoteTransformer(pool, open_checkpoint(path), Degrees(pipe=STAGES), "fp32", "sdpa", lambda: None)
+        model = RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
         growth = private_bytes(pool.pids) - before
         measured("memory of all ranks / size of the file", growth / size)
         assert 0.9 * size < growth <= LIMIT * size
-        assert size <= sum(model.weight_bytes) <= 1.05 * size  # every stage has the small time embedding
+        assert size <= sum(model.weight_bytes) <= 1.05 * size  # every rank has the small time embedding
         assert max(model.weight_bytes) < 0.5 * size
         given = tiny.inputs(CONFIG, batch=1)
         assert model.predict(*given, lambda: None).isfinite().all()
