@@ -43,9 +43,22 @@ def node(name: str, *arguments: Any, **named: Any) -> Any:
     return getattr(kind(), kind.FUNCTION)(*arguments, **named)[0]
 
 
-def parallel(name: str, pipe: int = 2, batch: int = 1, devices: str = "cpu,cpu", config: Any = None) -> Any:
+def parallel(
+    name: str,
+    pipe: int = 2,
+    batch: int = 1,
+    devices: str = "cpu,cpu",
+    config: Any = None,
+    tensor: int = 1,
+    stage_split: str = "auto",
+) -> Any:
     """Parallel DiT Loader's MODEL in fp32."""
-    return node("ParallelDiTLoader", name, "fp32", pipe, 1, batch, devices, config)
+    return node("ParallelDiTLoader", name, "fp32", pipe, tensor, batch, devices, config, stage_split)
+
+
+def sequence(ulysses: int = 1, ring: int = 1, patch_mode: str = "none", patch: int = 1, patch_warmup_steps: int = 1) -> Any:
+    """What Ulysses Config gives out."""
+    return node("UlyssesConfig", ulysses, ring, patch_mode, patch, "auto", True, patch_warmup_steps)
 
 
 def ksampler(model, prompts, latent, sampler="euler", steps=4, cfg=3.0, seed=42, denoise=1.0, scheduler="simple"):

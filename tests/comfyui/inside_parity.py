@@ -3,7 +3,7 @@
 import os
 from functools import partial
 
-from inside import BASE, Results, comfy, difference, ksampler, load_pack, node, parallel, torch
+from inside import BASE, Results, comfy, difference, ksampler, load_pack, node, parallel, sequence, torch
 
 SAMPLERS = ("euler", "heun", "dpmpp_2m", "uni_pc", "euler_ancestral", "dpmpp_sde", "lcm")
 FILE, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
@@ -58,9 +58,22 @@ def main() -> None:
 
     # Other degrees on the same ranks; last, since each of these loads the model again.
     uneven = torch.zeros(3, 16, 16, 16)
-    split = node("UlyssesConfig", 2, 1, "none", 1, "auto", True)
+    split = sequence(ulysses=2)
     results.case("ulysses_degree 2", lambda: compare(parallel(FILE, pipe=1, config=split), odd))
     results.case("split_batch_degree 2", lambda: compare(parallel(FILE, pipe=1, batch=2), uneven, steps=2))
+    modes = {
+        "ring_degree 2": parallel(FILE, pipe=1, config=sequence(ring=2)),
+        "tensor_parallel_degree 2": parallel(FILE, pipe=1, tensor=2),
+        "displaced, all steps warm-up": parallel(FILE, pipe=1, config=sequence(1, 1, "displaced", 2, 1000)),
+    }
+    one_token = torch.zeros(1, 16, 2, 2)
+    for name, model in modes.items():
+        for cfg in (1.0, 3.0):
+            results.case(f"{name} cfg {cfg:.0f}", partial(compare, model, odd, cfg=cfg))
+        # One text token and one of the picture: nothing is left for the second rank, unless it shares them all.
+        results.case(f"{name} one token", partial(compare, model, one_token, prompts(1, 1), steps=1))
+        results.case(f"{name} after one token", partial(compare, model, odd, steps=1))
+    results.case("stage_split 1,4", lambda: compare(parallel(FILE, stage_split="1,4"), odd, steps=2))
     sd3 = parallel(SD3)
     results.case("SD3", partial(compare, sd3, native=native_sd3))
     results.case("SD3 odd size", partial(compare, sd3, odd, texts=prompts(9, 5), native=native_sd3, sampler="dpmpp_2m"))

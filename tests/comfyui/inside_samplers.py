@@ -1,23 +1,24 @@
-"""Every sampler of ComfyUI under Apply PipeFusion. Run by ComfyUI's Python, see inside.py."""
+"""Every sampler of ComfyUI under Apply PipeFusion, and patches. Run by ComfyUI's Python, see inside.py."""
 
 import logging
 import time
 from functools import partial
 
-from inside import BUNDLED, Results, comfy, difference, ksampler, load_pack, node, parallel, torch
+from inside import BUNDLED, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, sequence, torch
 
 STEPS = 4
+PATCH_STEPS = 8
 
 
 class Warnings(logging.Handler):
-    """Collects the pack's warnings: with one, a run was not pipelined."""
+    """Collects the pack's warnings: with one, a run was exact where it was not to be."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "PipeFusion" in record.getMessage():
+        if record.getMessage().startswith("Parallel DiT:"):
             self.texts.append(record.getMessage())
 
 
@@ -90,6 +91,59 @@ def main() -> None:
     results.case("refusal pooled output", partial(ksampler, plain, unpooled, empty))
     results.case("refusal pooled output in bands", partial(ksampler, banded, unpooled, empty))
     results.case("after the refusals", partial(against_warm, partial(_ksampler, prompts=prompts, latent=empty)))
+
+    # Patches load the model again, so what the pipeline gives for them comes first. Bands of one size, whatever the ranks
+    # measure: how far old keys are from exact depends on them.
+    area = [node("ConditioningSetArea", prompts[0], 64, 128, 0, 0, 1.0), prompts[1]]
+    runs = {
+        "euler": partial(ksampler, prompts=prompts, latent=empty, steps=PATCH_STEPS),
+        "euler cfg 1": partial(ksampler, prompts=prompts, latent=empty, steps=PATCH_STEPS, cfg=1.0),
+        "euler_ancestral": partial(ksampler, prompts=prompts, latent=empty, sampler="euler_ancestral", steps=PATCH_STEPS),
+        "dpm_adaptive": partial(ksampler, prompts=prompts, latent=empty, sampler="dpm_adaptive"),
+        "odd size": partial(ksampler, prompts=prompts, latent=torch.zeros(1, 16, 15, 13), steps=PATCH_STEPS),
+        "guider BasicGuider": partial(_custom, guider="BasicGuider", prompts=prompts, latent=empty, steps=PATCH_STEPS),
+        "area": partial(ksampler, prompts=area, latent=empty, steps=PATCH_STEPS),
+    }
+    with torch.inference_mode():
+        exact = {name: run(plain) for name, run in runs.items()}
+    displaced, warm, naive = (
+        parallel(BUNDLED, pipe=1, config=sequence(1, 1, *patches), stage_split="even")
+        for patches in (("displaced", 2), ("displaced", 2, 1000), ("naive", 2))
+    )
+
+    def in_patches(model, name: str) -> dict:
+        """On a MODEL with patches, repeated, against the plain parallel MODEL."""
+        warnings.texts.clear()
+        first, second = runs[name](model), runs[name](model)
+        return {
+            "finite": bool(first.isfinite().all()),
+            "warnings": list(warnings.texts),
+            "repeat": difference(first, second),
+            "difference": difference(exact[name], first),
+            "relative": float((first - exact[name]).norm() / exact[name].norm()),
+        }
+
+    def reported(model, texts, warmup_steps: int) -> dict:
+        """PipeFusion Sampler on a MODEL with patches: its report, and how far it is from KSampler on this MODEL."""
+        sampler = nodes.NODE_CLASS_MAPPINGS["PipeFusionSampler"]()
+        settings = (42, PATCH_STEPS, 3.0, "euler", "simple", *texts, {"samples": empty}, 1.0, 0, warmup_steps, True)
+        latent, report = sampler.sample(model, *settings)
+        own = ksampler(model, texts, empty, steps=PATCH_STEPS)
+        return {"report": report, "difference": difference(own, latent["samples"])}
+
+    for name in runs:
+        results.case(f"displaced {name}", partial(in_patches, displaced, name))
+        results.case(f"displaced, all steps warm-up {name}", partial(in_patches, warm, name))
+    results.case("displaced report", partial(reported, displaced, prompts, 1))
+    results.case("displaced report, 3 warm-up steps", partial(reported, displaced, prompts, 3))
+    results.case("displaced report, area", partial(reported, displaced, area, 1))
+    results.case(
+        "displaced, Apply PipeFusion", partial(in_patches, node("ApplyPipeFusion", displaced, 0, 1000, True), "euler")
+    )
+    results.case("displaced refusal pooled output", partial(ksampler, displaced, unpooled, empty))
+    results.case("displaced after the refusal", partial(in_patches, displaced, "euler"))
+    results.case("naive euler", partial(in_patches, naive, "euler"))
+    results.case("naive report", partial(reported, naive, prompts, 1))
     results.write()
 
 
@@ -102,7 +156,7 @@ def _outside(result: torch.Tensor, picture: torch.Tensor, mask: torch.Tensor) ->
     return difference(result * (1 - mask), picture * (1 - mask))
 
 
-def _custom(model, guider: str, prompts, latent) -> torch.Tensor:
+def _custom(model, guider: str, prompts, latent, steps=STEPS) -> torch.Tensor:
     """SamplerCustomAdvanced, by what its nodes call."""
     if guider == "BasicGuider":
         from comfy_extras.nodes_custom_sampler import Guider_Basic
@@ -113,7 +167,7 @@ def _custom(model, guider: str, prompts, latent) -> torch.Tensor:
         chosen = comfy.samplers.CFGGuider(model)
         chosen.set_conds(*prompts)
         chosen.set_cfg(3.0)
-    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", STEPS)
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
     noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(42))
     return chosen.sample(noise, latent, comfy.samplers.sampler_object("euler"), sigmas, seed=42)
 

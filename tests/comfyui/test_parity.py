@@ -10,6 +10,7 @@ LIMIT = 2e-5
 """fp32 rounding, as two attention kernels differ by in a whole run; latents reach about 20."""
 OTHER_BATCHES = 4e-5
 """Twice that where the ranks also see the batch cut otherwise than the native model: other matrix shapes, other sums."""
+MODES = ("ring_degree 2", "tensor_parallel_degree 2", "displaced, all steps warm-up")
 SAMPLERS = ("euler", "heun", "dpmpp_2m", "uni_pc", "euler_ancestral", "dpmpp_sde", "lcm")
 
 
@@ -44,6 +45,30 @@ def test_sd3(parity, measured, case):
 @pytest.mark.parametrize("case", ["ulysses_degree 2", "split_batch_degree 2", "one rank"])
 def test_other_degrees(parity, measured, case):
     check(parity[0], case, OTHER_BATCHES, measured)
+
+
+@pytest.mark.parametrize("cfg", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_whose_calls_are_exact(parity, measured, mode, cfg):
+    check(parity[0], f"{mode} cfg {cfg}", LIMIT, measured)
+
+
+def test_stages_cut_by_hand(parity, measured):
+    check(parity[0], "stage_split 1,4", LIMIT, measured)
+
+
+@pytest.mark.parametrize(("mode", "widget"), [(MODES[0], "ring_degree 2"), (MODES[2], "patch_degree 2")])
+def test_picture_with_fewer_tokens_than_ranks_is_refused(parity, mode, widget):
+    assert parity[0][f"{mode} one token"]["error"].startswith(f"ValueError: {widget} cuts this picture")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_run_after_the_smallest_picture(parity, measured, mode):
+    check(parity[0], f"{mode} after one token", LIMIT, measured)
+
+
+def test_tensor_parallelism_takes_a_picture_of_one_token(parity, measured):
+    check(parity[0], f"{MODES[1]} one token", LIMIT, measured)
 
 
 @pytest.mark.parametrize("cfg", [1, 3])

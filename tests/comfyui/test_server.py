@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +23,16 @@ pytestmark = pytest.mark.comfyui
 API = PACK / "workflows" / "api"
 LOADER, LATENT, SAMPLER = "1", "4", "5"
 """Ids in quickstart's API form."""
+CONFIG = {
+    "ulysses_degree": 1,
+    "ring_degree": 1,
+    "patch_mode": "none",
+    "patch_degree": 1,
+    "attention": "auto",
+    "comm_overlap": True,
+}
+"""Ulysses Config's inputs as workflows have them that were saved before it got patch_warmup_steps."""
+DISPLACED = {"patch_mode": "displaced", "patch_degree": 2}
 
 
 def workflow(name: str = "quickstart", **widgets: Any) -> dict[str, Any]:
@@ -40,6 +51,21 @@ def small(name: str = "quickstart", **widgets: Any) -> dict[str, Any]:
     return workflow(name, **{"steps": 2, "width": 128, "height": 128} | widgets)
 
 
+def configured(prompt: dict[str, Any], **widgets: Any) -> dict[str, Any]:
+    """The prompt with a Ulysses Config instead of a pipeline."""
+    prompt["20"] = {"class_type": "UlyssesConfig", "inputs": CONFIG | widgets}
+    prompt[LOADER]["inputs"] |= {"pipefusion_degree": 1, "parallel_config": ["20", 0]}
+    return prompt
+
+
+def displaced(prompt: dict[str, Any]) -> dict[str, Any]:
+    """native_ksampler with displaced patches and no other node between the loader and KSampler."""
+    (sampler,) = (node for node in prompt.values() if node["class_type"] == "KSampler")
+    sampler["inputs"]["model"] = [LOADER, 0]
+    del prompt["5"]
+    return configured(prompt, **DISPLACED)
+
+
 def pixels(image: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(image)).convert("L")).astype(int)
 
@@ -51,7 +77,7 @@ def test_only_our_pack_is_loaded(server):
 
 def test_quickstart_gives_a_picture_its_report_and_progress(server):
     with Events(server.port, "quickstart-test") as events:
-        prompt_id = server.queue(workflow(), client_id="quickstart-test")
+        prompt_id = server.queue(workflow(seed=1), client_id="quickstart-test")
         seen = events.until("execution_success", prompt_id)
     outcome = server.wait(prompt_id)
     assert outcome.status == "success", outcome.error
@@ -64,7 +90,7 @@ def test_quickstart_gives_a_picture_its_report_and_progress(server):
     assert steps[-1] == 20
     (report,) = (text for shown in outcome.outputs.values() for text in shown.get("text", ()))
     assert "pipefusion_degree 2, 1 model calls exact" in report
-    assert "19 pipelined in 4 bands" in report
+    assert re.search(r"19 pipelined in [248] bands", report)  # by the block times that the ranks measured
 
 
 def test_pipefusion_sampler_equals_ksampler_with_apply_pipefusion(server):
@@ -73,11 +99,12 @@ def test_pipefusion_sampler_equals_ksampler_with_apply_pipefusion(server):
     assert np.array_equal(*(pixels(outcome.images[0]) for outcome in both))
 
 
-def test_cancel_ends_the_prompt_and_the_next_one_runs(server, rank_processes):
-    before = server.run(small(seed=10))
+@pytest.mark.parametrize(("name", "change"), [("quickstart", copy.copy), ("native_ksampler", displaced)])
+def test_cancel_ends_the_prompt_and_the_next_one_runs(server, rank_processes, name, change):
+    before = server.run(change(small(name, seed=10)))
     pids = [process.pid for process in rank_processes()]
     with Events(server.port, "cancel-test") as events:
-        prompt_id = server.queue(workflow(steps=3000, seed=11), client_id="cancel-test")
+        prompt_id = server.queue(change(workflow(name, steps=3000, seed=11)), client_id="cancel-test")
         events.until("progress", prompt_id)
         cancelled = time.monotonic()
         server.post("/interrupt", {})
@@ -85,9 +112,9 @@ def test_cancel_ends_the_prompt_and_the_next_one_runs(server, rank_processes):
     assert outcome.status == "interrupted"
     assert time.monotonic() - cancelled < 5
     assert [process.pid for process in rank_processes()] == pids  # and their weights
-    after = server.run(small(seed=10))
+    after = server.run(change(small(name, seed=10)))
     assert after.status == "success", after.error
-    again = server.run(small(seed=12))
+    again = server.run(change(small(name, seed=12)))
     assert again.status == "success", again.error
     assert np.array_equal(pixels(before.images[0]), pixels(after.images[0]))
 
@@ -111,32 +138,38 @@ def test_killed_rank_is_named_and_the_next_prompt_runs(server, rank_processes, n
 def test_queued_prompts_of_different_degrees(server):
     """Exact degrees, so that all give the same picture."""
     exact = small("quickstart", seed=31, warmup_steps=1000)
-    ulysses = copy.deepcopy(exact)
-    ulysses["20"] = {
-        "class_type": "UlyssesConfig",
-        "inputs": {
-            "ulysses_degree": 2,
-            "ring_degree": 1,
-            "patch_mode": "none",
-            "patch_degree": 1,
-            "attention": "auto",
-            "comm_overlap": True,
-        },
-    }
-    ulysses[LOADER]["inputs"] |= {"pipefusion_degree": 1, "parallel_config": ["20", 0]}
+    sequences = ({"ulysses_degree": 2}, {"ring_degree": 2}, DISPLACED)
+    sequences = [configured(copy.deepcopy(exact), **widgets) for widgets in sequences]
+    tensor = copy.deepcopy(exact)
+    tensor[LOADER]["inputs"] |= {"pipefusion_degree": 1, "tensor_parallel_degree": 2}
     split = copy.deepcopy(exact)
     split[LOADER]["inputs"] |= {"pipefusion_degree": 1, "split_batch_degree": 2}
     one = copy.deepcopy(exact)
     one[LOADER]["inputs"] |= {"pipefusion_degree": 1, "devices": "auto"}
-    ids = [server.queue(prompt) for prompt in (exact, ulysses, split, one)]
+    ids = [server.queue(prompt) for prompt in (exact, *sequences, tensor, split, one)]
     outcomes = [server.wait(prompt_id) for prompt_id in ids]
-    assert [outcome.status for outcome in outcomes] == ["success"] * 4, [outcome.error for outcome in outcomes]
+    assert {outcome.status for outcome in outcomes} == {"success"}, [outcome.error for outcome in outcomes]
     first, *others = (pixels(outcome.images[0]) for outcome in outcomes)
     assert first.std() > 20
     assert all(np.abs(first - other).max() <= 1 for other in others)
 
 
+def test_inputs_that_older_workflows_lack(server):
+    old = displaced(small("native_ksampler", seed=35, steps=4))
+    old[LOADER]["inputs"].pop("stage_split", None)
+    new, warm = copy.deepcopy(old), copy.deepcopy(old)
+    new[LOADER]["inputs"]["stage_split"] = "auto"
+    new["20"]["inputs"]["patch_warmup_steps"] = 1
+    warm["20"]["inputs"]["patch_warmup_steps"] = 4
+    outcomes = [server.run(prompt) for prompt in (old, new, warm)]
+    assert {outcome.status for outcome in outcomes} == {"success"}, [outcome.error for outcome in outcomes]
+    old, new, warm = (pixels(outcome.images[0]) for outcome in outcomes)
+    assert np.array_equal(old, new)
+    assert not np.array_equal(old, warm)
+
+
 TINY = {"model_name": "tiny.safetensors"}
+FOUR = {"devices": "cpu,cpu,cpu,cpu"}
 WRONG = {
     "too few devices": ({"devices": "cpu"}, ["devices names 1", "pipefusion_degree 2 needs 2"]),
     "absent device": ({"devices": "cpu,cuda:7"}, ["devices: 'cuda:7' is no device of this machine"]),
@@ -144,7 +177,14 @@ WRONG = {
         TINY | {"pipefusion_degree": 6, "devices": "cpu,cpu,cpu,cpu,cpu,cpu"},
         ["pipefusion_degree is 6", "5 transformer blocks"],
     ),
-    "tensor parallelism": ({"tensor_parallel_degree": 2}, ["tensor_parallel_degree is 2", "only 1"]),
+    "devices for tensor parallelism": (
+        {"tensor_parallel_degree": 2},
+        ["devices names 2", "pipefusion_degree 2 x tensor_parallel_degree 2 needs 4"],
+    ),
+    "tensor parallelism beyond the heads": (
+        FOUR | {"pipefusion_degree": 1, "tensor_parallel_degree": 4},
+        ["tensor_parallel_degree is 4", "2 attention heads", "Use tensor_parallel_degree <= 2"],
+    ),
     "truncated file": ({"model_name": "truncated.safetensors"}, ["model_name: truncated.safetensors", "incomplete"]),
     "no transformer": ({"model_name": "vae.safetensors"}, ["model_name: vae.safetensors", "encoder.conv_in.weight"]),
     "another model's prompt": (TINY, ["positive, negative:", "width 32", "needs 64"]),
@@ -160,21 +200,54 @@ def test_wrong_widget_is_named(server, case):
     assert [text for text in said if text not in outcome.error] == []
 
 
+WRONG_CONFIG = {
+    "patches without a mode": ({"patch_degree": 2}, {}, ["patch_degree is 2, but patch_mode is 'none'"]),
+    "patches in a pipeline": (
+        DISPLACED,
+        FOUR | {"pipefusion_degree": 2},
+        ["patch_degree is 2 and pipefusion_degree is 2: they do not combine"],
+    ),
+    "heads that do not divide": (
+        {"ulysses_degree": 3},
+        {"devices": "cpu,cpu,cpu"},
+        ["ulysses_degree is 3, but this model has 2 attention heads"],
+    ),
+    "more than the heads": ({"ulysses_degree": 4}, FOUR, ["ulysses_degree is 4, but this model has 2 attention heads"]),
+    "heads that tensor parallelism has taken": (
+        {"ulysses_degree": 2},
+        FOUR | {"tensor_parallel_degree": 2},
+        ["ulysses_degree is 2", "1 for each of tensor_parallel_degree 2", "Use ulysses_degree <= 1; ring_degree has no"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CONFIG)
+def test_wrong_widget_of_the_config_is_named(server, case):
+    widgets, loader, said = WRONG_CONFIG[case]
+    prompt = configured(small(), **widgets)
+    prompt[LOADER]["inputs"] |= loader
+    outcome = server.run(prompt)
+    assert outcome.status == "error"
+    assert outcome.error.startswith("ParallelDiTLoader: ")
+    assert [text for text in said if text not in outcome.error] == []
+
+
+@pytest.mark.parametrize("text", ["a", "1", "3,3", "0,5", "-1,6", "2,3,", "2.5,2.5", ""])
+def test_stage_split_that_makes_no_sense(server, text):
+    prompt = small()
+    prompt[LOADER]["inputs"]["stage_split"] = text
+    outcome = server.run(prompt)
+    assert outcome.status == "error"
+    assert f"ParallelDiTLoader: stage_split is '{text}': use auto, even, or 2 numbers of blocks" in outcome.error
+    assert "add up to this model's 5 blocks" in outcome.error
+
+
 def with_node(class_type: str, inputs: dict[str, Any], where: str, widget: str) -> dict[str, Any]:
     """quickstart with one more node, whose first output is connected to an input of another node."""
     prompt = small()
     prompt["20"] = {"class_type": class_type, "inputs": inputs}
     prompt[where]["inputs"][widget] = ["20", 0]
     return prompt
-
-
-def test_ulysses_degree_that_does_not_divide_the_heads(server):
-    config = {"ring_degree": 1, "patch_mode": "none", "patch_degree": 1, "attention": "auto", "comm_overlap": True}
-    prompt = with_node("UlyssesConfig", {"ulysses_degree": 3} | config, LOADER, "parallel_config")
-    prompt[LOADER]["inputs"] |= {"pipefusion_degree": 1, "devices": "cpu,cpu,cpu"}
-    outcome = server.run(prompt)
-    assert outcome.status == "error"
-    assert "ulysses_degree is 3, but this model has 2 attention heads" in outcome.error
 
 
 def test_latent_of_another_model(server):
