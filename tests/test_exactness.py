@@ -65,12 +65,26 @@ def exact_run(flux_model):
     return make
 
 
-@pytest.mark.parametrize(
-    ("degrees", "case"),
-    [(d, case) for d in PRODUCTS + UNEVEN for case in CALLS if d.world <= 2 or case == "odd sizes" or d in UNEVEN],
-    ids=lambda value: name(value) if isinstance(value, Degrees) else value,
-)
-def test_one_call_equals_one_process(remote, exact_call, degrees, case, measured):
+@pytest.fixture(scope="module")
+def product(request) -> Degrees:
+    """A fixture, so that pytest runs all tests of one product before the next one is loaded."""
+    return request.param
+
+
+every_product = pytest.mark.parametrize("product", PRODUCTS + UNEVEN, ids=name, indirect=True)
+
+
+@every_product
+def test_one_call_equals_one_process(remote, exact_call, product, measured):
+    (x, timestep, tensors), expected = exact_call("odd sizes")
+    error = tiny.relative(remote(product).predict(x, timestep, tensors, lambda: None), expected)
+    measured("relative error of exact modes", error)
+    assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", [case for case in CALLS if case != "odd sizes"])
+@pytest.mark.parametrize("degrees", [d for d in PRODUCTS if d.world <= 2] + UNEVEN, ids=name)
+def test_other_calls_equal_one_process(remote, exact_call, degrees, case, measured):
     (x, timestep, tensors), expected = exact_call(case)
     output = remote(degrees).predict(x, timestep, tensors, lambda: None)
     assert output.shape == x.shape
@@ -87,18 +101,18 @@ def masked_reference(model: torch.nn.Module, x: torch.Tensor, timestep: torch.Te
     return tiny.reference(forward, x, timestep, tensors)
 
 
-@pytest.mark.parametrize("degrees", PRODUCTS + UNEVEN, ids=name)
-def test_a_text_mask_equals_one_process(remote, flux_model, degrees, measured):
+@every_product
+def test_a_text_mask_equals_one_process(remote, flux_model, product, measured):
     x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=2, height=10, width=12, text=9)
     mask = torch.arange(9)[None] < torch.tensor([[4], [9]])  # the first entry's padding falls to several ranks whole
     tensors = tensors | {"text_mask": mask}
     expected = masked_reference(flux_model, x, timestep, tensors)
-    model = remote(degrees)
+    model = remote(product)
     error = tiny.relative(model.predict(x, timestep, tensors, lambda: None), expected)
     measured("relative error of exact modes with a mask", error)
     assert error <= TOLERANCE
     prompt, sigmas = Prompt(tensors, {}, 1.0), linear_sigmas(1)
-    bands = 1 if degrees.displaced else 3
+    bands = 1 if product.displaced else 3
     expected = euler(functools.partial(masked_reference, flux_model), x, sigmas, prompt)
     assert tiny.relative(sample_in_bands(model, x, sigmas, prompt, bands, warm_up=1)[0], expected) <= TOLERANCE
 
@@ -111,15 +125,15 @@ def test_the_mask_test_sees_the_mask(flux_model):
     assert tiny.relative(whole, tiny.reference(flux_model, x, timestep, tensors)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("degrees", PRODUCTS + UNEVEN, ids=name)
-def test_a_run_of_exact_steps_equals_one_process(remote, exact_run, degrees, measured):
+@every_product
+def test_a_run_of_exact_steps_equals_one_process(remote, exact_run, product, measured):
     noise, sigmas, prompt, expected = exact_run(height=15, width=11)
-    bands = 1 if degrees.displaced else 3
-    sample, stats = sample_in_bands(remote(degrees), noise, sigmas, prompt, bands, warm_up=3)
+    bands = 1 if product.displaced else 3
+    sample, stats = sample_in_bands(remote(product), noise, sigmas, prompt, bands, warm_up=3)
     error = tiny.relative(sample, expected)
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
-    assert len(stats) == degrees.world
+    assert len(stats) == product.world
 
 
 @pytest.mark.parametrize(
