@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_backend.bands import BandedRun, cut_rows, exact_above, run_bands
 from parallel_backend.checkpoint import open_checkpoint
 from parallel_backend.client import RemoteTransformer
 from parallel_backend.config import Degrees, check_attention, flash_possible
@@ -25,7 +24,7 @@ from parallel_backend.kernels import choose_kernel, flash, flash_lse, sdpa, sdpa
 from parallel_backend.mesh import backend_for
 from parallel_backend.messages import RunStats, Unload, Unloaded
 from parallel_backend.pool import Pool, RankError
-from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from tests import tiny
 from tests.test_failures import LIMIT, After, many_steps, wait_until_gone
 
@@ -136,21 +135,10 @@ def alone(ranks, given) -> OneRank:
 
 
 def banded(model: RemoteTransformer, given, overlap: bool = True) -> tuple[torch.Tensor, list[RunStats]]:
-    """sample_in_bands with one warm-up step, and a say in `overlap`."""
+    """With one warm-up step."""
     x, _, tensors = given
-    sigmas, prompt = linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0)
-    rows = cut_rows(x.shape[2], 1 if model.degrees.displaced else BANDS, model.family.patch_rows)
-    run = BandedRun(model, rows, tuple(x.shape), warm_up=True, overlap=overlap)
-    limit = exact_above(sigmas, 1)
-
-    def sample(band: int) -> torch.Tensor:
-        def predict(part, timestep, tensors):
-            return run.predict(band, part, timestep, tensors, exact=float(timestep[0]) > limit)
-
-        return euler(predict, x[:, :, rows[band].slice], sigmas, prompt)
-
-    parts = run_bands(run, sample, lambda: None, lambda: None)
-    return torch.cat(parts, dim=2), model.close_run(run.run, lambda: None)
+    bands = 1 if model.degrees.displaced else BANDS
+    return sample_in_bands(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), bands, 1, overlap=overlap)
 
 
 def moved_to(device: str, given):
