@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from parallel_backend.bands import BandedRun, NotLocal, cut_rows, exact_above, run_bands
 from parallel_backend.client import RemoteTransformer
+from parallel_backend.families.patching import Patching
 from parallel_backend.layout import Span
 from parallel_backend.report import RunReport
 from parallel_backend.schedule import choose_bands
@@ -41,8 +42,8 @@ GLOBAL_OPTIONS = (
 class Steps:
     """Collects the bands' step callbacks; hands a step on, with the whole latent, once every band has made it."""
 
-    def __init__(self, bands: int, total: int, callback, disable_pbar: bool):
-        self.bands, self.total, self.callback = bands, total, callback
+    def __init__(self, bands: int, dim: int, total: int, callback, disable_pbar: bool):
+        self.bands, self.dim, self.total, self.callback = bands, dim, total, callback
         self._lock = threading.Lock()
         self._parts: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._whole: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -68,7 +69,7 @@ class Steps:
                 parts = self._parts.pop(step)
             self._bar.update()
             if self.callback is not None:
-                denoised, x = (torch.cat([parts[band][part] for band in range(self.bands)], 2) for part in (0, 1))
+                denoised, x = (torch.cat([parts[band][part] for band in range(self.bands)], self.dim) for part in (0, 1))
                 self.callback(step, denoised, x, self.total)
 
     def close(self) -> None:
@@ -84,7 +85,7 @@ class Sampling:
     sigmas: torch.Tensor  # [steps + 1]
     extra_args: dict[str, Any]
     callback: Callable | None
-    noise: torch.Tensor  # [B, C, H, W], like the latent and the mask
+    noise: torch.Tensor  # [B, C, (T,) H, W], like the latent and the mask
     latent_image: torch.Tensor | None
     denoise_mask: torch.Tensor | None
     disable_pbar: bool
@@ -97,13 +98,15 @@ class Sampling:
     def steps(self) -> int:
         return len(self.sigmas) - 1
 
-    def band(self, rows: Span, options: dict[str, Any], draws: WholeNoise | None, callback: Callable) -> torch.Tensor:
+    def band(
+        self, patching: Patching, rows: Span, options: dict[str, Any], draws: WholeNoise | None, callback: Callable
+    ) -> torch.Tensor:
         """Run the native sampler on these rows only, with model_options of its own."""
         noise, latent, mask = (
-            None if whole is None else whole[:, :, rows.slice]
+            None if whole is None else patching.rows(whole, rows)
             for whole in (self.noise, self.latent_image, self.denoise_mask)
         )
-        extra = {} if draws is None else {"noise_sampler": draws.band(rows)}
+        extra = {} if draws is None else {"noise_sampler": draws.band(patching, rows)}
         # Without a mask the inpaint options do nothing but reseed torch's global generator, from every band's thread.
         inpaint = {} if mask is None else self.sampler.inpaint_options
         sampler = comfy.samplers.KSAMPLER(self.sampler.sampler_function, {**self.sampler.extra_options, **extra}, inpaint)
@@ -113,8 +116,6 @@ class Sampling:
 
 def why_no_run(sampling: Sampling) -> str | None:
     """Why keys cannot be kept from call to call, in words for the user; None if they can."""
-    if sampling.noise.ndim != 4:
-        return "its latent is not an image"
     for conds in sampling.guider.conds.values():
         for cond in conds or ():
             for key in COND_KEYS_OF_A_REGION:
@@ -198,13 +199,14 @@ class PipeFusion:
 
     def _rows(self, model: RemoteTransformer, sampling: Sampling) -> tuple[Span, ...]:
         """The latent rows of each band; one band where there is no pipeline to fill."""
-        height, patch_rows = sampling.noise.shape[2], model.family.patch_rows
+        patching, shape = model.family.patching, tuple(sampling.noise.shape)
+        height = shape[patching.band_dim]
         if model.degrees.patch > 1:
             return (Span(0, height),)
         bands = self.num_pipeline_patch or choose_bands(
-            model.degrees.pipe, -(-height // patch_rows), sampling.steps, model.stage_costs
+            model.degrees.pipe, -(-height // patching.band_size), sampling.steps, model.stage_costs
         )
-        return cut_rows(height, bands, patch_rows)
+        return cut_rows(shape, bands, patching)
 
     def _displaced(
         self, model: RemoteTransformer, rows: tuple[Span, ...], sampling: Sampling, executor, overlap: bool
@@ -236,12 +238,12 @@ class PipeFusion:
         extrapolate = self.extrapolate and draws is None
         run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, extrapolate)
         limit = exact_above(sampling.sigmas, self.warmup_steps)
-        steps = Steps(len(rows), sampling.steps, sampling.callback, sampling.disable_pbar)
+        steps = Steps(len(rows), model.family.patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar)
 
         def sample(band: int) -> torch.Tensor:
             options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
             options["transformer_options"][BAND_KEY] = Band(run, band, limit)
-            return sampling.band(rows[band], options, draws, steps.band(band))
+            return sampling.band(model.family.patching, rows[band], options, draws, steps.band(band))
 
         try:
             parts = run_bands(run, sample, steps.drain, check_cancelled)
@@ -251,4 +253,4 @@ class PipeFusion:
             raise
         finally:
             steps.close()
-        return torch.cat(parts, 2), run
+        return torch.cat(parts, model.family.patching.band_dim), run

@@ -8,18 +8,19 @@ import comfy.k_diffusion.sampling
 import comfy.samplers
 import torch
 
+from parallel_backend.families.patching import Patching
 from parallel_backend.layout import Span
 
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class WholeNoise:
-    """`draw` is called once per draw, in order, for the whole latent [B, C, H, W]; bands read rows of what it gave."""
+    """`draw` is called once per draw, in order, for the whole latent; bands read rows of what it gave."""
 
     def __init__(self, draw: Draw):
         self._draw, self._lock, self._drawn = draw, threading.Lock(), []
 
-    def band(self, rows: Span) -> Draw:
+    def band(self, patching: Patching, rows: Span) -> Draw:
         """A noise sampler for one band. Every band makes the same draws in the same order."""
         count = 0
 
@@ -30,7 +31,7 @@ class WholeNoise:
                     self._drawn.append(self._draw(sigma, sigma_next))
                 noise = self._drawn[count]
             count += 1
-            return noise[:, :, rows.slice].clone()
+            return patching.rows(noise, rows).clone()
 
         return sample
 

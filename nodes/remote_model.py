@@ -1,5 +1,6 @@
 """A native MODEL without weights: ComfyUI's own BaseModel for the family, its diffusion_model a stub that asks the ranks."""
 
+import functools
 from typing import Any
 
 import comfy.model_base
@@ -15,6 +16,9 @@ from parallel_backend.client import RemoteTransformer
 from parallel_backend.dtypes import compute_dtype
 from parallel_backend.pool import Poll
 from parallel_backend.registry import ModelKey, registry
+
+HARMLESS = ("crossattn_controlnet",)
+"""Arguments of a model call that native models do not look at."""
 
 BAND_KEY = "parallel_dit_band"
 """Key in `transformer_options` under which a band's model calls carry a `Band`."""
@@ -38,6 +42,24 @@ class Band:
         return self  # ComfyUI copies transformer_options; the run is one
 
 
+class NativeNames:
+    """Attributes as a native module would have them, down to its tensors."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], prefix: str):
+        self._tensors, self._prefix = tensors, prefix
+
+    def at(self, name: str) -> Any:
+        """AttributeError if the native model has nothing of that name."""
+        whole = self._prefix + name
+        if whole in self._tensors:
+            return self._tensors[whole]
+        if any(key.startswith(f"{whole}.") for key in self._tensors):
+            return NativeNames(self._tensors, f"{whole}.")
+        raise AttributeError(f"the native model has no {whole}")
+
+    __getattr__ = at
+
+
 class RemoteDiffusionModel(torch.nn.Module):
     """Takes ComfyUI's model call and answers with what the ranks say. Holds no parameters and no process."""
 
@@ -45,10 +67,24 @@ class RemoteDiffusionModel(torch.nn.Module):
         super().__init__()
         self.checkpoint, self.key, self.comm_overlap = checkpoint, key, comm_overlap
         self.dtype = compute_dtype(key.dtype, torch.device(key.devices[0]))
-        self.patch_size = checkpoint.family.patch_rows
+        self.patch_size = checkpoint.family.patching.side
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
         return RemoteDiffusionModel(self.checkpoint, self.key, self.comm_overlap)
+
+    @functools.cached_property
+    def native_tensors(self) -> dict[str, torch.Tensor]:
+        """The family's native parameter names -> tensors on the meta device, which have a shape and no values."""
+        return {name: torch.empty(shape, device="meta") for name, shape in self.checkpoint.original_shapes.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        """ComfyUI's BaseModels read shapes of their native model's layers, such as `img_in.weight.shape`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "checkpoint":  # not set yet
+                raise
+            return NativeNames(self.native_tensors, "").at(name)
 
     def transformer(self) -> RemoteTransformer:
         """The model on its ranks; starts and loads them at first use."""
@@ -59,22 +95,21 @@ class RemoteDiffusionModel(torch.nn.Module):
         x: torch.Tensor,
         timestep: torch.Tensor,
         context: torch.Tensor | None = None,
-        y: torch.Tensor | None = None,
-        guidance: torch.Tensor | None = None,
         control: Any = None,
         transformer_options: dict[str, Any] | None = None,
         **extra: Any,
     ) -> torch.Tensor:
-        """ComfyUI's diffusion_model call: x [B, C, H, W], timestep [B] -> [B, C, H, W]."""
+        """ComfyUI's diffusion_model call: latent x [B, C, (T,) H, W], timestep [B] or [B, T] -> the model's output."""
         options = transformer_options or {}
-        refuse_what_does_not_reach_the_ranks(options, control, extra)
         family, config = self.checkpoint.family, self.checkpoint.config
+        given = {name: value for name, value in extra.items() if value is not None}
+        refuse_what_does_not_reach_the_ranks(options, control, [name for name in given if name not in family.accepts])
         if x.shape[1] != family.latent_channels(config):
             raise ValueError(
                 f"latent_image: the latent has {x.shape[1]} channels, this model needs {family.latent_channels(config)}. "
                 "Use Empty SD3 Latent Image, or a latent encoded with the model's own VAE."
             )
-        tensors = family.conditioning(config, {"context": context, "y": y, "guidance": guidance})
+        tensors = family.conditioning(config, {"context": context, **given})
         band: Band | None = options.get(BAND_KEY)
         if band is None:
             return self.transformer().predict(x, timestep, tensors, check_cancelled, self.comm_overlap)
@@ -82,7 +117,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         return band.run.predict(band.index, x, timestep, tensors, exact, band.poll)
 
 
-def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], control: Any, extra: dict[str, Any]) -> None:
+def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], control: Any, unknown: list[str]) -> None:
     """ValueError for anything that changes the native model's inside: ignored silently, the picture would be wrong."""
     found = []
     if control is not None:
@@ -92,7 +127,7 @@ def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], control: Any, 
     kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
     if comfy.patcher_extension.get_all_wrappers(kind, options):
         found.append("a wrapper around the diffusion model")
-    found += [f"'{name}' conditioning" for name in ("ref_latents", "attention_mask") if extra.get(name) is not None]
+    found += [f"'{name}' conditioning" for name in unknown if name not in HARMLESS]
     if found:
         raise ValueError(
             f"model: {', '.join(found)} cannot be forwarded to Parallel DiT's ranks in this version. Remove the node "
@@ -112,12 +147,11 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
 
 def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:
     """The MODEL for this checkpoint. Starts nothing and loads nothing."""
-    shapes = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.original_shapes.items()}
-    config = comfy.model_detection.model_config_from_unet(shapes, "")
+    stub = RemoteDiffusionModel(checkpoint, key, comm_overlap)
+    config = comfy.model_detection.model_config_from_unet(stub.native_tensors, "")
     if config is None:
         raise ValueError(f"model_name: this ComfyUI does not know the model in {checkpoint.path.name}. Update ComfyUI.")
     config.unet_config["disable_unet_model_creation"] = True
-    stub = RemoteDiffusionModel(checkpoint, key, comm_overlap)
     config.set_inference_dtype(stub.dtype, None)
     model = config.get_model({}, "")
     model.diffusion_model = stub

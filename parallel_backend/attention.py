@@ -5,7 +5,7 @@ buffer; the attention kernel; all-to-all out. Queries and keys arrive normalised
 [B, s, H, D].
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -13,6 +13,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 from .collectives import start_gather
 from .config import Degrees
+from .families.base import IMAGE, JOINT
 from .kernels import Kernel
 from .kv_buffer import Arriving, KVBuffer, Piece
 from .layout import Span
@@ -41,6 +42,12 @@ class StepView:
     text_first: bool = True
     text_mask: torch.Tensor | None = None
     _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
+
+    @cached_property
+    def of_image(self) -> "StepView":
+        """The same micro-step for layers that attend over the image alone."""
+        nothing = (Span(0, 0),) * len(self.text)
+        return replace(self, text_tokens=0, text=nothing, text_mask=None, _masks={})
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -80,9 +87,10 @@ class StepView:
 class AttentionContext:
     """Shared by all layers of a stage: the parts that stay (axes, kernel, counters) and the micro-step under way."""
 
-    def __init__(self, degrees: Degrees, axes: dict[str, Axis], kernel: Kernel, traffic: Traffic):
+    def __init__(self, degrees: Degrees, axes: dict[str, Axis], kernel: Kernel, traffic: Traffic, drops_mask: bool = False):
         self.patch, self.ring, self.ulysses = axes["patch"], axes["ring"], axes["ulysses"]
         self.naive = degrees.naive
+        self.drops_mask = drops_mask  # see Family
         self.kernel, self.traffic = kernel, traffic
         self.step: StepView | None = None
 
@@ -103,6 +111,7 @@ class Seam:
 
     context: AttentionContext
     layer: int
+    over: str = JOINT
 
     def attend(
         self,
@@ -116,9 +125,10 @@ class Seam:
 
         A mask must come with the micro-step, since one from the model would know this rank's keys only.
         """
-        assert mask is None, "this family's own forward passes an attention mask"
         context, step = self.context, self.context.step
         assert step is not None, "attention outside of a micro-step"
+        assert mask is None or context.drops_mask, "this family's own forward passes an attention mask"
+        step = step.of_image if self.over == IMAGE else step
         axis, heads = context.ulysses, query.shape[2]
         lengths = [step.lengths[rank] for rank in context.ulysses_ranks(context.patch.index, context.ring.index)]
         if axis.size > 1:
@@ -170,7 +180,7 @@ class Seam:
             else:
                 key, value = torch.cat(gathering.wait(), dim=2)
                 own = range(len(step.lengths))
-        keys, values = step.buffer.update(self.layer, key, value, step.pieces(own), step.entries)
+        keys, values = step.buffer.update(self.layer, key, value, step.pieces(own), step.entries, step.text_tokens)
         if arriving is not None:
             step.buffer.expect(self.layer, arriving)
         return context.kernel.attend(query, keys, values, step.buffer_mask(keys.shape[1]), scale)
@@ -184,15 +194,15 @@ def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:
     return None if masks[0] is None else torch.cat(masks, dim=1)
 
 
-def install_seams(modules: list[torch.nn.Module], context: AttentionContext) -> None:
+def install_seams(modules: list[tuple[torch.nn.Module, str]], context: AttentionContext) -> None:
     """Give each attention module, in order, a seam of its own and route diffusers' native backend through it.
 
     Calls without a seam (another model in the process) keep diffusers' own behaviour. Idempotent.
     """
-    for layer, module in enumerate(modules):
+    for layer, (module, over) in enumerate(modules):
         if not hasattr(module.processor, "_parallel_config"):
             module.processor = SdpaProcessor(module.processor)
-        module.processor._parallel_config = Seam(context, layer)
+        module.processor._parallel_config = Seam(context, layer, over)
         module.processor._attention_backend = AttentionBackendName.NATIVE
     registry = _AttentionBackendRegistry._backends
     native = registry[AttentionBackendName.NATIVE]

@@ -6,6 +6,7 @@ k+1. At an exact call the bands meet: their latents run as one, and each gets it
 
 import contextlib
 import contextvars
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from .client import Conditioning, RemoteTransformer
+from .families.patching import Patching
 from .layout import Span, split
 from .pool import POLL_SECONDS, Poll, wait_for
 
@@ -26,12 +28,11 @@ class NotLocal(Exception):
     """The bands asked for different things: this sampler looks at more than its own rows. Run it whole instead."""
 
 
-def cut_rows(height: int, bands: int, patch_rows: int) -> tuple[Span, ...]:
-    """Spans of latent rows, one per band, on the borders of token rows; fewer than asked for where rows run out."""
-    rows = -(-height // patch_rows)
-    return tuple(
-        Span(span.start * patch_rows, min(span.stop * patch_rows, height)) for span in split(Span(0, rows), min(bands, rows))
-    )
+def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching) -> tuple[Span, ...]:
+    """Spans of a latent's rows (or frames), one per band, on token borders; fewer than asked for where they run out."""
+    size, patch = shape[patching.band_dim], patching.band_size
+    rows = -(-size // patch)
+    return tuple(Span(span.start * patch, min(span.stop * patch, size)) for span in split(Span(0, rows), min(bands, rows)))
 
 
 def exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:
@@ -53,7 +54,7 @@ class _Request:
 
 
 class BandedRun:
-    """One sampling run in bands. `rows`: each band's latent rows; `shape`: of the whole latent [B, C, H, W].
+    """One sampling run in bands. `rows`: each band's latent rows (or frames); `shape`: of the whole latent.
 
     With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes.
     `overlap`, `extrapolate`: see messages.Step and OpenRun.
@@ -74,7 +75,8 @@ class BandedRun:
         assert len(rows) == 1 or not model.degrees.displaced
         self.model, self.rows, self.overlap = model, rows, overlap
         self.warm_up = warm_up or model.degrees.displaced
-        self.grid = model.family.grid(shape)
+        self.patching = model.family.patching
+        self.grid = self.patching.grid(shape)
         self.run = model.open_run(extrapolate)
         self.exact_calls, self.banded_calls = 0, 0
         self._lock = threading.RLock()
@@ -83,7 +85,7 @@ class BandedRun:
         self._latest: dict[int, _Request] = {}  # each band's last request, posted or not
         self._turn = (0, 0)  # the (call, band) to post next
         self._turn_timestep: torch.Tensor | None = None  # of band 0 in that call
-        self._turn_top: torch.Tensor | None = None  # the whole latent's first rows in that call
+        self._turn_top: torch.Tensor | None = None  # the whole latent's first band in that call
         self._known: set[int] = set()  # conditionings with keys in the buffers
         self._finished: set[int] = set()
         self._error: BaseException | None = None
@@ -97,7 +99,7 @@ class BandedRun:
         exact: bool,
         poll: Poll = lambda: None,
     ) -> torch.Tensor:
-        """The band's model output, like `x` [B, C, rows, W]. Blocks; raises what `abort` or `poll` raised, or RankError."""
+        """The model's output for the band's latent `x`. Blocks; raises what `abort` or `poll` raised, or RankError."""
         request = _Request(x, timestep, tensors, exact)
         with self._lock:
             if self._error is not None:
@@ -135,7 +137,7 @@ class BandedRun:
                 return
             if band == 0:
                 self._turn_timestep = request.timestep
-                self._turn_top = request.x[:, :, : self.model.family.patch_rows]
+                self._turn_top = request.x
             elif not torch.equal(request.timestep, self._turn_timestep):
                 self.abort(NotLocal("the bands are at different timesteps"))
                 return
@@ -157,18 +159,19 @@ class BandedRun:
         if any(not torch.equal(request.timestep, self._turn_timestep) for request in requests):
             self.abort(NotLocal("the bands are at different timesteps"))
             return
-        x = torch.cat([request.x for request in requests], dim=2)
-        whole, parts = Span(0, self.grid[0] * self.grid[1]), list(zip(requests, self.rows, strict=True))
+        x = torch.cat([request.x for request in requests], dim=self.patching.band_dim)
+        whole, parts = Span(0, math.prod(self.grid)), list(zip(requests, self.rows, strict=True))
         self._post(x, whole, True, False, parts, conditioning)
         self.exact_calls += 1
 
     def _post_band(self, band: int, request: _Request, conditioning: Conditioning) -> None:
-        patch, columns, rows = self.model.family.patch_rows, self.grid[1], self.rows[band]
+        patch, columns, rows = self.patching.band_size, self.patching.row_tokens(self.grid), self.rows[band]
         tokens = Span(rows.start // patch * columns, -(-rows.stop // patch) * columns)
         stale, x = self.model.degrees.displaced, request.x
         if padding := -len(rows) % patch:
             # An odd height is padded circularly, as ComfyUI does: the last row's neighbour is the picture's first one.
-            x = torch.cat((x, self._turn_top[:, :, :padding]), dim=2)
+            top = self.patching.rows(self._turn_top, Span(0, padding))
+            x = torch.cat((x, top), dim=self.patching.band_dim)
         self._post(x, tokens, band == 0, stale, [(request, Span(0, len(rows)))], conditioning)
         self.banded_calls += band == 0
 
@@ -182,16 +185,16 @@ class BandedRun:
         conditioning: Conditioning,
     ) -> None:
         """Post `x` and give each request its rows of the answer."""
-        family, timestep = self.model.family, requests[0][0].timestep
+        patching, timestep = self.patching, requests[0][0].timestep
         call = self.model.call(
-            family.pack(x), timestep, conditioning, self.run, tokens, text, stale=stale, overlap=self.overlap
+            patching.pack(x), timestep, conditioning, self.run, tokens, text, stale=stale, overlap=self.overlap
         )
 
         def share(done: Future) -> None:
             error = done.exception()
-            latent = None if error else family.unpack(done.result(), tuple(x.shape))
+            latent = None if error else patching.unpack(done.result(), tuple(x.shape))
             for request, rows in requests:
-                self._settle(request, error, None if error else latent[:, :, rows.slice])
+                self._settle(request, error, None if error else patching.rows(latent, rows))
 
         call.future.add_done_callback(share)
         self.model.post(call)

@@ -1,38 +1,31 @@
-"""Checkpoints on disk: which family one is, and any rank's own part of it, read through a memory map.
+"""Checkpoints on disk: which family one is, what its parameters are called there, and how their values are stored.
 
-Read: single-file safetensors in original (ComfyUI) key layout, with or without the `model.diffusion_model.` prefix, and
-diffusers folders (config.json, one or several safetensors files). Opening reads headers only.
+Read: single files in original (ComfyUI) key layout, safetensors or GGUF, with or without the `model.diffusion_model.`
+prefix, and diffusers folders (config.json, one or several safetensors files). Opening reads headers only. Values may be
+fp32, bf16, fp16, fp8 as it is or with ComfyUI's scales (scales.py), or GGUF's blocks (packings.py).
 """
 
 import inspect
 import json
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from .dtypes import TORCH_DTYPES
 from .families import FAMILIES, Family
 from .families.base import Source
-from .layout import Shard, Span
+from .files import GGUF, SAFETENSORS, Entry, read_header
+from .layout import Span
+from .packings import BLOCKS, FP8_KINDS
+from .scales import attach_scales
 
 PREFIXES = ("model.diffusion_model.", "")
-SCALE_SUFFIXES = (".scale_weight", ".weight_scale", ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
-"""Endings of the keys with which quantised files carry their scales; without them the weights are garbage."""
-
-_SAFETENSORS_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E4M3": "fp8_e4m3fn", "F8_E5M2": "fp8_e5m2"}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor on disk, known from its file's header."""
-
-    file: Path
-    key: str  # in the file, prefix included
-    shape: tuple[int, ...]
-    dtype: str  # fp32, bf16, fp16, fp8_e4m3fn, or safetensors' own name
+DTYPES = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *BLOCKS}
+"""What values may be stored as."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +40,25 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The dtype of most of the values."""
-        sizes: dict[str, int] = {}
+        """What most of the values are in, as the weight_dtype that leaves them so on CUDA ranks.
+
+        Plain fp8 of either kind is fp8_e4m3fn. Scaled fp8 and GGUF are bf16, which such weights are computed in; they stay
+        packed under every weight_dtype, on CPU ranks too (there computed in fp32), where plain fp8 becomes fp32.
+        """
+        most = self._most
+        if most.scale is not None or most.dtype in BLOCKS:
+            return "bf16"
+        return "fp8_e4m3fn" if most.dtype in FP8_KINDS else most.dtype
+
+    @cached_property
+    def _most(self) -> Entry:
+        """One of the entries that are stored as most of the values are."""
+        sizes: dict[tuple[str, bool], int] = {}
         for entry in self.entries.values():
-            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + _numel(entry.shape)
-        return max(sizes, key=sizes.get)
+            how = entry.dtype, entry.scale is not None
+            sizes[how] = sizes.get(how, 0) + _numel(entry.shape)
+        most = max(sizes, key=sizes.get)
+        return next(entry for entry in self.entries.values() if (entry.dtype, entry.scale is not None) == most)
 
     @property
     def original_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -71,56 +78,28 @@ class Checkpoint:
         shape = self.entries[source.key].shape
         return shape if source.rows is None else (len(source.rows), *shape[1:])
 
-    def read(
-        self, targets: dict[str, torch.dtype], shards: dict[str, Shard], device: torch.device
-    ) -> dict[str, torch.Tensor]:
-        """The values of these parameters, in these dtypes, from the mapped files; of those in `shards` only that part.
+    def storage(self, target: str, dtype_name: str) -> str | None:
+        """How the weight of a linear layer is kept on a rank: fp8_e4m3fn, fp8_e5m2, a type of packings.BLOCKS, or None.
 
-        Only what is needed is copied.
+        None: in the compute dtype. weight_dtype fp8_e4m3fn rounds what is not fp8, but in a file that is quantised anyway
+        it leaves alone what the file's maker left in full.
         """
-        with ExitStack() as stack:
-            files = {
-                path: stack.enter_context(safe_open(path, framework="pt"))
-                for path in {self.entries[self.recipe[target].key].file for target in targets}
-            }
-            return {
-                target: self._read_one(files, target, shards.get(target), dtype, device) for target, dtype in targets.items()
-            }
+        entry = self.entries[self.recipe[target].key]
+        fp8 = dtype_name.startswith("fp8")
+        if entry.dtype in BLOCKS or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):
+            return entry.dtype
+        most = self._most.dtype
+        return dtype_name if fp8 and most not in BLOCKS and most not in FP8_KINDS else None
 
-    def _read_one(
-        self, files: dict[Path, Any], target: str, shard: Shard | None, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        source = self.recipe[target]
-        entry = self.entries[source.key]
-        part = files[entry.file].get_slice(entry.key)
-        if shard is None:
-            shard = Shard(0, (Span(0, self.shape(target)[0]),))
-        spans = list(shard.spans)
-        if source.swap_halves:
-            assert shard.dim == 0
-            half = self.shape(target)[0] // 2
-            spans = [piece.shift(by) for span in spans for piece, by in _halves(span, half)]
-        # Every piece goes straight from the mapped file to its place: a copy in between would leave holes in the heap,
-        # which the process keeps after the weights are gone.
-        out = torch.empty(_resized(self.shape(target), shard), dtype=dtype, device=device)
-        first = 0 if source.rows is None else source.rows.start
-        rows = slice(first, first + self.shape(target)[0])
-        for span, place in zip(spans, out.split([len(span) for span in spans], dim=shard.dim), strict=True):
-            place.copy_(part[span.shift(first).slice] if shard.dim == 0 else part[rows, span.slice])
-        return out
-
-
-def _resized(shape: tuple[int, ...], shard: Shard) -> list[int]:
-    return [sum(map(len, shard.spans)) if dim == shard.dim else size for dim, size in enumerate(shape)]
-
-
-def _halves(span: Span, half: int) -> list[tuple[Span, int]]:
-    """The parts of `span` below and from `half` on, each with the way to its place when the halves are exchanged."""
-    parts = (
-        (Span(min(span.start, half), min(span.stop, half)), half),
-        (Span(max(span.start, half), max(span.stop, half)), -half),
-    )
-    return [(part, by) for part, by in parts if len(part)]
+    def nbytes(self, target: str, dtype_name: str) -> int:
+        """What the whole parameter takes on a rank; matrices are counted as weights of linear layers."""
+        shape = self.shape(target)
+        storage = self.storage(target, dtype_name) if len(shape) == 2 else None
+        if storage in BLOCKS:
+            values, size = BLOCKS[storage]
+            return _numel(shape) // values * size
+        plain = "bf16" if dtype_name.startswith("fp8") else dtype_name
+        return _numel(shape) * (1 if storage else TORCH_DTYPES[plain].itemsize)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -132,12 +111,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _open_single_file(path: Path) -> Checkpoint:
-    if path.suffix != ".safetensors":
-        raise ValueError(f"model_name: {path.name} is not a .safetensors file; pickled checkpoints are never opened.")
-    entries = _read_header(path)
+    if path.suffix.lower() not in SAFETENSORS + GGUF:
+        raise ValueError(
+            f"model_name: {path.name} is not a .safetensors, .sft or .gguf file; pickled checkpoints are never opened."
+        )
+    entries, stated = read_header(path)
     prefix = next(prefix for prefix in PREFIXES if prefix == "" or any(key.startswith(prefix) for key in entries))
     entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
-    _refuse_scales(path, entries)
+    stated = {layer.removeprefix(prefix): how for layer, how in stated.items()}
+    entries = attach_scales(path.name, entries, stated)
     family = next((f for f in FAMILIES.values() if f.detect({k: e.shape for k, e in entries.items()})), None)
     if family is None:
         known = ", ".join(FAMILIES)
@@ -168,9 +150,11 @@ def _open_folder(path: Path) -> Checkpoint:
     if family is None:
         raise ValueError(f"model_name: {path.name} is a {kind}, which this version does not know.")
     entries: dict[str, Entry] = {}
+    stated: dict[str, str] = {}
     for file in sorted(path.glob("*.safetensors")):
-        entries.update(_read_header(file))
-    _refuse_scales(path, entries)
+        for known, found in zip((entries, stated), read_header(file), strict=True):
+            known.update(found)
+    entries = attach_scales(path.name, entries, stated)
     config = _constructor_arguments(family, config)
     recipe = {target: Source(target) for target in family.recipe(config)}
     return _checked(Checkpoint(path, family, config, recipe, entries))
@@ -184,45 +168,27 @@ def _constructor_arguments(family: Family, config: dict[str, Any]) -> dict[str, 
     return {name: config.get(name, p.default) for name, p in parameters.items() if name != "self"}
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            keys = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-            return {
-                key: Entry(path, key, tuple(part.get_shape()), _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype()))
-                for key, part in keys.items()
-            }
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"model_name: {path.name} cannot be read; it is damaged or incomplete ({error}).") from error
-
-
-def _refuse_scales(path: Path, entries: dict[str, Entry]) -> None:
-    scales = [key for key in entries if key.endswith(SCALE_SUFFIXES)]
-    if scales:
-        raise ValueError(
-            f"model_name: {path.name} holds scaled weights ({scales[0]} and {len(scales) - 1} more), which this version "
-            "cannot expand. Use the plain fp8, bf16 or fp16 file of the model."
-        )
-
-
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
-    """Every parameter has its values, and every tensor of the file its use."""
+    """Every parameter has its values, and every tensor of the file its use (those that the family ignores are dropped)."""
     name, entries = checkpoint.path.name, checkpoint.entries
     missing = [source.key for source in checkpoint.recipe.values() if source.key not in entries]
     if missing:
         raise ValueError(f"model_name: {name} lacks {missing[0]}" + f" and {len(missing) - 1} more." * (len(missing) > 1))
     used = {source.key for source in checkpoint.recipe.values()}
-    surplus = [key for key in entries if key not in used]
+    ignored = checkpoint.family.ignored
+    surplus = [key for key in entries if key not in used and not any(re.fullmatch(each, key) for each in ignored)]
     if surplus:
         raise ValueError(
             f"model_name: {name} holds {surplus[0]}{f' and {len(surplus) - 1} more' * (len(surplus) > 1)}, for which "
             f"{checkpoint.family.name} has no use: not loaded, since the picture would be wrong."
         )
     for target, source in checkpoint.recipe.items():
-        shape = entries[source.key].shape
+        shape, dtype = entries[source.key].shape, entries[source.key].dtype
         if source.rows is not None and source.rows.stop > shape[0]:
             raise ValueError(f"model_name: {name}: {source.key} has {shape[0]} rows, too few for {target}.")
-    return checkpoint
+        if dtype not in DTYPES:
+            raise ValueError(f"model_name: {name} holds {source.key} as {dtype}, which this version cannot read.")
+    return replace(checkpoint, entries={key: entry for key, entry in entries.items() if key in used})
 
 
 def to_original(family: Family, config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

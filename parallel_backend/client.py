@@ -5,15 +5,17 @@ posted in order with a small window, and its outputs, shard by shard, are put to
 """
 
 import itertools
+import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
 from . import messages as m
+from .adapters import Delta, parameter_parts
 from .balance import balance
 from .checkpoint import Checkpoint
 from .config import SEQUENCE_AXES, WIDGETS, Degrees, check_devices, check_model
@@ -49,11 +51,11 @@ class Conditioning:
 class Call:
     """One evaluation of the transformer for image tokens `tokens`. `x` [B, n, c]; `run` 0 for a call without buffers.
 
-    `stale`, `overlap`: see messages.Step.
+    `timestep`, `stale`, `overlap`: see messages.Step.
     """
 
     x: torch.Tensor
-    timestep: tuple[float, ...]
+    timestep: torch.Tensor
     conditioning: Conditioning
     tokens: Span
     with_text: bool
@@ -134,6 +136,34 @@ class RemoteTransformer:
         )
         replies = wait_for(pool.ask(load, m.Loaded), poll)
         self.weight_bytes = [reply.weight_bytes for reply in replies]
+        self._parameters = [frozenset(reply.parameters) for reply in replies]
+        self._adapting = threading.Lock()
+        self._adapters: Hashable | None = None
+        self.adapter_bytes = [0] * len(replies)
+
+    def adapt(self, name: Hashable | None, deltas: Iterable[Delta], poll: Poll) -> None:
+        """Compute with the checkpoint's weights and these added, in place of what was added before; for no call under way.
+
+        `name` stands for the deltas: under the name of last time nothing is sent, and `deltas` is not looked at. None: as
+        loaded. Waits until every rank has its part, whose size is then in `adapter_bytes`. ValueError for a delta that
+        does not fit the checkpoint.
+        """
+        with self._adapting:
+            if self._error is not None:
+                raise self._error
+            if name == self._adapters:
+                return
+            self._adapters = object()  # equal to no name, until the ranks say that all is in place
+            self.pool.tell(m.DropAdapters())
+            for part in parameter_parts(self.checkpoint, deltas):
+                poll()
+                ranks = [rank for rank, names in enumerate(self._parameters) if part.parameter in names]
+                assert ranks, f"no rank has {part.parameter}"
+                for rank in ranks:
+                    self.pool.send(rank, part)
+            replies = wait_for(self.pool.ask(m.AdaptersSent(next(self._runs)), m.Adapted), poll)
+            self.adapter_bytes = [reply.adapter_bytes for reply in replies]
+            self._adapters = name
 
     def predict(
         self,
@@ -147,15 +177,16 @@ class RemoteTransformer:
 
         Exact, but in naive patch mode.
         """
-        grid = self.family.grid(x.shape)
-        call = self.call(self.family.pack(x), timestep, self.conditioning(grid, tensors), run=0, overlap=overlap)
+        patching = self.family.patching
+        grid = patching.grid(x.shape)
+        call = self.call(patching.pack(x), timestep, self.conditioning(grid, tensors), run=0, overlap=overlap)
         self.post(call)
         try:
             tokens = wait_for(call.future, poll)
         except BaseException:
             self._abandon(lambda other: other is call)
             raise
-        return self.family.unpack(tokens, x.shape).to(x.device)
+        return patching.unpack(tokens, tuple(x.shape)).to(x.device)
 
     def call(
         self,
@@ -177,7 +208,7 @@ class RemoteTransformer:
                 f"{degrees} cuts this picture (or patch of it), which has only {len(tokens)} tokens: one for each rank is "
                 "the least. Use a larger picture, fewer patches or smaller degrees."
             )
-        return Call(x, tuple(timestep.flatten().tolist()), conditioning, tokens, with_text, run, stale, overlap)
+        return Call(x, timestep.float().cpu(), conditioning, tokens, with_text, run, stale, overlap)
 
     def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet.
@@ -186,9 +217,9 @@ class RemoteTransformer:
         ValueError if the model has no positions for so large a `grid`.
         """
         side = self.family.max_side(self.checkpoint.config)
-        if side is not None and max(grid) > side:
-            rows, columns = (size * self.family.patch_rows for size in grid)
-            limit = side * self.family.patch_rows
+        if side is not None and max(grid[-2:]) > side:
+            rows, columns = (size * self.family.patching.side for size in grid[-2:])
+            limit = side * self.family.patching.side
             raise ValueError(
                 f"latent_image: {columns} x {rows} is too large for this model, whose positions end at {limit} x {limit} "
                 "latent pixels. Use a smaller latent."
@@ -247,7 +278,7 @@ class RemoteTransformer:
             if self._error is not None:
                 call.future.set_exception(self._error)
                 return
-            whole = len(call.tokens) == call.conditioning.grid[0] * call.conditioning.grid[1]
+            whole = len(call.tokens) == math.prod(call.conditioning.grid)
             for replica, entries in enumerate(split(Span(0, len(call.x)), self.degrees.batch)):
                 # An exact call fills the pipeline with its batch entries: nothing else could overlap in it.
                 parts = len(entries) if whole and self.degrees.pipe > 1 else min(1, len(entries))
@@ -300,7 +331,8 @@ class RemoteTransformer:
                         if name in family.vector_tensors or name == TEXT_MASK:
                             tensors[name] = tensor[entries.slice]
                         elif stage == 0:
-                            tensors[name] = tensor[entries.slice, text[index].slice]
+                            words = slice(None) if family.whole_latent else text[index].slice
+                            tensors[name] = tensor[entries.slice, words]
                     message = m.PutConditioning(
                         conditioning.id, conditioning.grid, conditioning.text_tokens, len(entries), tensors
                     )

@@ -1,5 +1,6 @@
 """One rank's model at work: turns a `Step` message into receives, the model's forward, and a send or an output."""
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -7,18 +8,20 @@ from dataclasses import dataclass
 
 import torch
 
+from .adapters import Adapters
 from .attention import AttentionContext, StepView, install_seams
 from .checkpoint import open_checkpoint
 from .config import Degrees
 from .dtypes import compute_dtype
-from .families.base import TEXT_MASK, StepInputs
+from .families.base import TEXT_MASK, Rows, StepInputs
 from .kernels import choose_kernel
 from .kv_buffer import KVBuffer
 from .layout import SequenceCut, Span
 from .mesh import close_axes, make_axes
 from .messages import Load, OpenRun, Output, PutConditioning, RunStats, Step
 from .schedule import Op, stage_ops
-from .stage import StageDone, build_stage, keep_timestep_exact
+from .slots import StageDone
+from .stage import build_stage, keep_timestep_exact
 from .stage_link import StageLink
 from .tensor_parallel import TensorPlan
 from .traffic import Elapsed, Traffic
@@ -60,12 +63,15 @@ class Engine:
         self.link = StageLink(self.pipe, device, self.traffic)
         plan = TensorPlan(family.tensor_plan, family.heads(config), family.head_size(config), self.tensor)
         span = load.stage_blocks[self.pipe.index]
-        self.model, attention, self.ingress = build_stage(checkpoint, span, device, load.dtype, plan)
+        stage = build_stage(checkpoint, span, device, load.dtype, plan)
+        self.model, self.flow = stage.model, stage.flow
         plan.apply(self.model, self.traffic)
+        self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype)
         kernel = choose_kernel(load.attention, device, load.dtype)
-        self.context = AttentionContext(degrees, axes, kernel, self.traffic)
-        install_seams(attention, self.context)
+        self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.drops_mask)
+        install_seams(stage.attention, self.context)
         self.timestep: torch.Tensor | None = None
+        self._orders: dict[tuple[int, ...], torch.Tensor | None] = {}  # of the last grid, see Patching.order
         keep_timestep_exact(self.model, self.family, lambda: self.timestep)
 
         self.conditionings: dict[int, Conditioning] = {}
@@ -158,7 +164,7 @@ class Engine:
         conditioning = self.conditionings[step.conditioning]
         buffer = self._buffer(step, conditioning)
         if buffer is not None and step.with_text:
-            buffer.begin_call(step.timestep[0])
+            buffer.begin_call(float(step.timestep.max()))
         text, image = self._shards(step)
         own_text, own_image = text[self.place], image[self.place]
         text_mask = conditioning.tensors.get(TEXT_MASK)
@@ -173,9 +179,8 @@ class Engine:
             self.family.text_first,
             None if text_mask is None else text_mask[step.entries.slice],
         )
-        self.timestep = torch.tensor(step.timestep, dtype=torch.float32, device=self.device)
-        if self.ingress is not None:
-            self.ingress.received, self.ingress.text_tokens = received, len(own_text)
+        self.timestep = step.timestep.to(self.device)
+        self.flow.begin(received, len(own_text), self._rows(conditioning.grid, own_image, own_text))
         inputs = StepInputs(
             None if step.x is None else step.x.to(self.device, self.dtype),
             self.timestep,
@@ -183,6 +188,8 @@ class Engine:
             conditioning.grid,
             own_image,
             own_text,
+            conditioning.text_tokens,
+            self.dtype,
         )
         try:
             output = self.family.run(self.model, inputs)
@@ -195,10 +202,24 @@ class Engine:
             self.buffer_bytes = max(self.buffer_bytes, sum(b.nbytes for b in self.buffers.values()))
         return output
 
+    def _rows(self, grid: tuple[int, ...], image: Span, text: Span) -> Rows | None:
+        """What slots cut whole tensors down to."""
+        if not self.family.whole_latent:
+            return None
+        if grid not in self._orders:
+            order = self.family.patching.order(grid)
+            self._orders = {grid: None if order is None else order.to(self.device)}
+        order = self._orders[grid]
+        index = image.slice if order is None else order[image.slice]
+        return Rows(index, math.prod(grid), text, self.family.text_first)
+
     def _tensors(self, step: Step, conditioning: Conditioning) -> dict[str, torch.Tensor]:
-        """The conditioning of this micro-step's entries; its text is empty where the text does not run along."""
+        """The conditioning of this micro-step's entries; its text is empty where the text does not run along.
+
+        In families of `whole_latent` it is whole all the same: the blocks' slots leave it out.
+        """
         tensors = {name: tensor[step.entries.slice] for name, tensor in conditioning.tensors.items()}
-        if not step.with_text:
+        if not step.with_text and not self.family.whole_latent:
             for name in self.family.token_tensors:
                 if name in tensors:
                     tensors[name] = tensors[name][:, :0]
@@ -209,10 +230,8 @@ class Engine:
             return None
         key = (step.run, step.conditioning)
         if key not in self.buffers:
-            image = conditioning.grid[0] * conditioning.grid[1]
-            self.buffers[key] = KVBuffer(
-                conditioning.text_tokens, image, conditioning.batch, self.runs[step.run].extrapolate
-            )
+            image = math.prod(conditioning.grid)
+            self.buffers[key] = KVBuffer(image, conditioning.batch, self.runs[step.run].extrapolate)
         return self.buffers[key]
 
     def _peak_bytes(self) -> int:

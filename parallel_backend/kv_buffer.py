@@ -79,7 +79,6 @@ class KVBuffer:
     [0, filled) have been written. Without warm-up the first round reads only those: never memory that nothing wrote.
     """
 
-    text_tokens: int
     image_tokens: int
     batch: int
     extrapolate: bool
@@ -113,21 +112,27 @@ class KVBuffer:
         return min(max((now - last) / (last - before), RATIO_LIMITS[0]), RATIO_LIMITS[1])
 
     def update(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, pieces: list[Piece], entries: Span
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        pieces: list[Piece],
+        entries: Span,
+        text_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write fresh keys and values [b, n, h, D] in place; return views of all that is filled, [b, text + m, h, D].
 
-        `entries`: the batch entries that b covers.
+        `entries`: the batch entries that b covers. `text_tokens`: in front of the image's, 0 in layers without text.
         """
         if layer not in self.layers:
-            shape = (self.batch, self.text_tokens + self.image_tokens, *keys.shape[2:])
+            shape = (self.batch, text_tokens + self.image_tokens, *keys.shape[2:])
             self.layers[layer] = LayerBuffer(keys.new_empty(shape), values.new_empty(shape), self._call)
         buffer = self.layers[layer]
         buffer.land()
         if self.extrapolate and buffer.call != self._call:
             buffer.enter(self._call, self._ratio)
         buffer.write(keys, values, pieces, entries)
-        stop = max(self.text_tokens + self.filled, *(positions.stop for _, positions in pieces))
+        stop = max(text_tokens + self.filled, *(positions.stop for _, positions in pieces))
         return buffer.keys[entries.slice, :stop], buffer.values[entries.slice, :stop]
 
     def expect(self, layer: int, arriving: Arriving) -> None:

@@ -62,10 +62,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Rank -> client: the model is in place; `weight_bytes` is what this rank holds of it."""
+    """Rank -> client: the model is in place; `weight_bytes` is what this rank holds of it, `parameters` are their names."""
 
     rank: int
     weight_bytes: int
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,40 @@ class Unloaded:
 
 
 @dataclass(frozen=True)
+class DropAdapters:
+    """Client -> rank: the model's weights count as they are in the checkpoint again."""
+
+
+@dataclass(frozen=True)
+class Adapt:
+    """Client -> rank: add `scale` * `up` [out, r] @ `down` [r, in] to one of the rank's parameters, beside what is there.
+
+    Without `down`, `up` has the parameter's shape. Both are whole: the rank takes its shard of them.
+    """
+
+    parameter: str
+    up: torch.Tensor
+    down: torch.Tensor | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class AdaptersSent:
+    """Client -> rank: say when all that was sent is in place. `run`: a number that the reply repeats."""
+
+    run: int
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Rank -> client: the adapters are in place and take `adapter_bytes` on this rank."""
+
+    rank: int
+    run: int
+    adapter_bytes: int
+
+
+@dataclass(frozen=True)
 class PutConditioning:
     """Client -> rank: what a set of model calls shares. `tensors`: only those that this rank needs, by the family's names.
 
@@ -86,7 +121,7 @@ class PutConditioning:
     """
 
     id: int
-    grid: tuple[int, ...]  # tokens per image axis, (rows, columns)
+    grid: tuple[int, ...]  # tokens per image axis, (rows, columns) or (frames, rows, columns)
     text_tokens: int  # of the whole text, over all ranks
     batch: int
     tensors: dict[str, torch.Tensor]
@@ -102,9 +137,9 @@ class Step:
     """Client -> rank: one micro-step. `tokens`: the band's span of image tokens, over all ranks of the stage.
 
     `run` names the K/V buffers to use (0: none, the step is exact and leaves nothing behind). `x` is the rank's own
-    shard [entries, n, channels], for the first stage only. `timestep`: one float per entry, as the sampler gave it.
-    `stale`: displaced patches use each other's keys of the call before. `overlap`: transfers run beside compute where
-    they can, rather than being waited for at once.
+    shard [entries, n, channels], for the first stage only. `timestep`: [entries] or [entries, frames] float32, as
+    the sampler gave it. `stale`: displaced patches use each other's keys of the call before. `overlap`: transfers run
+    beside compute where they can, rather than being waited for at once.
     """
 
     seq: int
@@ -115,7 +150,7 @@ class Step:
     stale: bool
     overlap: bool
     entries: Span
-    timestep: tuple[float, ...]
+    timestep: torch.Tensor
     x: torch.Tensor | None
 
 
@@ -181,6 +216,7 @@ _TYPES = {
     cls.__name__: cls
     for cls in (
         *(Ready, Probe, Probed, Load, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
+        *(DropAdapters, Adapt, AdaptersSent, Adapted),
         *(Step, Output, OpenRun, CloseRun, RunStats, Failure, Stop, Span),
     )
 }

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 
-import diffusers
 import torch
 from torch import nn
 
@@ -12,6 +11,7 @@ from .dtypes import compute_dtype
 from .families.base import StepInputs
 from .layout import Span
 from .messages import Probed
+from .skeleton import skeleton
 
 ROWS, QUARTER_ROWS, COLUMNS = 32, 8, 32
 """Token grids that are timed: 1,024 tokens, which is a picture of 512 x 512, and a quarter of them."""
@@ -66,19 +66,19 @@ def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: s
 def _measure(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> list[dict[str, float]]:
     """For each grid: seconds by block list, and under AROUND of the forward without its blocks."""
     family, config = checkpoint.family, checkpoint.config
-    with torch.device("meta"):
-        model = getattr(diffusers, family.model_class)(**config).eval().requires_grad_(False)
-    for name in family.block_lists:
+    model = skeleton(family, config)
+    lists = [spec.name for spec in family.block_lists if not spec.prologue]
+    for name in lists:
         setattr(model, name, nn.ModuleList(list(getattr(model, name))[:1]))
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(std=0.02)
             setattr(module, name, nn.Parameter(values, requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.zeros(buffer.shape, dtype=dtype, device=device))
+            setattr(module, name, buffer.to(device))
 
     watch, found = _Stopwatch(device), []
-    for name in family.block_lists:
+    for name in lists:
         for block in getattr(model, name):
             watch.watch(name, block)
     for rows in (ROWS, QUARTER_ROWS):
@@ -96,12 +96,14 @@ def _measure(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -
 
 def _forward(family, config, model: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
     """The model's forward on a random picture of `rows` x COLUMNS tokens."""
-    shape = (1, family.latent_channels(config), rows * family.patch_rows, COLUMNS * family.patch_rows)
-    tokens = family.pack(torch.randn(shape)).to(device, dtype)
+    patching = family.patching
+    grid = ((1,) if patching.video else ()) + (rows, COLUMNS)
+    tokens = patching.pack(torch.randn(1, family.latent_channels(config), *patching.whole(grid))).to(device, dtype)
     tensors = {
         name: tensor.to(device, dtype if tensor.is_floating_point() else None)
         for name, tensor in family.example(config, TEXT_TOKENS).items()
     }
-    grid, timestep = family.grid(shape), torch.full((1,), 0.5, device=device)
-    inputs = StepInputs(tokens, timestep, tensors, grid, Span(0, tokens.shape[1]), Span(0, TEXT_TOKENS))
+    timestep = torch.full((1,), 0.5, device=device)
+    image, text = Span(0, tokens.shape[1]), Span(0, TEXT_TOKENS)
+    inputs = StepInputs(tokens, timestep, tensors, grid, image, text, TEXT_TOKENS, dtype)
     return lambda: family.run(model, inputs)

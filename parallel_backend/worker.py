@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import messages as m
+from .adapters import parameter_names
 from .channel import Channel
 from .checkpoint import open_checkpoint
 from .engine import Engine
@@ -52,6 +53,12 @@ class Worker:
                 self.current = None
                 if output is not None:
                     self.channel.send(output)
+            case m.DropAdapters():
+                self.engine.adapters.drop()
+            case m.Adapt():
+                self.engine.adapters.add(message)
+            case m.AdaptersSent():
+                self.channel.send(m.Adapted(self.settings.rank, message.run, self.engine.adapters.nbytes))
             case m.PutConditioning():
                 self.engine.put_conditioning(message)
             case m.DropConditioning():
@@ -69,7 +76,8 @@ class Worker:
             case m.Load():
                 self._unload()
                 self.engine = Engine(self.settings.rank, self.device, message, self.settings.slowdown)
-                self.channel.send(m.Loaded(self.settings.rank, self.engine.weight_bytes))
+                names = parameter_names(self.engine.model)
+                self.channel.send(m.Loaded(self.settings.rank, self.engine.weight_bytes, names))
             case m.Unload():
                 self._unload()
                 self.channel.send(m.Unloaded(self.settings.rank))

@@ -17,10 +17,12 @@ from parallel_backend.bands import BandedRun, NotLocal, cut_rows, run_bands
 from parallel_backend.client import Call, Conditioning
 from parallel_backend.config import Degrees
 from parallel_backend.families import FAMILIES
+from parallel_backend.families.patching import Patching
 from parallel_backend.layout import Span
 from parallel_backend.schedule import MicroStep, micro_steps
 
 SHAPE = (1, 16, 12, 4)  # 6 rows of 2 tokens
+PATCHING = Patching()
 PATIENCE = 10.0
 """Seconds after which a run that should have ended counts as hanging."""
 
@@ -120,7 +122,7 @@ def run_all(run, sample, poll=lambda: None):
 
 
 def start(model, count: int = 3, warm_up: bool = False) -> BandedRun:
-    return BandedRun(model, cut_rows(SHAPE[2], count, 2), SHAPE, warm_up)
+    return BandedRun(model, cut_rows(SHAPE, count, PATCHING), SHAPE, warm_up)
 
 
 def noise() -> torch.Tensor:
@@ -166,7 +168,7 @@ def test_odd_sizes_get_their_own_rows_back(seed):
     shape = (1, 16, 11, 5)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     for exact in (True, False):
-        run = BandedRun(model, cut_rows(11, 4, 2), shape, warm_up=False)
+        run = BandedRun(model, cut_rows(shape, 4, PATCHING), shape, warm_up=False)
 
         def sample(band, run=run, exact=exact):
             return run.predict(band, x[:, :, run.rows[band].slice], torch.ones(1), text(), exact)
@@ -325,7 +327,7 @@ def test_poll_runs_on_the_calling_thread_and_samples_in_inference_mode(model):
 
 @given(st.integers(1, 300), st.integers(1, 20), st.sampled_from([1, 2, 4]))
 def test_cut_rows(height, count, patch):
-    rows = cut_rows(height, count, patch)
+    rows = cut_rows((1, 16, height, 8), count, Patching(side=patch))
     assert [row for span in rows for row in range(span.start, span.stop)] == list(range(height))
     assert len(rows) == min(count, -(-height // patch))
     assert all(len(span) for span in rows)

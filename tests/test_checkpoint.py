@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoint import open_checkpoint, to_original
 from parallel_backend.families import FAMILIES
 from parallel_backend.layout import Span, split
+from parallel_backend.linear import PackedLinear
 from parallel_backend.stage import build_stage
 from tests import tiny
 
@@ -121,8 +122,12 @@ BROKEN_TENSORS = {
     "several missing": (lambda t: without(t, "txt_mlp.0.bias"), "and 2 more"),
     "a missing width": (lambda t: without(t, "img_in.weight"), "looks like flux, but lacks 'img_in.weight'"),
     "a surplus tensor": (lambda t: t | {"pulid.weight": torch.zeros(2)}, "holds pulid.weight, for which flux"),
-    "scaled fp8": (lambda t: t | {"double_blocks.0.img_mod.lin.scale_weight": torch.ones(1)}, "holds scaled weights"),
-    "scaled fp8 marker": (lambda t: t | {"scaled_fp8": torch.ones(1)}, "holds scaled weights"),
+    "bytes": (lambda t: t | {"txt_in.weight": torch.zeros(128, 24, dtype=torch.uint8)}, "holds txt_in.weight as U8"),
+    "a scale of no weight": (
+        lambda t: t | {"double_blocks.0.x.scale_weight": torch.ones(1)},
+        "holds double_blocks.0.x.scale",
+    ),
+    "an unknown scale": (lambda t: t | {"txt_in.weight_scale_2": torch.ones(1)}, "holds txt_in.weight_scale_2, for which"),
     "no transformer": (lambda t: {"lora_up.weight": torch.zeros(2)}, "no diffusion transformer .* lora_up.weight"),
     "another family": (lambda t: without(t, "img_mod.lin.weight", "img_mod.lin.bias"), "no diffusion transformer"),
     "no tensors": (lambda t: {}, "Its first keys: none"),
@@ -155,7 +160,7 @@ BROKEN_FILES = {
     "empty.safetensors": (lambda path, _: path.write_bytes(b""), "damaged or incomplete"),
     "text.safetensors": (lambda path, _: path.write_text("<html>not found</html>"), "damaged or incomplete"),
     "pickle.ckpt": (lambda path, _: torch.save({"a": torch.zeros(1)}, path), "pickled checkpoints are never opened"),
-    "renamed.pt": (lambda path, file: path.write_bytes(file.read_bytes()), "not a .safetensors file"),
+    "renamed.pt": (lambda path, file: path.write_bytes(file.read_bytes()), "not a .safetensors, .sft or .gguf file"),
 }
 
 
@@ -218,18 +223,6 @@ def own_names(expected: set[str], span: Span, first: bool, last: bool) -> set[st
     return {name for name in expected if belongs(name)}
 
 
-def original_name(name: str, span: Span, first: bool) -> str:
-    """A stage numbers its own blocks from 0, behind its Ingress; back to diffusers' number."""
-    doubles = tiny.FLUX["num_layers"]
-    top, _, rest = name.partition(".")
-    if top not in ("transformer_blocks", "single_transformer_blocks"):
-        return name
-    index, _, leaf = rest.partition(".")
-    start = max(span.start, 0) if top == "transformer_blocks" else max(span.start - doubles, 0)
-    ingress = 0 if first or top != "transformer_blocks" else 1
-    return f"{top}.{int(index) - ingress + start}.{leaf}"
-
-
 @pytest.mark.parametrize("layout", ["original", "diffusers, sharded"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_a_stage_holds_exactly_its_own_parameters(files, flux_model, stages, layout):
@@ -239,15 +232,14 @@ def test_a_stage_holds_exactly_its_own_parameters(files, flux_model, stages, lay
     total = 0
     for number, span in enumerate(split(Span(0, BLOCKS), stages)):
         first, last = number == 0, number == stages - 1
-        model, attention, ingress = build_stage(checkpoint, span, CPU, "fp32")
-        own = {original_name(name, span, first): value for name, value in model.named_parameters()}
+        stage = build_stage(checkpoint, span, CPU, "fp32")
+        own = dict(stage.model.named_parameters())
         assert own.keys() == own_names(set(expected), span, first, last)
         for name, value in own.items():
             assert value.device == CPU
             assert torch.equal(value, expected[name]), name
-        assert len(attention) == len(span)
-        assert (ingress is None) == first
-        assert not [name for name, buffer in model.named_buffers() if buffer.is_meta]
+        assert len(stage.attention) == len(span)
+        assert not [name for name, buffer in stage.model.named_buffers() if buffer.is_meta]
         total += sum(value.nbytes for value in own.values())
     assert total == sum(value.nbytes for value in expected.values()) + (stages - 1) * shared
 
@@ -259,22 +251,19 @@ def test_another_dtype_is_the_rounded_weights(files, flux_model, dtype, torch_dt
         assert torch.equal(value, flux_model.state_dict()[name].to(torch_dtype)), name
 
 
-def fp8_model(path):
-    model = tiny.whole_model(path, "fp8_e4m3fn")
-    return model, {name: p.dtype for name, p in model.named_parameters()}
-
-
 def test_fp8_is_a_quarter_in_memory(files, flux_model):
-    model, dtypes = fp8_model(files["original"])
+    model = tiny.whole_model(files["original"], "fp8_e4m3fn")
     whole = sum(p.nbytes for p in flux_model.parameters())
     assert sum(p.nbytes for p in model.parameters()) < 0.3 * whole
-    large = [name for name, p in flux_model.named_parameters() if p.ndim > 1]
-    stored = [name for name in large if dtypes[name] == torch.float8_e4m3fn]
-    assert len(stored) > 0.9 * len(large)
+    expected = flux_model.state_dict()
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            assert isinstance(layer, PackedLinear), name
+            assert torch.equal(layer.weight, expected[f"{name}.weight"].to(torch.float8_e4m3fn).float()), name
 
 
 def test_fp8_output_is_close_to_fp32(files, flux_model):
-    model, _ = fp8_model(files["original"])
+    model = tiny.whole_model(files["original"], "fp8_e4m3fn")
     given = tiny.inputs(tiny.FLUX)
     error = tiny.relative(tiny.reference(model, *given), tiny.reference(flux_model, *given))
     assert 1e-4 < error < 0.1

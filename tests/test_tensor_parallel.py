@@ -40,7 +40,7 @@ def test_the_ranks_cut_a_side_into_all_of_it_once(heads, head_size, width, width
 def test_every_value_of_the_file_is_on_exactly_one_rank_or_on_all(flux_file, flux_model, ranks):
     checkpoint, whole = open_checkpoint(flux_file), flux_model.state_dict()
     parts = [
-        dict(build_stage(checkpoint, Span(0, 8), torch.device("cpu"), "fp32", plan(index, ranks))[0].named_parameters())
+        dict(build_stage(checkpoint, Span(0, 8), torch.device("cpu"), "fp32", plan(index, ranks)).model.named_parameters())
         for index in range(ranks)
     ]
     plans = [plan(index, ranks) for index in range(ranks)]
@@ -96,7 +96,7 @@ def test_original_layout_and_folder_give_the_same_shards(flux_file, flux_model, 
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel", **tiny.FLUX}))
     for index in range(2):
         one, two = (
-            build_stage(open_checkpoint(path), Span(0, 8), torch.device("cpu"), "fp32", plan(index, 2))[0]
+            build_stage(open_checkpoint(path), Span(0, 8), torch.device("cpu"), "fp32", plan(index, 2)).model
             for path in (flux_file, tmp_path)
         )
         for (name, a), (_, b) in zip(one.named_parameters(), two.named_parameters(), strict=True):
@@ -107,5 +107,5 @@ def test_the_output_norm_is_read_whole_in_its_swapped_order(flux_file, flux_mode
     """The one packed tensor that the plan leaves whole and whose halves change places."""
     state = to_original(FAMILIES["flux"], tiny.FLUX, flux_model.state_dict())
     half = state["final_layer.adaLN_modulation.1.weight"].chunk(2)
-    model = build_stage(open_checkpoint(flux_file), Span(0, 8), torch.device("cpu"), "fp32", plan(1, 2))[0]
+    model = build_stage(open_checkpoint(flux_file), Span(0, 8), torch.device("cpu"), "fp32", plan(1, 2)).model
     assert torch.equal(model.norm_out.linear.weight, torch.cat(half[::-1]))

@@ -75,17 +75,17 @@ def whole_model(path: Path, dtype: str = "fp32") -> torch.nn.Module:
     """The checkpoint as one process's model, loaded by our own loader."""
     checkpoint = open_checkpoint(path)
     blocks = checkpoint.family.block_count(checkpoint.config)
-    return build_stage(checkpoint, Span(0, blocks), torch.device("cpu"), dtype)[0]
+    return build_stage(checkpoint, Span(0, blocks), torch.device("cpu"), dtype).model
 
 
 @torch.inference_mode()
 def reference(model: torch.nn.Module, x: torch.Tensor, timestep: torch.Tensor, tensors: dict) -> torch.Tensor:
     """diffusers' forward on a latent [B, C, H, W], packed as the family says."""
     family = FAMILIES["flux"]
-    rows, columns = family.grid(tuple(x.shape))
+    rows, columns = family.patching.grid(tuple(x.shape))
     image_ids = torch.cartesian_prod(torch.zeros(1), torch.arange(rows).float(), torch.arange(columns).float())
     out = model(
-        hidden_states=family.pack(x),
+        hidden_states=family.patching.pack(x),
         encoder_hidden_states=tensors["context"],
         pooled_projections=tensors["pooled"],
         guidance=tensors.get("guidance"),
@@ -94,7 +94,7 @@ def reference(model: torch.nn.Module, x: torch.Tensor, timestep: torch.Tensor, t
         txt_ids=torch.zeros(tensors["context"].shape[1], 3),
         return_dict=False,
     )[0]
-    return family.unpack(out, tuple(x.shape))
+    return family.patching.unpack(out, tuple(x.shape))
 
 
 @torch.inference_mode()

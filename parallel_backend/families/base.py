@@ -1,7 +1,7 @@
 """What a family is to the backend: data, and a few functions of a line or two."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,6 +9,10 @@ from torch import nn
 
 from ..layout import Span
 from ..tensor_parallel import Plan
+from .patching import Patching
+
+Config = dict[str, Any]
+"""Constructor arguments of the family's diffusers class."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Checkpoint key (original layout, no prefix) -> shape."""
@@ -16,6 +20,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 TEXT_MASK = "text_mask"
 """Name of a conditioning tensor [B, T] bool that any family may have: which text tokens attention may see. It never
 reaches the model's own code, which knows one rank's tokens only; the seam applies it (attention.py)."""
+
+JOINT, IMAGE = "joint", "image"
+"""Which tokens an attention layer is over: the whole sequence, or the image's alone."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +41,11 @@ class Source:
 class StepInputs:
     """What a family's `arguments` may use to call the model's own forward for one micro-step, all on the rank's device.
 
-    `x`: [b, n, C] the rank's shard of the band's packed latent, None where the rank has no prologue.
-    `timestep`: [b] float32, as the sampler gave it. `tensors`: the conditioning's, entries of this micro-step only.
-    `grid`, `image`, `text`: token grid of the whole image; positions of the rank's image and text tokens.
+    `x`: [b, n, C] the rank's shard of the band's packed latent, None where the rank has no prologue. In families of
+    `whole_latent`: [b, C, (T,) H, W] on every rank, zero outside of that shard (of it all where there is no prologue).
+    `timestep`: [b] float32, or [b, T] where each latent frame has its own, as the sampler gave it. `tensors`: the
+    conditioning's, entries of this micro-step only. `grid`, `image`, `text`: token grid of the whole image; positions of
+    the rank's image and text tokens. `text_tokens`: of the whole text.
     """
 
     x: torch.Tensor | None
@@ -45,56 +54,138 @@ class StepInputs:
     grid: tuple[int, ...]
     image: Span
     text: Span
+    text_tokens: int = 0
+    dtype: torch.dtype = torch.float32  # that the rank computes in
+
+    def text_tensor(self, name: str, width: int) -> torch.Tensor:
+        """Token tensor `name` [b, T, width]; on stages that are not sent it, zeros, of which only the shape is used."""
+        given = self.tensors.get(name)
+        if given is not None:
+            return given
+        return self.timestep.new_zeros(len(self.timestep), self.text_tokens, width, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which tokens of whole tensors the micro-step is about: a stage's slots cut arguments down to them (slots.py).
+
+    `image`: index of the band's image tokens in the model's own order, of `image_tokens`; `text`: the rank's text tokens.
+    """
+
+    image: slice | torch.Tensor
+    image_tokens: int
+    text: Span
+    text_first: bool
+
+    def of_image(self, value: torch.Tensor, dim: int) -> torch.Tensor:
+        """`value` has the whole image's tokens along `dim`."""
+        return value[(slice(None),) * dim + (self.image,)]
+
+    def of_joint(self, value: torch.Tensor, dim: int) -> torch.Tensor:
+        """`value` has the whole sequence along `dim`, text and image in the family's order."""
+        text_tokens = value.shape[dim] - self.image_tokens
+        words, image = (text_tokens, self.image_tokens) if self.text_first else (self.image_tokens, text_tokens)
+        first, second = value.split((words, image), dim)
+        text, image = (first, second) if self.text_first else (second, first)
+        parts = (text.narrow(dim, self.text.start, len(self.text)), self.of_image(image, dim))
+        return torch.cat(parts if self.text_first else parts[::-1], dim)
+
+
+Cut = Callable[[Any, Rows], Any]
+"""Cuts an argument of a block, made for the whole sequence, down to the rank's tokens."""
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """One of the class's block lists: how its blocks are called, and what they return.
+
+    `returns`: the streams ("text", "image") that a block returns, in its order. `image`, `text`: their argument names.
+    `joined`: one stream ("image") holds the tokens of both, in the family's order. `cuts`: other arguments that have a
+    token axis, in families of `whole_latent`. `attention`: the attention module's name in a block -> which tokens it is
+    over. `prologue`: belongs to the first stage as a whole (a refiner), and is not counted among the blocks.
+    """
+
+    name: str
+    returns: tuple[str, ...] = ("text", "image")
+    image: str = "hidden_states"
+    text: str = "encoder_hidden_states"
+    joined: bool = False
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    attention: Mapping[str, str] = field(default_factory=lambda: {"attn": JOINT})
+    prologue: bool = False
 
 
 @dataclass(frozen=True)
 class Family:
     """One row of the registry. Names in `block_lists`, `prologue`, `epilogue` are attributes of the diffusers class.
 
+    prologue: modules that only the first stage has; their outputs elsewhere are zeros of the hidden width.
+    whole_latent: the class's forward takes a picture or video, not tokens: it gets a whole one, and its blocks' arguments
+    are cut down to the rank's tokens. Token tensors are then whole on every rank of the first stage, at every micro-step.
     detect: key shapes -> is it this family. configure: key shapes -> the class's constructor arguments.
-    recipe: constructor arguments -> parameter name -> Source. pack/unpack: latent [B, C, H, W] <-> tokens [B, N, c].
-    conditioning: constructor arguments, ComfyUI's keyword arguments of a model call -> the tensors that the ranks need;
-    ValueError for what is missing or cannot be forwarded.
+    recipe: constructor arguments -> parameter name -> Source.
+    conditioning: constructor arguments, ComfyUI's keyword arguments of a model call (those in `accepts`) -> the tensors
+    that the ranks need, batch first; ValueError for what is missing or cannot be forwarded.
     example: constructor arguments, text tokens -> random conditioning tensors of batch 1, to time the model with.
     time_embed: submodule whose first argument is the timestep, and the factor between the sampler's and its own.
     prepare: tells the model's own modules, before its forward, what the forward's arguments cannot.
-    output: what the forward returns -> tokens [b, n, c].
+    output: what the forward returns -> tokens [b, n, c], or a latent in families of `whole_latent`.
+    drops_mask: the class's forward makes an attention mask for the whole sequence; the micro-step's text mask, which must
+    say the same, is used instead.
+    ignored: keys (regular expressions) that a checkpoint may have and this family has no use for.
     """
 
     name: str
     model_class: str
-    block_lists: tuple[str, ...]
+    block_lists: tuple[BlockList, ...]
     prologue: tuple[str, ...]
     epilogue: tuple[str, ...]
     token_tensors: tuple[str, ...]  # conditioning tensors with a text token axis (axis 1), needed by the first stage
     vector_tensors: tuple[str, ...]  # conditioning tensors that every stage needs
     time_embed: tuple[str, float]
-    latent_channels: Callable[[dict[str, Any]], int]
-    hidden: Callable[[dict[str, Any]], int]
-    heads: Callable[[dict[str, Any]], int]
-    head_size: Callable[[dict[str, Any]], int]
-    blocks: Callable[[dict[str, Any]], dict[str, int]]  # block list -> how many
+    latent_channels: Callable[[Config], int]
+    hidden: Callable[[Config], int]
+    heads: Callable[[Config], int]
+    head_size: Callable[[Config], int]
+    blocks: Callable[[Config], dict[str, int]]  # block list -> how many, without those of `prologue` lists
     tensor_plan: Plan
     detect: Callable[[Shapes], bool]
-    configure: Callable[[Shapes], dict[str, Any]]
-    recipe: Callable[[dict[str, Any]], dict[str, Source]]
-    arguments: Callable[[StepInputs], dict[str, Any]]
-    conditioning: Callable[[dict[str, Any], dict[str, Any]], dict[str, torch.Tensor]]
-    example: Callable[[dict[str, Any], int], dict[str, torch.Tensor]]
-    grid: Callable[[tuple[int, ...]], tuple[int, ...]]  # latent [..., H, W] shape -> token grid (rows, columns)
-    pack: Callable[[torch.Tensor], torch.Tensor]
-    unpack: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
-    patch_rows: int  # latent rows per token row
+    configure: Callable[[Shapes], Config]
+    recipe: Callable[[Config], dict[str, Source]]
+    arguments: Callable[[StepInputs, Config], dict[str, Any]]
+    conditioning: Callable[[Config, dict[str, Any]], dict[str, torch.Tensor]]
+    example: Callable[[Config, int], dict[str, torch.Tensor]]
+    patching: Patching = field(default_factory=Patching)
+    whole_latent: bool = False
+    accepts: tuple[str, ...] = ("context", "y", "guidance")
+    drops_mask: bool = False
     text_first: bool = True  # joint sequence [text, image]; False: [image, text]
     prepare: Callable[[nn.Module, StepInputs], None] = lambda _model, _step: None
-    output: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens
-    max_side: Callable[[dict[str, Any]], int | None] = lambda _config: None  # tokens; None: positions have no end
+    output: Callable[[torch.Tensor], torch.Tensor] = lambda out: out
+    max_side: Callable[[Config], int | None] = lambda _config: None  # tokens; None: positions have no end
     key_aliases: dict[str, str] = field(default_factory=dict)  # key endings that some files use for others
+    ignored: tuple[str, ...] = ()
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """The model's own forward for one micro-step: tokens [b, n, c], unless the stage ends it before its epilogue."""
+        if self.whole_latent:
+            step = replace(step, x=self._whole(model, step))
         self.prepare(model, step)
-        return self.output(model(**self.arguments(step), return_dict=False)[0])
+        out = self.output(model(**self.arguments(step, model.config), return_dict=False)[0])
+        return self.patching.pack(out)[:, step.image.slice] if self.whole_latent else out
 
-    def block_count(self, config: dict[str, Any]) -> int:
+    def _whole(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
+        """[b, C, (T,) H, W] with the shard in its place."""
+        batch, tokens = len(step.timestep), torch.Size(step.grid).numel()
+        sizes = self.patching.whole(step.grid)
+        if step.x is None:
+            return step.timestep.new_zeros(batch, self.latent_channels(model.config), *sizes, dtype=step.dtype)
+        if len(step.image) == tokens:
+            packed = step.x
+        else:
+            packed = step.x.new_zeros(batch, tokens, step.x.shape[-1])
+            packed[:, step.image.slice] = step.x
+        return self.patching.unpack(packed, sizes)
+
+    def block_count(self, config: Config) -> int:
         return sum(self.blocks(config).values())

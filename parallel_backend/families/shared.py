@@ -1,14 +1,11 @@
-"""What families of image models have in common: 2 x 2 patches as tokens, text and pooled text as conditioning."""
+"""What families have in common: positions on a grid, text and pooled text as conditioning."""
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
 
+from ..layout import Span
 from .base import Shapes
-
-PATCH = 2
 
 
 def hidden(config: dict[str, Any]) -> int:
@@ -20,23 +17,10 @@ def count_blocks(shapes: Shapes, prefix: str) -> int:
     return len({key.split(".")[prefix.count(".")] for key in shapes if key.startswith(prefix)})
 
 
-def grid(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Latent [..., H, W] -> rows and columns of tokens."""
-    return tuple(-(-size // PATCH) for size in shape[-2:])
-
-
-def pack(latent: torch.Tensor) -> torch.Tensor:
-    """[B, C, H, W] -> [B, rows * columns, C * 4]; odd sizes are padded circularly, as ComfyUI does."""
-    height, width = latent.shape[-2:]
-    latent = F.pad(latent, (0, -width % PATCH, 0, -height % PATCH), mode="circular")
-    return rearrange(latent, "b c (h ph) (w pw) -> b (h w) (c ph pw)", ph=PATCH, pw=PATCH)
-
-
-def unpack(tokens: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """[B, rows * columns, c * 4] -> [B, c, H, W], the padding of odd sizes cut off."""
-    rows, columns = grid(shape)
-    latent = rearrange(tokens, "b (h w) (c ph pw) -> b c (h ph) (w pw)", h=rows, w=columns, ph=PATCH, pw=PATCH)
-    return latent[..., : shape[-2], : shape[-1]]
+def grid_positions(grid: tuple[int, ...], span: Span) -> torch.Tensor:
+    """[n, 3]: (0, row, column) of image tokens `span`, counted row by row."""
+    index = torch.arange(span.start, span.stop)
+    return torch.stack((torch.zeros_like(index), index // grid[1], index % grid[1]), dim=1).float()
 
 
 def text_and_pooled(model: str, loader: str, config: dict[str, Any], given: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -82,7 +82,8 @@ def sample_in_bands(
 
     With displaced patches `bands` is 1: how tokens are cut is the model's affair, and the rest is the same.
     """
-    rows = cut_rows(noise.shape[2], bands, model.family.patch_rows)
+    patching = model.family.patching
+    rows = cut_rows(tuple(noise.shape), bands, patching)
     run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0, overlap, extrapolate)
     limit = exact_above(sigmas, warm_up)
 
@@ -90,11 +91,11 @@ def sample_in_bands(
         def predict(x, timestep, tensors):
             return run.predict(band, x, timestep, tensors, exact=float(timestep[0]) > limit)
 
-        return euler(predict, noise[:, :, rows[band].slice], sigmas, prompt)
+        return euler(predict, patching.rows(noise, rows[band]), sigmas, prompt)
 
     try:
         parts = run_bands(run, sample, lambda: None, poll)
     except BaseException:
         model.discard_run(run.run)
         raise
-    return torch.cat(parts, dim=2), model.close_run(run.run, poll)
+    return torch.cat(parts, dim=patching.band_dim), model.close_run(run.run, poll)

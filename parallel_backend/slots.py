@@ -1,0 +1,197 @@
+"""The places of a model's blocks on one stage: its own blocks stay where they are, stand-ins take the others' places.
+
+So the model's own loop over its blocks runs as it is, with every index right: what it cuts out for a block by number
+(Chroma's modulation, a ControlNet's residuals) is that block's. A stand-in before the stage's blocks answers with what
+was received, whatever it is called with; the first one after them ends the forward with what is to be sent.
+
+In families of `whole_latent` hidden states are the rank's tokens inside a block list, and whole in between: the first slot
+of a list cuts its arguments down, the last one puts its results into whole tensors, zero in all other places.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .families.base import BlockList, Cut, Rows
+
+
+class StageDone(Exception):
+    """No error: ends the forward of a stage without epilogue, carrying [b, t, hidden] and [b, n, hidden] out of it."""
+
+    def __init__(self, text: torch.Tensor, image: torch.Tensor):
+        self.text, self.image = text, image
+
+
+@dataclass
+class Flow:
+    """The micro-step under way, told by the engine. `received`: [b, t + n, hidden], text first, None on the first stage.
+
+    `text_tokens`: t, the rank's text tokens. `rows`: see Rows; None where the forward is given the rank's tokens only.
+    """
+
+    text_first: bool
+    received: torch.Tensor | None = None
+    text_tokens: int = 0
+    rows: Rows | None = None
+    whole_text: int = field(default=0, init=False)  # text tokens that the list's first slot saw
+    _cut: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False)
+
+    def cut(self, name: str, cut: Cut, value: Any) -> Any:
+        """`cut(value, rows)`, made once for all blocks that are given the same object."""
+        known, done = self._cut.get(name, (None, None))
+        if known is not value:
+            done = cut(value, self.rows)
+            self._cut[name] = value, done
+        return done
+
+    def begin(self, received: torch.Tensor | None, text_tokens: int, rows: Rows | None) -> None:
+        """A new micro-step."""
+        self.received, self.text_tokens, self.rows = received, text_tokens, rows
+        self._cut.clear()
+
+    def split_received(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text and image."""
+        assert self.received is not None
+        return self.received[:, : self.text_tokens], self.received[:, self.text_tokens :]
+
+
+class Slot:
+    """How one place in a block list is called: binds arguments by name, cuts them down, puts results back."""
+
+    def __init__(self, spec: BlockList, flow: Flow, block_class: type[nn.Module], index: int, count: int):
+        self.spec, self.flow, self.index = spec, flow, index
+        self.first, self.last = index == 0, index == count - 1
+        self.signature = inspect.signature(block_class.forward)
+
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """A block's arguments by name; what its catch-all takes counts like the others."""
+        bound = self.signature.bind(None, *args, **kwargs).arguments
+        rest = bound.pop("kwargs", {})
+        return {name: value for name, value in bound.items() if name not in ("self", "args")} | rest
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """By name, cut down to the rank's tokens."""
+        given = self.named(args, kwargs)
+        spec, rows = self.spec, self.flow.rows
+        if rows is None:
+            return given
+        for name, cut in spec.cuts.items():
+            if given.get(name) is not None:
+                given[name] = self.flow.cut(name, cut, given[name])
+        if self.first:
+            self.note_text(given)
+            image = given[spec.image]
+            given[spec.image] = rows.of_joint(image, 1) if spec.joined else rows.of_image(image, 1)
+            if "text" in spec.returns:
+                given[spec.text] = given[spec.text][:, rows.text.slice]
+        return given
+
+    def note_text(self, given: Mapping[str, Any]) -> None:
+        """How long the whole text is, for `leave`."""
+        if self.spec.joined:
+            self.flow.whole_text = given[self.spec.image].shape[1] - self.flow.rows.image_tokens
+        elif "text" in self.spec.returns:
+            self.flow.whole_text = given[self.spec.text].shape[1]
+
+    def streams(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text [b, t, hidden] and image [b, n, hidden] among arguments that `arguments` gave."""
+        image = given[self.spec.image]
+        if self.spec.joined:
+            t, n = self.flow.text_tokens, image.shape[1] - self.flow.text_tokens
+            first, second = image.split((t, n) if self.flow.text_first else (n, t), 1)
+            return (first, second) if self.flow.text_first else (second, first)
+        if "text" in self.spec.returns:
+            return given[self.spec.text], image
+        return image[:, :0], image
+
+    def results(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
+        """The streams as a block returns them."""
+        if self.spec.joined:
+            return torch.cat((text, image) if self.flow.text_first else (image, text), 1)
+        out = tuple(text if name == "text" else image for name in self.spec.returns)
+        return out if len(out) > 1 else out[0]
+
+    def leave(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
+        """Results of the list's last slot, whole again. No text: a last block may have none to give."""
+        rows = self.flow.rows
+        whole = image.new_zeros(len(image), rows.image_tokens, image.shape[-1])
+        whole[:, rows.image] = image
+        words = None
+        if text is not None:
+            words = text.new_zeros(len(text), self.flow.whole_text, text.shape[-1])
+            words[:, rows.text.slice] = text
+        return self.results(words, whole)
+
+    def own(self, block: nn.Module) -> None:
+        """Hooks for a block that the stage has."""
+        block.register_forward_pre_hook(lambda _block, args, kwargs: ((), self.arguments(args, kwargs)), with_kwargs=True)
+        if self.last:
+            block.register_forward_hook(
+                lambda _block, _args, out: out if self.flow.rows is None else self.leave(*self._parts(out))
+            )
+
+    def _parts(self, out: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+        if self.spec.joined or len(self.spec.returns) == 1:
+            return self.streams({self.spec.image: out})
+        named = dict(zip(self.spec.returns, out, strict=True))
+        return named["text"], named["image"]
+
+
+class Before(nn.Module):
+    """In the place of a block of the stages before."""
+
+    def __init__(self, slot: Slot):
+        super().__init__()
+        self.slot = slot
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        slot, flow = self.slot, self.slot.flow
+        if flow.rows is not None and slot.first:
+            slot.note_text(slot.named(args, kwargs))
+        text, image = flow.split_received()
+        return slot.leave(text, image) if slot.last and flow.rows is not None else slot.results(text, image)
+
+
+class After(nn.Module):
+    """In the place of a block of the stages after."""
+
+    def __init__(self, slot: Slot):
+        super().__init__()
+        self.slot = slot
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise StageDone(*self.slot.streams(self.slot.arguments(args, kwargs)))
+
+
+class Absent(nn.Module):
+    """In the place of a prologue module on a later stage: zeros of the hidden width, of which only the shape is used."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.width = width
+        self.empty = torch.empty(0, dtype=dtype, device=device)
+
+    def forward(self, value: torch.Tensor | None = None, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        if value is None:
+            return self.empty
+        return self.empty.new_zeros(*value.shape[:-1], self.width)
+
+
+def fill_slots(model: nn.Module, spec: BlockList, flow: Flow, own: range, whole_latent: bool) -> list[tuple[nn.Module, str]]:
+    """Put stand-ins around blocks `own` of a list; (attention module, which tokens it is over) of those, in order."""
+    blocks = getattr(model, spec.name)
+    attention = []
+    for index, block in enumerate(blocks):
+        slot = Slot(spec, flow, type(block), index, len(blocks))
+        if index in own:
+            if whole_latent:
+                slot.own(block)
+            modules = dict(block.named_modules())
+            attention += [(modules[name], over) for name, over in spec.attention.items() if name in modules]
+        else:
+            blocks[index] = Before(slot) if index < own.start else After(slot)
+    return attention

@@ -1,0 +1,68 @@
+"""Every family's MODEL against ComfyUI's own for the same file. Run by ComfyUI's Python, see inside.py.
+
+The test process has put, for each case, `<name>.safetensors` into models/diffusion_models, and the conditioning into
+`<name>.inputs.safetensors` of the base directory: tensors `positive.*`, `negative.*` and `latent`, other values as JSON.
+"""
+
+import json
+from functools import partial
+
+from inside import BASE, Results, comfy, difference, ksampler, load_pack, node, parallel, sequence, torch
+from safetensors import safe_open
+
+
+def read(name: str):
+    """(positive, negative, latent, settings) of a case."""
+    with safe_open(BASE / f"{name}.inputs.safetensors", framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+        settings = json.loads(file.metadata()["settings"])
+    prompts = []
+    for sign in ("positive", "negative"):
+        extras = dict(settings["extras"])
+        for key, value in tensors.items():
+            if key.startswith(f"{sign}.") and key != f"{sign}.text":
+                extras[key.removeprefix(f"{sign}.")] = value
+        prompts.append([[tensors[f"{sign}.text"], extras]])
+    return *prompts, tensors["latent"], settings
+
+
+def sample(model, name: str) -> torch.Tensor:
+    positive, negative, latent, settings = read(name)
+    return ksampler(model, (positive, negative), latent, cfg=settings["cfg"], scheduler=settings["scheduler"], steps=3)
+
+
+def run(name: str, results: Results) -> None:
+    """The native model, then ours in every mode that the case has."""
+    file, expected = f"{name}.safetensors", []
+
+    def native() -> dict:
+        path = BASE / "models" / "diffusion_models" / file
+        model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+        expected.append(sample(model, name))
+        return {"largest": float(expected[0].abs().max()), "finite": bool(expected[0].isfinite().all())}
+
+    def compare(make) -> dict[str, float]:
+        return {"difference": difference(expected[0], sample(make(), name))}
+
+    results.case(f"{name}, native", native)
+    if not expected:
+        return
+    models = {
+        "one rank": partial(parallel, file, pipe=1, devices="cpu"),
+        "all warm-up": lambda: node("ApplyPipeFusion", parallel(file, stage_split="even"), 2, 1000, True),
+        "ulysses": lambda: parallel(file, pipe=1, config=sequence(ulysses=2)),
+    }
+    for mode in read(name)[-1]["modes"]:
+        results.case(f"{name}, {mode}", partial(compare, models[mode]))
+
+
+def main() -> None:
+    load_pack()
+    results = Results()
+    for path in sorted(BASE.glob("*.inputs.safetensors")):
+        run(path.name.removesuffix(".inputs.safetensors"), results)
+    results.write()
+
+
+if __name__ == "__main__":
+    main()

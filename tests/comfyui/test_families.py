@@ -1,0 +1,69 @@
+"""Every family that ComfyUI can build small: Parallel DiT Loader's MODEL gives what ComfyUI's own gives, by KSampler."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from parallel_backend.config import Degrees
+from tests.families import all_cases
+
+pytestmark = pytest.mark.comfyui
+
+CASES = [case for case in all_cases() if case.native is not None]
+MODES = {"one rank": Degrees(), "all warm-up": Degrees(pipe=2), "ulysses": Degrees(ulysses=2)}
+
+
+def save_inputs(case, path: Path) -> None:
+    """The case's conditioning, for inside_families.py."""
+    native, generator = case.native, torch.Generator().manual_seed(5)
+    tensors = {"latent": torch.zeros(1, *native.latent)}
+    plain = {}
+    for sign in ("positive", "negative"):
+        tensors[f"{sign}.text"], extras = native.conditioning(generator)
+        for key, value in extras.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{sign}.{key}"] = value
+            else:
+                plain[key] = value
+    settings = {
+        "cfg": native.cfg,
+        "scheduler": native.scheduler,
+        "extras": plain,
+        "modes": [mode for mode, degrees in MODES.items() if degrees == Degrees() or degrees in case.modes],
+    }
+    save_file({key: value.contiguous() for key, value in tensors.items()}, path, {"settings": json.dumps(settings)})
+
+
+@pytest.fixture(scope="module")
+def parity(request, comfyui, tmp_path_factory):
+    """Results by case, of one run of ComfyUI for those cases that were selected."""
+    base = tmp_path_factory.mktemp("families")
+    models = base / "models" / "diffusion_models"
+    models.mkdir(parents=True)
+    calls = [item.callspec for item in request.session.items if item.path == request.path]
+    selected = {call.params["case"].name for call in calls}
+    for case in CASES:
+        if case.name in selected:
+            case.save(case.model(case.native.config), models / f"{case.name}.safetensors", case.native.config)
+            save_inputs(case, base / f"{case.name}.inputs.safetensors")
+    return comfyui.run("inside_families.py", base)[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_ksampler_equals_the_native_model(parity, case, mode, measured):
+    if mode != "one rank" and MODES[mode] not in case.modes:
+        pytest.skip("the family lacks this mode")
+    native = parity[f"{case.name}, native"]
+    assert "error" not in native, native
+    assert native["finite"]
+    assert native["largest"] > 0.1
+    found = parity[f"{case.name}, {mode}"]
+    assert "error" not in found, found
+    measured(f"ComfyUI parity, largest difference, {case.name}", found["difference"])
+    assert math.isfinite(found["difference"])
+    assert found["difference"] <= case.native.limit
