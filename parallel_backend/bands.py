@@ -6,7 +6,6 @@ k+1. At an exact call the bands meet: their latents run as one, and each gets it
 
 import contextlib
 import contextvars
-import math
 import queue
 import threading
 from collections.abc import Callable
@@ -160,13 +159,13 @@ class BandedRun:
             self.abort(NotLocal("the bands are at different timesteps"))
             return
         x = torch.cat([request.x for request in requests], dim=self.patching.band_dim)
-        whole, parts = Span(0, math.prod(self.grid)), list(zip(requests, self.rows, strict=True))
-        self._post(x, whole, True, False, parts, conditioning)
+        parts = list(zip(requests, self.rows, strict=True))
+        self._post(x, conditioning.stream.span, True, False, parts, conditioning)
         self.exact_calls += 1
 
     def _post_band(self, band: int, request: _Request, conditioning: Conditioning) -> None:
-        patch, columns, rows = self.patching.band_size, self.patching.row_tokens(self.grid), self.rows[band]
-        tokens = Span(rows.start // patch * columns, -(-rows.stop // patch) * columns)
+        patch, rows = self.patching.band_size, self.rows[band]
+        tokens = conditioning.stream.of_rows(Span(rows.start // patch, -(-rows.stop // patch)))
         stale, x = self.model.degrees.displaced, request.x
         if padding := -len(rows) % patch:
             # An odd height is padded circularly, as ComfyUI does: the last row's neighbour is the picture's first one.

@@ -5,7 +5,6 @@ posted in order with a small window, and its outputs, shard by shard, are put to
 """
 
 import itertools
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -19,9 +18,10 @@ from .adapters import Delta, parameter_parts
 from .balance import balance
 from .checkpoint import Checkpoint
 from .config import SEQUENCE_AXES, WIDGETS, Degrees, check_devices, check_model
-from .families.base import TEXT_MASK
+from .families.base import REFERENCE_POSITIONS, REFERENCES, TEXT_MASK
 from .layout import SequenceCut, Span, split
 from .pool import Poll, Pool, wait_for
+from .stream import Stream
 
 CONDITIONINGS_KEPT = 8
 
@@ -32,6 +32,7 @@ class Conditioning:
 
     id: int
     grid: tuple[int, ...]
+    stream: Stream
     text_tokens: int
     batch: int
     tensors: dict[str, torch.Tensor]
@@ -49,7 +50,8 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class Call:
-    """One evaluation of the transformer for image tokens `tokens`. `x` [B, n, c]; `run` 0 for a call without buffers.
+    """One evaluation of the transformer for tokens `tokens` of the stream. `x` [B, n, c]: the picture's tokens among them.
+    `run` is 0 for a call without buffers.
 
     `timestep`, `stale`, `overlap`: see messages.Step.
     """
@@ -74,7 +76,7 @@ class _Assembly:
     def put(self, entries: Span, rows: Span, part: torch.Tensor) -> bool:
         """True when this was the last part."""
         if self.value is None:
-            self.value = part.new_empty(len(self.call.x), len(self.call.tokens), part.shape[-1])
+            self.value = part.new_empty(*self.call.x.shape[:2], part.shape[-1])
         self.value[entries.slice, rows.slice] = part
         self.missing -= 1
         return self.missing == 0
@@ -199,8 +201,8 @@ class RemoteTransformer:
         stale: bool = False,
         overlap: bool = True,
     ) -> Call:
-        tokens = tokens or Span(0, x.shape[1])
-        assert x.shape[1] == len(tokens)
+        tokens = tokens or conditioning.stream.span
+        assert x.shape[1] == len(conditioning.stream.images(tokens))
         assert not (run and self.degrees.naive), "naive patches keep nothing from call to call"
         if not all(len(shard) for shard in self.cut.image(tokens)):
             degrees = " x ".join(f"{WIDGETS[axis]} {n}" for axis in SEQUENCE_AXES if (n := getattr(self.degrees, axis)) > 1)
@@ -232,6 +234,7 @@ class RemoteTransformer:
             conditioning = Conditioning(
                 next(self._ids),
                 grid,
+                self.family.stream(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0),
                 tensors[names[0]].shape[1] if names else 0,
                 len(next(iter(tensors.values()))),
                 {name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
@@ -278,7 +281,7 @@ class RemoteTransformer:
             if self._error is not None:
                 call.future.set_exception(self._error)
                 return
-            whole = len(call.tokens) == math.prod(call.conditioning.grid)
+            whole = call.tokens == call.conditioning.stream.span
             for replica, entries in enumerate(split(Span(0, len(call.x)), self.degrees.batch)):
                 # An exact call fills the pipeline with its batch entries: nothing else could overlap in it.
                 parts = len(entries) if whole and self.degrees.pipe > 1 else min(1, len(entries))
@@ -303,6 +306,8 @@ class RemoteTransformer:
 
     def _send_step(self, replica: int, step: _MicroStep) -> None:
         call = step.assembly.call
+        stream = call.conditioning.stream
+        first = stream.images(call.tokens).start
         for stage in range(self.degrees.pipe):
             for index, shard in enumerate(self.cut.image(call.tokens)):
                 message = m.Step(
@@ -315,7 +320,7 @@ class RemoteTransformer:
                     call.overlap,
                     step.local,
                     call.timestep[step.entries.slice],
-                    call.x[step.entries.slice, shard.shift(-call.tokens.start).slice] if stage == 0 else None,
+                    call.x[step.entries.slice, stream.images(shard).shift(-first).slice] if stage == 0 else None,
                 )
                 for rank in self.degrees.ranks(replica, stage, index):
                     self.pool.send(rank, message)
@@ -328,13 +333,18 @@ class RemoteTransformer:
                 for index in range(degrees.sequence):
                     tensors = {}
                     for name, tensor in conditioning.tensors.items():
-                        if name in family.vector_tensors or name == TEXT_MASK:
-                            tensors[name] = tensor[entries.slice]
-                        elif stage == 0:
-                            words = slice(None) if family.whole_latent else text[index].slice
-                            tensors[name] = tensor[entries.slice, words]
+                        everywhere = name in (*family.vector_tensors, TEXT_MASK, REFERENCE_POSITIONS)
+                        if stage > 0 and not everywhere:
+                            continue
+                        whole = everywhere or name == REFERENCES or family.whole_latent
+                        tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, text[index].slice]
                     message = m.PutConditioning(
-                        conditioning.id, conditioning.grid, conditioning.text_tokens, len(entries), tensors
+                        conditioning.id,
+                        conditioning.grid,
+                        conditioning.stream.references,
+                        conditioning.text_tokens,
+                        len(entries),
+                        tensors,
                     )
                     for rank in degrees.ranks(replica, stage, index):
                         self.pool.send(rank, message)
@@ -346,9 +356,10 @@ class RemoteTransformer:
             step = self._flying[at.batch].get(output.seq)
             if step is None:  # from before this model was loaded: a cancelled run's last micro-steps
                 return
-            tokens = step.assembly.call.tokens
-            shard = self.cut.image(tokens)[self.degrees.sequence_index(at)]
-            complete = step.assembly.put(step.entries, shard.shift(-tokens.start), output.value)
+            call = step.assembly.call
+            images = call.conditioning.stream.images
+            shard = images(self.cut.image(call.tokens)[self.degrees.sequence_index(at)])
+            complete = step.assembly.put(step.entries, shard.shift(-images(call.tokens).start), output.value)
             self._shards_left[output.seq] -= 1
             if not self._shards_left[output.seq]:
                 del self._shards_left[output.seq], self._flying[at.batch][output.seq]

@@ -1,6 +1,5 @@
 """One rank's model at work: turns a `Step` message into receives, the model's forward, and a send or an output."""
 
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from .attention import AttentionContext, StepView, install_seams
 from .checkpoint import open_checkpoint
 from .config import Degrees
 from .dtypes import compute_dtype
-from .families.base import TEXT_MASK, Rows, StepInputs
+from .families.base import REFERENCE_POSITIONS, REFERENCES, TEXT_MASK, Rows, StepInputs
 from .kernels import choose_kernel
 from .kv_buffer import KVBuffer
 from .layout import SequenceCut, Span
@@ -23,8 +22,12 @@ from .schedule import Op, stage_ops
 from .slots import StageDone
 from .stage import build_stage, keep_timestep_exact
 from .stage_link import StageLink
+from .stream import Stream
 from .tensor_parallel import TensorPlan
 from .traffic import Elapsed, Traffic
+
+KEPT_EXACT = (REFERENCE_POSITIONS,)
+"""Conditioning tensors that no dtype but their own can hold: positions above 256 are not all there in bf16."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Conditioning:
     """What a PutConditioning message left on the rank; `tensors` are on its device, in the compute dtype."""
 
     grid: tuple[int, ...]
+    stream: Stream
     text_tokens: int
     batch: int
     tensors: dict[str, torch.Tensor]
@@ -71,7 +75,8 @@ class Engine:
         self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.drops_mask)
         install_seams(stage.attention, self.context)
         self.timestep: torch.Tensor | None = None
-        self._orders: dict[tuple[int, ...], torch.Tensor | None] = {}  # of the last grid, see Patching.order
+        # Of the last grid and number of reference tokens: the stream's places in the model's own order (Rows.image).
+        self._orders: dict[tuple[tuple[int, ...], int], torch.Tensor | None] = {}
         keep_timestep_exact(self.model, self.family, lambda: self.timestep)
 
         self.conditionings: dict[int, Conditioning] = {}
@@ -92,10 +97,11 @@ class Engine:
 
     def put_conditioning(self, message: PutConditioning) -> None:
         tensors = {
-            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() and name not in KEPT_EXACT else None)
             for name, tensor in message.tensors.items()
         }
-        self.conditionings[message.id] = Conditioning(message.grid, message.text_tokens, message.batch, tensors)
+        stream = self.family.stream(message.grid, message.references)
+        self.conditionings[message.id] = Conditioning(message.grid, stream, message.text_tokens, message.batch, tensors)
 
     def drop_conditioning(self, conditioning: int) -> None:
         self.conditionings.pop(conditioning, None)
@@ -180,12 +186,14 @@ class Engine:
             None if text_mask is None else text_mask[step.entries.slice],
         )
         self.timestep = step.timestep.to(self.device)
-        self.flow.begin(received, len(own_text), self._rows(conditioning.grid, own_image, own_text))
+        self.flow.begin(received, len(own_text), self._rows(conditioning, own_image, own_text))
+        tensors = self._tensors(step, conditioning)
         inputs = StepInputs(
-            None if step.x is None else step.x.to(self.device, self.dtype),
+            None if step.x is None else self._with_references(step.x, tensors, conditioning.stream, own_image),
             self.timestep,
-            self._tensors(step, conditioning),
+            tensors,
             conditioning.grid,
+            conditioning.stream,
             own_image,
             own_text,
             conditioning.text_tokens,
@@ -202,16 +210,35 @@ class Engine:
             self.buffer_bytes = max(self.buffer_bytes, sum(b.nbytes for b in self.buffers.values()))
         return output
 
-    def _rows(self, grid: tuple[int, ...], image: Span, text: Span) -> Rows | None:
+    def _with_references(
+        self, x: torch.Tensor, tensors: dict[str, torch.Tensor], stream: Stream, image: Span
+    ) -> torch.Tensor:
+        """[b, m, C] of the picture's tokens -> [b, n, C] of `image`; as it is where the model is given whole tensors."""
+        x = x.to(self.device, self.dtype)
+        if self.family.whole_latent or not stream.references:
+            return x
+        places = stream.places(image).to(self.device)
+        own = places < stream.image
+        out = x.new_empty(len(x), len(image), x.shape[-1])
+        out[:, own] = x
+        out[:, ~own] = tensors[REFERENCES][:, places[~own] - stream.image]
+        return out
+
+    def _rows(self, conditioning: Conditioning, image: Span, text: Span) -> Rows | None:
         """What slots cut whole tensors down to."""
         if not self.family.whole_latent:
             return None
-        if grid not in self._orders:
-            order = self.family.patching.order(grid)
-            self._orders = {grid: None if order is None else order.to(self.device)}
-        order = self._orders[grid]
+        stream, key = conditioning.stream, (conditioning.grid, conditioning.stream.references)
+        if key not in self._orders:
+            order = self.family.patching.order(conditioning.grid)
+            if stream.references:
+                places = stream.places(stream.span)
+                own = places if order is None else order[places.clamp(max=stream.image - 1)]
+                order = torch.where(places < stream.image, own, places)
+            self._orders = {key: None if order is None else order.to(self.device)}
+        order = self._orders[key]
         index = image.slice if order is None else order[image.slice]
-        return Rows(index, math.prod(grid), text, self.family.text_first)
+        return Rows(index, stream.tokens, text, self.family.text_first)
 
     def _tensors(self, step: Step, conditioning: Conditioning) -> dict[str, torch.Tensor]:
         """The conditioning of this micro-step's entries; its text is empty where the text does not run along.
@@ -230,8 +257,7 @@ class Engine:
             return None
         key = (step.run, step.conditioning)
         if key not in self.buffers:
-            image = math.prod(conditioning.grid)
-            self.buffers[key] = KVBuffer(image, conditioning.batch, self.runs[step.run].extrapolate)
+            self.buffers[key] = KVBuffer(conditioning.stream.tokens, conditioning.batch, self.runs[step.run].extrapolate)
         return self.buffers[key]
 
     def _peak_bytes(self) -> int:

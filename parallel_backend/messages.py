@@ -122,6 +122,7 @@ class PutConditioning:
 
     id: int
     grid: tuple[int, ...]  # tokens per image axis, (rows, columns) or (frames, rows, columns)
+    references: int  # tokens of reference pictures
     text_tokens: int  # of the whole text, over all ranks
     batch: int
     tensors: dict[str, torch.Tensor]

@@ -105,5 +105,5 @@ def _forward(family, config, model: nn.Module, rows: int, device: torch.device, 
     }
     timestep = torch.full((1,), 0.5, device=device)
     image, text = Span(0, tokens.shape[1]), Span(0, TEXT_TOKENS)
-    inputs = StepInputs(tokens, timestep, tensors, grid, image, text, TEXT_TOKENS, dtype)
+    inputs = StepInputs(tokens, timestep, tensors, grid, family.stream(grid), image, text, TEXT_TOKENS, dtype)
     return lambda: family.run(model, inputs)

@@ -1,5 +1,6 @@
 """What a family is to the backend: data, and a few functions of a line or two."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from ..layout import Span
+from ..stream import Stream
 from ..tensor_parallel import Plan
 from .patching import Patching
 
@@ -20,6 +22,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 TEXT_MASK = "text_mask"
 """Name of a conditioning tensor [B, T] bool that any family may have: which text tokens attention may see. It never
 reaches the model's own code, which knows one rank's tokens only; the seam applies it (attention.py)."""
+
+REFERENCES, REFERENCE_POSITIONS = "references", "reference_positions"
+"""Names of conditioning tensors that any family may have: tokens [B, R, C] of reference pictures, packed like the latent's,
+and their positions [B, R, axes], for those that `StepInputs.positions` serves."""
 
 JOINT, IMAGE = "joint", "image"
 """Which tokens an attention layer is over: the whole sequence, or the image's alone."""
@@ -41,21 +47,34 @@ class Source:
 class StepInputs:
     """What a family's `arguments` may use to call the model's own forward for one micro-step, all on the rank's device.
 
-    `x`: [b, n, C] the rank's shard of the band's packed latent, None where the rank has no prologue. In families of
-    `whole_latent`: [b, C, (T,) H, W] on every rank, zero outside of that shard (of it all where there is no prologue).
+    `x`: [b, n, C] the rank's shard of the band's packed latent, reference tokens in their places, None where the rank has
+    no prologue. In families of `whole_latent`: the latent [b, C, (T,) H, W] on every rank, zero outside of that shard (in
+    all where there is no prologue), without reference tokens.
     `timestep`: [b] float32, or [b, T] where each latent frame has its own, as the sampler gave it. `tensors`: the
-    conditioning's, entries of this micro-step only. `grid`, `image`, `text`: token grid of the whole image; positions of
-    the rank's image and text tokens. `text_tokens`: of the whole text.
+    conditioning's, entries of this micro-step only. `grid`: the picture's tokens along its axes; `stream`: their order.
+    `image`, `text`: the rank's tokens in that order and in the text. `text_tokens`: of the whole text.
     """
 
     x: torch.Tensor | None
     timestep: torch.Tensor
     tensors: dict[str, torch.Tensor]
     grid: tuple[int, ...]
+    stream: Stream
     image: Span
     text: Span
     text_tokens: int = 0
     dtype: torch.dtype = torch.float32  # that the rank computes in
+
+    def positions(self, axes: int = 3) -> torch.Tensor:
+        """[n, axes] float32 of the rank's image tokens: (..., row, column), or what REFERENCE_POSITIONS says."""
+        places, (rows, columns) = self.stream.places(self.image), self.grid[-2:]
+        own = torch.zeros(rows * columns, axes)
+        own[:, -2] = torch.arange(rows).repeat_interleave(columns)
+        own[:, -1] = torch.arange(columns).repeat(rows)
+        device = self.timestep.device
+        references = self.tensors.get(REFERENCE_POSITIONS)
+        whole = own.to(device) if references is None else torch.cat((own.to(device), references[0].float()))
+        return whole[places.to(device)]
 
     def text_tensor(self, name: str, width: int) -> torch.Tensor:
         """Token tensor `name` [b, T, width]; on stages that are not sent it, zeros, of which only the shape is used."""
@@ -69,7 +88,8 @@ class StepInputs:
 class Rows:
     """Which tokens of whole tensors the micro-step is about: a stage's slots cut arguments down to them (slots.py).
 
-    `image`: index of the band's image tokens in the model's own order, of `image_tokens`; `text`: the rank's text tokens.
+    `image`: index of the band's image tokens in the model's own order, of `image_tokens` (reference tokens come last
+    there); `text`: the rank's text tokens.
     """
 
     image: slice | torch.Tensor
@@ -144,9 +164,6 @@ class Family:
     vector_tensors: tuple[str, ...]  # conditioning tensors that every stage needs
     time_embed: tuple[str, float]
     latent_channels: Callable[[Config], int]
-    hidden: Callable[[Config], int]
-    heads: Callable[[Config], int]
-    head_size: Callable[[Config], int]
     blocks: Callable[[Config], dict[str, int]]  # block list -> how many, without those of `prologue` lists
     tensor_plan: Plan
     detect: Callable[[Shapes], bool]
@@ -154,7 +171,12 @@ class Family:
     recipe: Callable[[Config], dict[str, Source]]
     arguments: Callable[[StepInputs, Config], dict[str, Any]]
     conditioning: Callable[[Config, dict[str, Any]], dict[str, torch.Tensor]]
-    example: Callable[[Config, int], dict[str, torch.Tensor]]
+    hidden: Callable[[Config], int] = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
+    heads: Callable[[Config], int] = lambda config: config["num_attention_heads"]
+    head_size: Callable[[Config], int] = lambda config: config["attention_head_dim"]
+    example: Callable[[Config, int], dict[str, torch.Tensor]] = lambda config, text_tokens: {
+        "context": torch.randn(1, text_tokens, config["joint_attention_dim"])
+    }
     patching: Patching = field(default_factory=Patching)
     whole_latent: bool = False
     accepts: tuple[str, ...] = ("context", "y", "guidance")
@@ -167,25 +189,36 @@ class Family:
     ignored: tuple[str, ...] = ()
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
-        """The model's own forward for one micro-step: tokens [b, n, c], unless the stage ends it before its epilogue."""
+        """The model's own forward for one micro-step: [b, m, c], the picture's tokens among the rank's.
+
+        Unless the stage ends it before its epilogue.
+        """
         if self.whole_latent:
             step = replace(step, x=self._whole(model, step))
         self.prepare(model, step)
         out = self.output(model(**self.arguments(step, model.config), return_dict=False)[0])
-        return self.patching.pack(out)[:, step.image.slice] if self.whole_latent else out
+        own = step.stream.images(step.image)
+        if self.whole_latent:
+            return self.patching.pack(out)[:, own.slice]
+        return (
+            out if len(own) == len(step.image) else out[:, step.stream.places(step.image).to(out.device) < step.stream.image]
+        )
 
     def _whole(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """[b, C, (T,) H, W] with the shard in its place."""
-        batch, tokens = len(step.timestep), torch.Size(step.grid).numel()
+        batch, own = len(step.timestep), step.stream.images(step.image)
         sizes = self.patching.whole(step.grid)
         if step.x is None:
             return step.timestep.new_zeros(batch, self.latent_channels(model.config), *sizes, dtype=step.dtype)
-        if len(step.image) == tokens:
-            packed = step.x
-        else:
-            packed = step.x.new_zeros(batch, tokens, step.x.shape[-1])
-            packed[:, step.image.slice] = step.x
+        packed = step.x
+        if len(own) < step.stream.image:
+            packed = step.x.new_zeros(batch, step.stream.image, step.x.shape[-1])
+            packed[:, own.slice] = step.x
         return self.patching.unpack(packed, sizes)
+
+    def stream(self, grid: tuple[int, ...], references: int = 0) -> Stream:
+        """The order of a request's image tokens."""
+        return Stream(math.prod(grid), self.patching.row_tokens(grid), references)
 
     def block_count(self, config: Config) -> int:
         return sum(self.blocks(config).values())

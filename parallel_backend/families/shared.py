@@ -23,29 +23,36 @@ def grid_positions(grid: tuple[int, ...], span: Span) -> torch.Tensor:
     return torch.stack((torch.zeros_like(index), index // grid[1], index % grid[1]), dim=1).float()
 
 
+def text(model: str, width: int, given: dict[str, Any]) -> torch.Tensor:
+    """context [B, T, width] of a model call, or ValueError. `model`: what the user calls it."""
+    context = given.get("context")
+    if context is None:
+        raise ValueError(f"positive, negative: {model} needs text conditioning (a CLIP Text Encode node made for {model}).")
+    _check_width("text", context, width)
+    return context
+
+
 def text_and_pooled(model: str, loader: str, config: dict[str, Any], given: dict[str, Any]) -> dict[str, torch.Tensor]:
     """context [B, T, joint_attention_dim] and pooled [B, pooled_projection_dim] of a model call, or ValueError.
 
     `model`, `loader`: what the user calls the model, and the node that loads its text encoders.
     """
-    context, pooled = given.get("context"), given.get("y")
-    if context is None:
-        raise ValueError(f"positive, negative: {model} needs text conditioning (a CLIP Text Encode node made for {model}).")
+    context, pooled = text(model, config["joint_attention_dim"], given), given.get("y")
     if pooled is None:
         raise ValueError(
             f"positive, negative: this conditioning has no pooled output, which {model} needs. Encode the prompt with a "
             f"{loader}."
         )
-    for name, tensor, width in (
-        ("text", context, config["joint_attention_dim"]),
-        ("pooled output", pooled, config["pooled_projection_dim"]),
-    ):
-        if tensor.shape[-1] != width:
-            raise ValueError(
-                f"positive, negative: the conditioning's {name} has width {tensor.shape[-1]}, this model needs {width}. "
-                "It was encoded with another model's text encoder."
-            )
+    _check_width("pooled output", pooled, config["pooled_projection_dim"])
     return {"context": context, "pooled": pooled}
+
+
+def _check_width(name: str, tensor: torch.Tensor, width: int) -> None:
+    if tensor.shape[-1] != width:
+        raise ValueError(
+            f"positive, negative: the conditioning's {name} has width {tensor.shape[-1]}, this model needs {width}. "
+            "It was encoded with another model's text encoder."
+        )
 
 
 def example(config: dict[str, Any], text_tokens: int) -> dict[str, torch.Tensor]:
