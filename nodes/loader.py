@@ -21,8 +21,9 @@ FOLDER = "diffusion_models"
 
 
 def model_names() -> list[str]:
-    """The bundled model, the safetensors files of models/diffusion_models and the diffusers folders there."""
-    files = [name for name in folder_paths.get_filename_list(FOLDER) if name.endswith((".safetensors", ".sft"))]
+    """The bundled model, the safetensors and GGUF files of models/diffusion_models and the diffusers folders there."""
+    listed = [name for name in folder_paths.get_filename_list(FOLDER) if name.endswith((".safetensors", ".sft"))]
+    files = sorted({*listed, *_gguf_names()})
     folders = [
         str(config.parent.relative_to(base))
         for base in folder_paths.get_folder_paths(FOLDER)
@@ -30,6 +31,12 @@ def model_names() -> list[str]:
     ]
     inside = tuple(f"{folder}/" for folder in folders)
     return [BUNDLED, *folders, *(name for name in files if not name.replace("\\", "/").startswith(inside))]
+
+
+def _gguf_names() -> list[str]:
+    """ComfyUI's own list leaves them out, as its loaders cannot read them."""
+    found = [folder_paths.recursive_search(base, [".git"])[0] for base in folder_paths.get_folder_paths(FOLDER)]
+    return folder_paths.filter_files_extensions([name for names in found for name in names], [".gguf"])
 
 
 def model_path(name: str) -> Path:

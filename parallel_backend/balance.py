@@ -9,7 +9,6 @@ from statistics import fmean
 from . import messages as m
 from .checkpoint import Checkpoint
 from .config import Degrees
-from .dtypes import TORCH_DTYPES
 from .layout import Span, cut_blocks
 from .pool import Poll, Pool, wait_for
 from .schedule import StageCost
@@ -99,10 +98,7 @@ def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: in
     for target in checkpoint.recipe:
         name, _, rest = target.partition(".")
         if name in lists:
-            numel = 1
-            for size in checkpoint.shape(target):
-                numel *= size
-            sizes[name, int(rest.partition(".")[0])] += numel * TORCH_DTYPES[dtype].itemsize // tensor
+            sizes[name, int(rest.partition(".")[0])] += checkpoint.nbytes(target, dtype) // tensor
     return list(sizes.values())
 
 

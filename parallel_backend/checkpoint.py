@@ -24,7 +24,7 @@ from .packings import BLOCKS, FP8_KINDS
 from .scales import attach_scales
 
 PREFIXES = ("model.diffusion_model.", "")
-DTYPES = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *BLOCKS}
+READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *BLOCKS}
 """What values may be stored as."""
 
 
@@ -186,7 +186,7 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
         shape, dtype = entries[source.key].shape, entries[source.key].dtype
         if source.rows is not None and source.rows.stop > shape[0]:
             raise ValueError(f"model_name: {name}: {source.key} has {shape[0]} rows, too few for {target}.")
-        if dtype not in DTYPES:
+        if dtype not in READABLE:
             raise ValueError(f"model_name: {name} holds {source.key} as {dtype}, which this version cannot read.")
     return replace(checkpoint, entries={key: entry for key, entry in entries.items() if key in used})
 

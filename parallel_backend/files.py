@@ -1,7 +1,7 @@
 """Files that hold tensors, safetensors and GGUF: what is in them, known from the header, and slices of it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,9 +52,17 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     return _reading(path, read)
 
 
-def read_json(entry: Entry) -> Any:
-    """What a small tensor of bytes says."""
-    return _reading(entry.file, lambda file: json.loads(bytes(file.get_tensor(entry.key).tolist())))
+def read_json(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """What small tensors of bytes say."""
+    said = {}
+    for path in {entry.file for entry in entries.values()}:
+        keys = {name: entry.key for name, entry in entries.items() if entry.file == path}
+
+        def read(file: Any, keys: dict[str, str] = keys) -> dict[str, Any]:
+            return {name: json.loads(bytes(file.get_tensor(key).tolist())) for name, key in keys.items()}
+
+        said |= _reading(path, read)
+    return said
 
 
 def _reading(path: Path, read: Callable[[Any], Any]) -> Any:

@@ -27,8 +27,9 @@ def attach_scales(name: str, entries: Mapping[str, Entry], stated: Mapping[str, 
     """
     rest = dict(entries)
     formats = {layer: how for layer, how in stated.items() if f"{layer}.weight" in rest}
-    for key in [key for key in rest if key.endswith(FORMAT) and key.removesuffix(FORMAT) + ".weight" in rest]:
-        formats[key.removesuffix(FORMAT)] = str(read_json(rest.pop(key)).get("format"))
+    layers = [key.removesuffix(FORMAT) for key in rest if key.endswith(FORMAT)]
+    said = read_json({layer: rest.pop(layer + FORMAT) for layer in layers if f"{layer}.weight" in rest})
+    formats |= {layer: str(how.get("format")) for layer, how in said.items()}
     for layer, how in formats.items():
         if how not in FORMATS:
             raise ValueError(

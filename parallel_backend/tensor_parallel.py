@@ -111,6 +111,9 @@ class TensorPlan:
                 continue
             if hasattr(module, "processor"):
                 module.heads = local_heads
+                module.inner_dim = local_heads * self.head_size
+                if hasattr(module, "mlp_hidden_dim"):  # its layers are the feed-forward's too, divided by these two widths
+                    module.mlp_hidden_dim = len(split(Span(0, module.mlp_hidden_dim), self.axis.size)[self.axis.index])
             style = self.style(f"{name}.weight")
             if style is None:
                 continue
@@ -119,7 +122,7 @@ class TensorPlan:
             elif style.cut is Cut.GATHER:
                 sizes = [len(span) for span in split(Span(0, module.out_features), self.axis.size)]
                 module.register_forward_hook(functools.partial(_gather, sizes, self.axis, traffic))
-            module.out_features, module.in_features = module.weight.shape
+            module.out_features, module.in_features = module.weight_shape
 
 
 def _gather(

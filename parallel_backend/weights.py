@@ -29,13 +29,13 @@ def fill_weights(
 
     `plan`: of those it cuts, this rank gets its shard, or None where it has nothing of it. Linear layers become
     `RankLinear`s; their weights stay packed as `Checkpoint.storage` says, everything else is in the compute dtype.
-    ValueError for values of another shape than the parameter's.
+    ValueError for values of another shape than the parameter's; sides of 1 do not count, which GGUF's tools may drop.
     """
     RankLinear.adopt(model)
     dtype = compute_dtype(dtype_name, device)
     targets, known = list(targets), model.state_dict()
     for target in targets:
-        if checkpoint.shape(target) != tuple(known[target].shape):
+        if _without_ones(checkpoint.shape(target)) != _without_ones(known[target].shape):
             raise ValueError(
                 f"model_name: {checkpoint.path.name} holds {checkpoint.recipe[target].key} of shape "
                 f"{list(checkpoint.shape(target))}, where {checkpoint.family.name} has {list(known[target].shape)}."
@@ -51,7 +51,9 @@ def fill_weights(
             linear = isinstance(module, RankLinear) and leaf == "weight"
             storage = checkpoint.storage(target, dtype_name) if linear else None
             if storage is None or not reader.packable(storage, shard):
-                setattr(module, leaf, nn.Parameter(reader.values(target, dtype, shard, device), requires_grad=False))
+                values = reader.values(target, dtype, shard, device)
+                values = values.view(known[target].shape) if shard is None else values
+                setattr(module, leaf, nn.Parameter(values, requires_grad=False))
             else:
                 module.pack(*reader.packed(target, storage, shard, device), dtype)
 
@@ -119,7 +121,7 @@ class Reader:
         if len(scale) > 1:
             dim, spans, rows = self._cut(target, shard)
             scale = torch.cat([scale[span.slice] for span in (spans if dim == 0 else [rows])])
-        return scale.to(device)
+        return scale.to(device, copy=True)  # a view of the mapped file would keep all of it open
 
     def _cut(self, target: str, shard: Shard | None) -> tuple[int, list[Span], Span]:
         """(dim, spans along it, all of the parameter's rows) of a part, as they are in the file's tensor."""
@@ -147,6 +149,10 @@ class Reader:
 def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
     with ExitStack() as stack:
         yield Reader(checkpoint, stack)
+
+
+def _without_ones(shape: Iterable[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _resized(shape: tuple[int, ...], shard: Shard | None) -> list[int]:

@@ -443,6 +443,16 @@ def test_a_gguf_tensor_of_another_shape_than_its_own(files, whole, tmp_path):
         tiny.whole_model(write_gguf(tmp_path / "other.gguf", tensors))
 
 
+def test_sides_of_one_may_be_missing(whole, tmp_path):
+    """llama.cpp's tools drop them."""
+    bias = whole["img_in.bias"]
+    save_file(whole | {"img_in.bias": bias[None]}, tmp_path / "model.safetensors")
+    assert torch.equal(tiny.whole_model(tmp_path / "model.safetensors").x_embedder.bias, bias)
+    save_file(whole | {"img_in.bias": torch.cat((bias, bias))}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"^model_name: model.safetensors holds img_in.bias of shape \[512\], .* \[256\]"):
+        tiny.whole_model(tmp_path / "model.safetensors")
+
+
 def test_a_scaled_bf16_weight_counts_with_its_scale(whole, tmp_path):
     """Scales belong to weights, whatever those are stored in."""
     stored, _ = scaled_old(E4M3)(whole)
