@@ -25,7 +25,7 @@ reaches the model's own code, which knows one rank's tokens only; the seam appli
 
 REFERENCES, REFERENCE_POSITIONS = "references", "reference_positions"
 """Names of conditioning tensors that any family may have: tokens [B, R, C] of reference pictures, packed like the latent's,
-and their positions [B, R, axes], for those that `StepInputs.positions` serves."""
+and their positions [B, R, 3]: index, row, column."""
 
 JOINT, IMAGE = "joint", "image"
 """Which tokens an attention layer is over: the whole sequence, or the image's alone."""
@@ -65,12 +65,13 @@ class StepInputs:
     text_tokens: int = 0
     dtype: torch.dtype = torch.float32  # that the rank computes in
 
-    def positions(self, axes: int = 3) -> torch.Tensor:
-        """[n, axes] float32 of the rank's image tokens: (..., row, column), or what REFERENCE_POSITIONS says."""
-        places, (rows, columns) = self.stream.places(self.image), self.grid[-2:]
-        own = torch.zeros(rows * columns, axes)
-        own[:, -2] = torch.arange(rows).repeat_interleave(columns)
-        own[:, -1] = torch.arange(columns).repeat(rows)
+    def positions(self, top: int = 0, left: int = 0) -> torch.Tensor:
+        """[n, 3] float32 of the rank's image tokens: (frame, row, column) from (0, `top`, `left`) on, for bands along rows;
+        REFERENCE_POSITIONS' own.
+        """
+        places, (frames, rows, columns) = self.stream.places(self.image), (1, *self.grid)[-3:]
+        sides = torch.arange(rows) + float(top), torch.arange(float(frames)), torch.arange(columns) + float(left)
+        own = torch.cartesian_prod(*sides)[:, (1, 0, 2)]
         device = self.timestep.device
         references = self.tensors.get(REFERENCE_POSITIONS)
         whole = own.to(device) if references is None else torch.cat((own.to(device), references[0].float()))

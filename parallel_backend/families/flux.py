@@ -1,4 +1,4 @@
-"""Flux.1 (dev, schnell, and fill, canny, depth with pictures in their channels): double-stream, then single-stream blocks.
+"""Flux.1 (dev, schnell, Kontext; fill, canny, depth with pictures in their channels): double blocks, then single ones.
 
 Joint sequence [text, image]. Key layouts: black-forest-labs/flux (which ComfyUI's files use) and diffusers'
 FluxTransformer2DModel.
@@ -25,6 +25,8 @@ from .flux_blocks import (
     token_arguments,
 )
 from .keys import Keys
+from .patching import Patching
+from .references import ACCEPTS, reference_tensors
 from .shared import example, text_and_pooled
 
 _OUTSIDE = {  # diffusers module <- original module
@@ -74,6 +76,7 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
     tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", config, given)
+    tensors |= reference_tensors(Patching(), given, method="offset")
     if config["guidance_embeds"]:
         if given.get("guidance") is None:
             raise ValueError("positive, negative: guidance is switched off, which this model's diffusers class cannot do.")
@@ -107,5 +110,6 @@ FLUX = Family(
     arguments=_arguments,
     conditioning=_conditioning,
     example=_example,
+    accepts=("y", "guidance", *ACCEPTS),
     key_aliases=NORM_ALIASES,
 )

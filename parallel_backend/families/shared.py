@@ -1,5 +1,6 @@
 """What families have in common: positions on a grid, text and pooled text as conditioning."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,16 @@ def grid_positions(grid: tuple[int, ...], span: Span) -> torch.Tensor:
     """[n, 3]: (0, row, column) of image tokens `span`, counted row by row."""
     index = torch.arange(span.start, span.stop)
     return torch.stack((torch.zeros_like(index), index // grid[1], index % grid[1]), dim=1).float()
+
+
+def rotary_table(positions: torch.Tensor, widths: Sequence[int], theta: float) -> torch.Tensor:
+    """[n, axes] -> complex64 [n, sum(widths) / 2]: axis i turns its `widths[i]` channels in pairs."""
+    angles = [
+        torch.outer(axis, 1 / theta ** (torch.arange(0, width, 2, device=positions.device) / width))
+        for axis, width in zip(positions.T, widths, strict=True)
+    ]
+    angles = torch.cat(angles, dim=1)
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 def text(model: str, width: int, given: dict[str, Any]) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Every family's MODEL against ComfyUI's own for the same file. Run by ComfyUI's Python, see inside.py.
 
 The test process has put, for each case, `<name>.safetensors` into models/diffusion_models, and the conditioning into
-`<name>.inputs.safetensors` of the base directory: tensors `positive.*`, `negative.*` and `latent`, other values as JSON.
+`<name>.inputs.safetensors` of the base directory: tensors `positive.*`, `negative.*` and `latent`, lists of
+tensors as `<name>/<index>`, other values as JSON.
 """
 
 import json
+from contextlib import contextmanager
 from functools import partial
 
 from inside import BASE, Results, comfy, difference, ksampler, load_pack, node, parallel, sequence, torch
@@ -20,8 +22,10 @@ def read(name: str):
     for sign in ("positive", "negative"):
         extras = dict(settings["extras"])
         for key, value in tensors.items():
-            if key.startswith(f"{sign}.") and key != f"{sign}.text":
-                extras[key.removeprefix(f"{sign}.")] = value
+            if not key.startswith(f"{sign}.") or key == f"{sign}.text":
+                continue
+            extra, _, index = key.removeprefix(f"{sign}.").partition("/")
+            extras[extra] = [*extras.get(extra, []), value] if index else value
         prompts.append([[tensors[f"{sign}.text"], extras]])
     return *prompts, tensors["latent"], settings
 
@@ -29,6 +33,22 @@ def read(name: str):
 def sample(model, name: str) -> torch.Tensor:
     positive, negative, latent, settings = read(name)
     return ksampler(model, (positive, negative), latent, cfg=settings["cfg"], scheduler=settings["scheduler"], steps=3)
+
+
+@contextmanager
+def detecting(entries: dict):
+    """ComfyUI's model detection finds these entries of a unet_config, whatever the file has."""
+    detect = comfy.model_detection.detect_unet_config
+
+    def detect_small(*arguments, **keywords):
+        found = detect(*arguments, **keywords)
+        return None if found is None else found | entries
+
+    comfy.model_detection.detect_unet_config = detect_small
+    try:
+        yield
+    finally:
+        comfy.model_detection.detect_unet_config = detect
 
 
 def run(name: str, results: Results) -> None:
@@ -60,7 +80,9 @@ def main() -> None:
     load_pack()
     results = Results()
     for path in sorted(BASE.glob("*.inputs.safetensors")):
-        run(path.name.removesuffix(".inputs.safetensors"), results)
+        name = path.name.removesuffix(".inputs.safetensors")
+        with detecting(read(name)[-1]["detected"]):
+            run(name, results)
     results.write()
 
 

@@ -27,12 +27,15 @@ def save_inputs(case, path: Path) -> None:
         for key, value in extras.items():
             if isinstance(value, torch.Tensor):
                 tensors[f"{sign}.{key}"] = value
+            elif isinstance(value, list):
+                tensors |= {f"{sign}.{key}/{index}": item for index, item in enumerate(value)}
             else:
                 plain[key] = value
     settings = {
         "cfg": native.cfg,
         "scheduler": native.scheduler,
         "extras": plain,
+        "detected": native.detected,
         "modes": [mode for mode, degrees in MODES.items() if degrees == Degrees() or degrees in case.modes],
     }
     save_file({key: value.contiguous() for key, value in tensors.items()}, path, {"settings": json.dumps(settings)})

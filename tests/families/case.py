@@ -31,7 +31,8 @@ class Native:
     """How ComfyUI builds and feeds the same family: `config` is one whose native model its detection takes (small).
 
     `conditioning(generator)`: (text [1, T, D], the extras of a CONDITIONING entry: tensors or plain values). `latent`:
-    [C, (T,) H, W]. `limit`: largest absolute difference in fp32.
+    [C, (T,) H, W]. `limit`: largest absolute difference in fp32. `detected`: entries of the unet_config that detection
+    takes for granted and that are others in a small model.
     """
 
     config: dict[str, Any]
@@ -40,6 +41,7 @@ class Native:
     cfg: float = 3.0
     limit: float = 5e-5
     scheduler: str = "simple"
+    detected: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Case:
     `tensors(generator, batch)`: conditioning tensors as the family's `conditioning` gives them. `reference(model, x,
     timestep, tensors)`: diffusers' own forward, called as its pipeline calls it, on a latent of any size, with the
     sampler's timestep: what the family must equal. `convert`: diffusers' converter from the original key layout.
-    `modes`: those of two ranks that the family has.
+    `modes`: those of two ranks that the family has. `sampled`: the output has the latent's shape, so that a sampler can be
+    tried without ComfyUI, which adds the other channels.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Case:
     modes: tuple[Degrees, ...] = PAIRS
     native: Native | None = None
     bands: int = 3
+    sampled: bool = True
     notes: dict[str, str] = field(default_factory=dict)
 
     @property

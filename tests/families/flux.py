@@ -1,6 +1,10 @@
-"""Flux.1: dev with embedded guidance, schnell without, fill with latents in its channels."""
+"""Flux.1: dev with embedded guidance, schnell without, fill with a picture and a mask in its channels."""
+
+import inspect
+from collections.abc import Callable
 
 import torch
+from diffusers.loaders import single_file_utils
 
 from parallel_backend.families import FAMILIES
 from tests.tiny import FLUX
@@ -17,6 +21,17 @@ NATIVE = FLUX | {
     "pooled_projection_dim": 32,
     "axes_dims_rope": (16, 56, 56),
 }
+
+# Fill: 16 channels of the latent, 16 of a picture's, 64 of its mask.
+FILL = {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}
+
+
+def with_width(converter: Callable, width: int) -> Callable:
+    """diffusers' converter, which cuts fused layers at the real model's width, for a model of this width."""
+    source, names = inspect.getsource(converter), dict(vars(single_file_utils))
+    assert "inner_dim = 3072" in source
+    exec(source.replace("inner_dim = 3072", f"inner_dim = {width}"), names)
+    return names[converter.__name__]
 
 
 def _tensors(config):
@@ -50,7 +65,13 @@ def _conditioning(generator):
     return torch.randn(1, 9, 64, generator=generator), {"pooled_output": torch.randn(1, 32, generator=generator)}
 
 
-def _case(name, changes):
+def _fill_conditioning(generator):
+    text, extras = _conditioning(generator)
+    picture = {"concat_latent_image": torch.randn(1, 16, 16, 16, generator=generator)}
+    return text, extras | picture | {"concat_mask": torch.rand(1, 1, 128, 128, generator=generator)}
+
+
+def _case(name, changes, conditioning=_conditioning):
     config = FLUX | changes
     channels = config["in_channels"] // 4
     return Case(
@@ -61,8 +82,14 @@ def _case(name, changes):
         odd=(channels, 15, 11),
         tensors=_tensors(config),
         reference=_reference,
-        native=Native(NATIVE | changes, _conditioning, (16, 16, 16)),
+        convert=with_width(single_file_utils.convert_flux_transformer_checkpoint_to_diffusers, 128),
+        sampled=channels == 16,
+        native=Native(NATIVE | changes, conditioning, (16, 16, 16)),
     )
 
 
-CASES = (_case("flux-dev", {"guidance_embeds": True}), _case("flux-schnell", {"guidance_embeds": False}))
+CASES = (
+    _case("flux-dev", {"guidance_embeds": True}),
+    _case("flux-schnell", {"guidance_embeds": False}),
+    _case("flux-fill", FILL, _fill_conditioning),
+)

@@ -1,0 +1,125 @@
+"""Flux.2 (dev, klein): Flux.1's two kinds of blocks with one modulation for all of a kind, joint sequence [text, image].
+
+Tokens are single latent pixels. Layers have no biases, feed-forwards are SwiGLU, and a single block's attention and
+feed-forward are one layer in and one layer out. Key layouts: black-forest-labs/flux2 (which ComfyUI's files use) and
+diffusers' Flux2Transformer2DModel.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..tensor_parallel import HEADS, ROW, WIDTH, Cut, Style
+from .base import BlockList, Config, Family, Shapes, Source, StepInputs
+from .flux_blocks import (
+    ATTENTION_PLAN,
+    BOTH_ROWS,
+    DOUBLE,
+    NORM_ALIASES,
+    SCALE,
+    SINGLE,
+    SINGLE_NORMS,
+    block_counts,
+    double_keys,
+    sizes,
+    token_arguments,
+)
+from .keys import Keys
+from .patching import Patching
+from .references import ACCEPTS, reference_tensors
+from .shared import text
+
+PATCHING = Patching(side=1)
+_WEIGHT = ("weight",)
+_TIME, _GUIDANCE = "time_guidance_embed.timestep_embedder", "time_guidance_embed.guidance_embedder"
+_MODULATION = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
+_FEED_FORWARD = {
+    "ff.linear_in": "img_mlp.0",
+    "ff.linear_out": "img_mlp.2",
+    "ff_context.linear_in": "txt_mlp.0",
+    "ff_context.linear_out": "txt_mlp.2",
+}
+_GATED = Style(Cut.COLUMN, (WIDTH, WIDTH))  # SwiGLU: gate and value
+_QKV_GATED = Style(Cut.COLUMN, (HEADS, HEADS, HEADS, WIDTH, WIDTH))
+_PLAN = {
+    DOUBLE: ATTENTION_PLAN
+    | dict.fromkeys(("ff.linear_in", "ff_context.linear_in"), _GATED)
+    | dict.fromkeys(("ff.linear_out", "ff_context.linear_out"), ROW),
+    SINGLE: {"attn.to_qkv_mlp_proj": _QKV_GATED, "attn.to_out": BOTH_ROWS},
+}
+
+
+def _configure(shapes: Shapes) -> Config:
+    config = sizes(shapes)
+    head, width = config["attention_head_dim"], shapes["img_in.weight"][0]
+    return config | {
+        "timestep_guidance_channels": shapes["time_in.in_layer.weight"][1],
+        "mlp_ratio": shapes["double_blocks.0.img_mlp.2.weight"][1] / width,
+        # Nowhere in the weights: every Flux.2 has (32, 32, 32, 32) for its heads of 128, and theta 2000.
+        "axes_dims_rope": (head // 4,) * 4,
+        "rope_theta": 2000,
+        "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
+    }
+
+
+def _recipe(config: Config) -> dict[str, Source]:
+    keys = Keys()
+    outside = {"context_embedder": "txt_in", "x_embedder": "img_in", "proj_out": "final_layer.linear"}
+    embedders = {_TIME: "time_in"} | ({_GUIDANCE: "guidance_in"} if config["guidance_embeds"] else {})
+    for ours, theirs in embedders.items():
+        outside |= {f"{ours}.linear_1": f"{theirs}.in_layer", f"{ours}.linear_2": f"{theirs}.out_layer"}
+    keys.copy(outside | {f"{name}.linear": f"{name}.lin" for name in _MODULATION}, _WEIGHT)
+    keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, _WEIGHT, swap_halves=True)
+    double_keys(keys, config, _FEED_FORWARD, _WEIGHT)
+    for index in range(config["num_single_layers"]):
+        block = keys.inside(f"{SINGLE}.{index}.", f"single_blocks.{index}.")
+        block.copy({"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}, _WEIGHT)
+        block.copy({f"{name}": original for name, original in SINGLE_NORMS.items()}, SCALE)
+    return keys.sources
+
+
+def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
+    text_ids = torch.zeros(len(step.text), 4, device=step.timestep.device)
+    text_ids[:, 3] = torch.arange(step.text.start, step.text.stop)
+    given = token_arguments(step) | {"img_ids": F.pad(step.positions(), (0, 1)), "txt_ids": text_ids}
+    # This forward looks at its inputs' dtype and at the text's length before it embeds them.
+    empty = step.timestep.new_zeros(len(step.timestep), len(step.text), 1, dtype=step.dtype)
+    replaced = {name: empty for name in ("hidden_states", "encoder_hidden_states") if given[name] is None}
+    return given | replaced | {"guidance": step.tensors.get("guidance")}
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {"context": text("Flux.2", config["joint_attention_dim"], given)}
+    tensors |= reference_tensors(PATCHING, given, method="index", step=10.0)
+    if config["guidance_embeds"] and given.get("guidance") is not None:
+        tensors["guidance"] = given["guidance"]
+    return tensors
+
+
+def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
+    return {"context": torch.randn(1, text_tokens, config["joint_attention_dim"]), "guidance": torch.full((1,), 3.5)}
+
+
+FLUX2 = Family(
+    name="flux2",
+    model_class="Flux2Transformer2DModel",
+    block_lists=(BlockList(DOUBLE), BlockList(SINGLE, joined=True)),
+    prologue=("x_embedder", "context_embedder"),
+    epilogue=("norm_out", "proj_out"),
+    token_tensors=("context",),
+    vector_tensors=("guidance",),
+    time_embed=("time_guidance_embed", 1000.0),
+    latent_channels=lambda config: config["in_channels"],
+    blocks=block_counts,
+    tensor_plan=_PLAN,
+    detect=lambda shapes: "double_stream_modulation_img.lin.weight" in shapes and "single_blocks.0.linear1.weight" in shapes,
+    configure=_configure,
+    recipe=_recipe,
+    arguments=_arguments,
+    conditioning=_conditioning,
+    example=_example,
+    accepts=("y", "guidance", *ACCEPTS),
+    patching=PATCHING,
+    key_aliases=NORM_ALIASES,
+)

@@ -1,0 +1,117 @@
+"""Qwen-Image: joint blocks, joint sequence [text, image].
+
+Key layout: diffusers' QwenImageTransformer2DModel, whose names ComfyUI's files keep. Edit checkpoints load and make
+pictures from text.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..tensor_parallel import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .base import TEXT_MASK, BlockList, Config, Family, Shapes, Source, StepInputs
+from .flux_blocks import rope_axes
+from .keys import Keys
+from .patching import Patching
+from .shared import count_blocks, rotary_table, text
+
+BLOCKS = "transformer_blocks"
+_QKV = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
+_PLAN = {
+    **dict.fromkeys(("img_mod.1", "txt_mod.1"), GATHER),
+    **dict.fromkeys(_QKV, COLUMN_BY_HEADS),
+    **dict.fromkeys(("attn.to_out.0", "attn.to_add_out"), ROW_BY_HEADS),
+    **dict.fromkeys(("img_mlp.net.0.proj", "txt_mlp.net.0.proj"), COLUMN),
+    **dict.fromkeys(("img_mlp.net.2", "txt_mlp.net.2"), ROW),
+}
+_NORMS = ("attn.norm_q", "attn.norm_k", "attn.norm_added_q", "attn.norm_added_k")
+_TIME = ("time_text_embed.timestep_embedder.linear_1", "time_text_embed.timestep_embedder.linear_2")
+
+
+def _detect(shapes: Shapes) -> bool:
+    needed = ("txt_norm.weight", "img_in.weight", "proj_out.weight", f"{BLOCKS}.0.img_mod.1.weight")
+    return all(key in shapes for key in needed) and (shapes[needed[0]][0], shapes[needed[2]][0]) != (2560, 128)  # Mage-Flow
+
+
+def _configure(shapes: Shapes) -> Config:
+    head = shapes[f"{BLOCKS}.0.attn.norm_q.weight"][0]
+    return {
+        "in_channels": shapes["img_in.weight"][1],
+        "out_channels": shapes["proj_out.weight"][0] // 4,
+        "num_layers": count_blocks(shapes, f"{BLOCKS}."),
+        "attention_head_dim": head,
+        "num_attention_heads": shapes["img_in.weight"][0] // head,
+        "joint_attention_dim": shapes["txt_norm.weight"][0],
+        "axes_dims_rope": rope_axes(head),
+    }
+
+
+def _recipe(config: Config) -> dict[str, Source]:
+    for switch in ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"):  # of Edit 2511 and Layered
+        if config.get(switch):
+            raise ValueError(f"model_name: this Qwen-Image has {switch} in its config.json, which cannot be run in parts.")
+    keys = Keys()
+    keys.same("img_in", "txt_in", "norm_out.linear", "proj_out", *_TIME)
+    keys.same("txt_norm", leaves=("weight",))
+    for index in range(config["num_layers"]):
+        block = keys.inside(f"{BLOCKS}.{index}.", f"{BLOCKS}.{index}.")
+        block.same(*_PLAN)
+        block.same(*_NORMS, leaves=("weight",))
+    return keys.sources
+
+
+def _prepare(model: nn.Module, step: StepInputs) -> None:
+    """Rotary tables of the rank's tokens. ComfyUI has row 0 of an odd grid at -(rows // 2), diffusers one further away."""
+    rows, columns = step.grid[-2:]
+    words = torch.arange(step.text.start, step.text.stop, device=step.timestep.device) + max(rows // 2, columns // 2)
+    rope, positions = model.pos_embed, (step.positions(-(rows // 2), -(columns // 2)), words[:, None].expand(-1, 3))
+    tables = tuple(rotary_table(each, rope.axes_dim, rope.theta) for each in positions)
+    rope.forward = lambda *_args, **_named: tables
+    _let_text_be_empty(sys.modules[type(model).__module__])
+
+
+def _let_text_be_empty(module: Any) -> None:
+    """diffusers' rotation cannot reshape the text of a micro-step that has none. Idempotent."""
+    rotate = module.apply_rotary_emb_qwen
+    if rotate.__module__ == module.__name__:  # else it is this one already
+        module.apply_rotary_emb_qwen = lambda x, *args, **named: rotate(x, *args, **named) if x.shape[1] else x
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    return {
+        "hidden_states": step.x,
+        "encoder_hidden_states": step.text_tensor("context", config["joint_attention_dim"]),
+        "timestep": step.timestep,
+    }
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {"context": text("Qwen-Image", config["joint_attention_dim"], given)}
+    mask = given.get("attention_mask")
+    return tensors if mask is None else tensors | {TEXT_MASK: mask.bool()}
+
+
+QWEN_IMAGE = Family(
+    name="qwen-image",
+    model_class="QwenImageTransformer2DModel",
+    block_lists=(BlockList(BLOCKS),),
+    prologue=("img_in", "txt_norm", "txt_in"),
+    epilogue=("norm_out", "proj_out"),
+    token_tensors=("context",),
+    vector_tensors=(),
+    time_embed=("time_text_embed", 1.0),
+    latent_channels=lambda config: config["in_channels"] // 4,
+    blocks=lambda config: {BLOCKS: config["num_layers"]},
+    tensor_plan={BLOCKS: _PLAN},
+    detect=_detect,
+    configure=_configure,
+    recipe=_recipe,
+    prepare=_prepare,
+    arguments=_arguments,
+    conditioning=_conditioning,
+    patching=Patching(video=True),
+    accepts=("attention_mask",),
+    ignored=("__index_timestep_zero__",),  # marks Qwen-Image-Edit 2511
+)

@@ -1,0 +1,54 @@
+"""Families with reference pictures: Flux Kontext and Flux.2, by diffusers' own forward with their tokens appended."""
+
+from dataclasses import replace
+
+import torch
+
+from parallel_backend.families.base import REFERENCE_POSITIONS, REFERENCES
+from parallel_backend.families.references import reference_tensors
+
+from . import flux, flux2
+
+SIZES = ((6, 8), (9, 5))
+
+
+def _with_references(case, name, method, step, size=SIZES):
+    """The case, its conditioning with two reference pictures."""
+    channels, patching = case.latent[0], case.row.patching
+
+    def tensors(generator, batch):
+        pictures = [torch.randn(batch, channels, *sides, generator=generator) for sides in size]
+        return case.tensors(generator, batch) | reference_tensors(patching, {"ref_latents": pictures}, method, step)
+
+    def reference(model, x, timestep, given):
+        plain = dict(given)
+        tokens, positions = plain.pop(REFERENCES), plain.pop(REFERENCE_POSITIONS)[0]
+        count = torch.Size(patching.grid(tuple(x.shape))).numel()
+
+        def forward(hidden_states, img_ids, **others):
+            more = torch.nn.functional.pad(positions, (0, img_ids.shape[1] - positions.shape[1]))
+            out = model(
+                hidden_states=torch.cat((hidden_states, tokens), dim=1), img_ids=torch.cat((img_ids, more)), **others
+            )
+            return (out[0][:, :count],)
+
+        return case.reference(forward, x, timestep, plain)
+
+    def conditioning(generator):
+        text, extras = case.native.conditioning(generator)
+        shape = (1, case.native.latent[0])
+        pictures = [torch.randn(*shape, *sides, generator=generator) for sides in size]
+        return text, extras | {"reference_latents": pictures}
+
+    native = replace(case.native, conditioning=conditioning)
+    return replace(case, name=name, tensors=tensors, reference=reference, native=native, convert=None)
+
+
+def _named(cases, name):
+    return next(case for case in cases if case.name == name)
+
+
+CASES = (
+    _with_references(_named(flux.CASES, "flux-dev"), "flux-kontext", "offset", 1.0),
+    _with_references(flux2.CASES[0], "flux2-references", "index", 10.0),
+)
