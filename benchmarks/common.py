@@ -146,12 +146,15 @@ def ratio(numerator: list[Outcome], denominator: list[Outcome]) -> float:
     return statistics.median(ratios(numerator, denominator))
 
 
+def hardware() -> str:
+    return f"{platform.machine()} CPU, {multiprocessing.cpu_count()} cores, 1 thread per rank, torch {torch.__version__}"
+
+
 def head(steps: int, outcomes: Outcomes) -> dict:
     """What a result says first: what was measured, on what, how often."""
     return {
         "date": date.today().isoformat(),
-        "hardware": f"{platform.machine()} CPU, {multiprocessing.cpu_count()} cores, 1 thread per rank, "
-        f"torch {torch.__version__}",
+        "hardware": hardware(),
         "model": "Flux-like, random weights, hidden 512, 4 + 8 blocks, 1024 image + 32 text tokens, fp32",
         "scope": "transformer and sampler loop; no text encoder, VAE or loading",
         "steps": steps,

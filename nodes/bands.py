@@ -21,6 +21,7 @@ from parallel_backend.layout import Span
 from parallel_backend.report import RunReport
 from parallel_backend.schedule import choose_bands
 
+from .band_guider import band_guider, controls_of, sharing
 from .noise import WholeNoise, takes_noise_sampler, whole_noise
 from .remote_model import BAND_KEY, Band, RemoteDiffusionModel, check_cancelled
 
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 LOCAL_GUIDERS = {"CFGGuider", "Guider_Basic", "Guider_DualCFG"}
 """Guiders whose result at a pixel depends on nothing but the predictions at that pixel."""
-COND_KEYS_OF_A_REGION = ("area", "mask", "gligen", "control", "hooks", "default")
+COND_KEYS_OF_A_REGION = ("area", "mask", "gligen", "hooks", "default")
 GLOBAL_OPTIONS = (
     "sampler_cfg_function",
     "sampler_pre_cfg_function",
@@ -99,9 +100,15 @@ class Sampling:
         return len(self.sigmas) - 1
 
     def band(
-        self, patching: Patching, rows: Span, options: dict[str, Any], draws: WholeNoise | None, callback: Callable
+        self,
+        patching: Patching,
+        rows: Span,
+        guider: comfy.samplers.CFGGuider,
+        options: dict[str, Any],
+        draws: WholeNoise | None,
+        callback: Callable,
     ) -> torch.Tensor:
-        """Run the native sampler on these rows only, with model_options of its own."""
+        """Run the native sampler on these rows only, with a guider and model_options of its own."""
         noise, latent, mask = (
             None if whole is None else patching.rows(whole, rows)
             for whole in (self.noise, self.latent_image, self.denoise_mask)
@@ -111,7 +118,7 @@ class Sampling:
         inpaint = {} if mask is None else self.sampler.inpaint_options
         sampler = comfy.samplers.KSAMPLER(self.sampler.sampler_function, {**self.sampler.extra_options, **extra}, inpaint)
         extra_args = {**self.extra_args, "model_options": options}
-        return sampler.sample(self.guider, self.sigmas, extra_args, callback, noise.clone(), latent, mask, True)
+        return sampler.sample(guider, self.sigmas, extra_args, callback, noise.clone(), latent, mask, True)
 
 
 def why_no_run(sampling: Sampling) -> str | None:
@@ -240,10 +247,15 @@ class PipeFusion:
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         steps = Steps(len(rows), model.family.patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar)
 
+        patching = model.family.patching
+        controls = controls_of(sampling.guider, patching, rows, shape, limit)
+
         def sample(band: int) -> torch.Tensor:
+            guider = band_guider(sampling.guider, patching, rows, band, controls)
             options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
             options["transformer_options"][BAND_KEY] = Band(run, band, limit)
-            return sampling.band(model.family.patching, rows[band], options, draws, steps.band(band))
+            with sharing(controls, band):
+                return sampling.band(patching, rows[band], guider, options, draws, steps.band(band))
 
         try:
             parts = run_bands(run, sample, steps.drain, check_cancelled)
@@ -253,4 +265,4 @@ class PipeFusion:
             raise
         finally:
             steps.close()
-        return torch.cat(parts, model.family.patching.band_dim), run
+        return torch.cat(parts, patching.band_dim), run

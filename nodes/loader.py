@@ -152,7 +152,8 @@ class ParallelDiTLoader:
         chosen = choose_devices(devices, degrees)
         checkpoint = open_checkpoint(model_path(model_name))
         family = checkpoint.family
-        check_model(degrees, heads=family.heads(checkpoint.config), blocks=family.block_count(checkpoint.config))
+        sizes = checkpoint.config
+        check_model(degrees, heads=family.heads(sizes), blocks=family.block_count(sizes), key_heads=family.key_heads(sizes))
         dtype = resolve_dtype(weight_dtype, checkpoint.dtype, chosen)
         check_attention(config.attention, chosen, dtype)
         check_stage_split(stage_split, degrees.pipe, family.block_count(checkpoint.config))

@@ -1,7 +1,8 @@
 """A native MODEL without weights: ComfyUI's own BaseModel for the family, its diffusion_model a stub that asks the ranks."""
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
+from uuid import UUID
 
 import comfy.model_base
 import comfy.model_detection
@@ -16,6 +17,9 @@ from parallel_backend.client import RemoteTransformer
 from parallel_backend.dtypes import compute_dtype
 from parallel_backend.pool import Poll
 from parallel_backend.registry import ModelKey, registry
+
+from .controlnet import residuals
+from .lora import NativeWeights, Patch
 
 HARMLESS = ("crossattn_controlnet",)
 """Arguments of a model call that native models do not look at."""
@@ -59,18 +63,33 @@ class NativeNames:
 
     __getattr__ = at
 
+    def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        refuse("computing with its layers (some ControlNets do)", "Use another ControlNet, or a native loader.")
+
+    def __getitem__(self, index: int) -> NoReturn:
+        refuse("looking into its blocks (a LoRA in bypass mode does)", "Use a plain LoRA loader.")
+
 
 class RemoteDiffusionModel(torch.nn.Module):
-    """Takes ComfyUI's model call and answers with what the ranks say. Holds no parameters and no process."""
+    """Takes ComfyUI's model call and answers with what the ranks say. Holds no parameters and no process.
+
+    `patches`, `patches_uuid`: those of the ModelPatcher under which it is sampled; its clones all share this module.
+    """
+
+    weights: NativeWeights  # set by make_model
 
     def __init__(self, checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool):
         super().__init__()
         self.checkpoint, self.key, self.comm_overlap = checkpoint, key, comm_overlap
+        self.patches: dict[str, list[Patch]] = {}
+        self.patches_uuid: UUID | None = None
         self.dtype = compute_dtype(key.dtype, torch.device(key.devices[0]))
         self.patch_size = checkpoint.family.patching.side
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
-        return RemoteDiffusionModel(self.checkpoint, self.key, self.comm_overlap)
+        copy = RemoteDiffusionModel(self.checkpoint, self.key, self.comm_overlap)
+        copy.weights = self.weights
+        return copy
 
     @functools.cached_property
     def native_tensors(self) -> dict[str, torch.Tensor]:
@@ -78,17 +97,27 @@ class RemoteDiffusionModel(torch.nn.Module):
         return {name: torch.empty(shape, device="meta") for name, shape in self.checkpoint.original_shapes.items()}
 
     def __getattr__(self, name: str) -> Any:
-        """ComfyUI's BaseModels read shapes of their native model's layers, such as `img_in.weight.shape`."""
+        """ComfyUI's BaseModels read their native model's values, and shapes of its layers, such as `img_in.weight.shape`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == "checkpoint":  # not set yet
                 raise
-            return NativeNames(self.native_tensors, "").at(name)
+            values = self.checkpoint.family.native_values(self.checkpoint.config)
+            return values[name] if name in values else NativeNames(self.native_tensors, "").at(name)
+
+    def state_dict(self, *_args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Names and shapes of the weights, which are elsewhere: what ComfyUI matches a LoRA's keys with."""
+        destination = {} if destination is None else destination
+        destination.update({prefix + name: tensor for name, tensor in self.weights.tensors.items()})
+        return destination
 
     def transformer(self) -> RemoteTransformer:
-        """The model on its ranks; starts and loads them at first use."""
-        return registry().model(self.key, check_cancelled)
+        """The model on its ranks, patched; starts and loads them at first use."""
+        model = registry().model(self.key, check_cancelled)
+        name = self.patches_uuid if self.patches else None
+        model.adapt(name, self.weights.deltas(self.patches), check_cancelled)
+        return model
 
     def forward(
         self,
@@ -103,25 +132,24 @@ class RemoteDiffusionModel(torch.nn.Module):
         options = transformer_options or {}
         family, config = self.checkpoint.family, self.checkpoint.config
         given = {name: value for name, value in extra.items() if value is not None}
-        refuse_what_does_not_reach_the_ranks(options, control, [name for name in given if name not in family.accepts])
+        refuse_what_does_not_reach_the_ranks(options, [name for name in given if name not in family.accepts])
         if x.shape[1] != family.latent_channels(config):
             raise ValueError(
                 f"latent_image: the latent has {x.shape[1]} channels, this model needs {family.latent_channels(config)}. "
                 "Use Empty SD3 Latent Image, or a latent encoded with the model's own VAE."
             )
         tensors = family.conditioning(config, {"context": context, **given})
+        added = residuals(family, config, control, tuple(x.shape))
         band: Band | None = options.get(BAND_KEY)
         if band is None:
-            return self.transformer().predict(x, timestep, tensors, check_cancelled, self.comm_overlap)
+            return self.transformer().predict(x, timestep, tensors, check_cancelled, self.comm_overlap, added)
         exact = float(options["sigmas"].max()) > band.exact_above
-        return band.run.predict(band.index, x, timestep, tensors, exact, band.poll)
+        return band.run.predict(band.index, x, timestep, tensors, exact, band.poll, added)
 
 
-def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], control: Any, unknown: list[str]) -> None:
+def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], unknown: list[str]) -> None:
     """ValueError for anything that changes the native model's inside: ignored silently, the picture would be wrong."""
     found = []
-    if control is not None:
-        found.append("ControlNet")
     found += [f"model patch '{name}'" for name, patches in options.get("patches", {}).items() if patches]
     found += [f"attention replacement '{name}'" for name, by in options.get("patches_replace", {}).items() if by]
     kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
@@ -139,10 +167,40 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
     """A ModelPatcher whose weights are elsewhere. Says no where native patches would be lost."""
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        raise ValueError(
-            "model: LoRA and other weight patches do not reach Parallel DiT's ranks in this version. Remove the LoRA "
-            "node, or merge the LoRA into the checkpoint."
-        )
+        """ComfyUI's own, which keeps the patches. ValueError for a kind that the ranks cannot add to their weights."""
+        for target, value in patches.items():
+            offset, function = (None, None) if isinstance(target, str) else (*target[1:], None)[:2]
+            self.model.diffusion_model.weights.check(target, (strength_patch, value, strength_model, offset, function))
+        return super().add_patches(patches, strength_patch, strength_model)
+
+    def pre_run(self):
+        """A sampling run begins: the ranks are to have this patcher's patches, not those of another clone."""
+        super().pre_run()
+        stub = self.model.diffusion_model
+        stub.patches, stub.patches_uuid = self.patches, self.patches_uuid
+
+    def model_size(self):
+        """Bytes in this process: `state_dict` lists weights that are not in it."""
+        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+
+    def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
+        refuse("a LoRA in the conditioning (a hook, scheduled or not)", "Use a LoRA loader on the MODEL.")
+
+    def add_weight_wrapper(self, name, function):
+        refuse(f"a wrapper around the weight {name}", "Remove the node that adds it.")
+
+    def set_injections(self, key, injections):
+        refuse(f"what another node injects into the model ('{key}')", "Remove that node.")
+
+    def get_key_patches(self, filter_prefix=None):
+        refuse("a merge or an extraction of weights", "Load the model with a native loader for it.")
+
+    def model_state_dict_for_saving(self, model=None, prefix=""):
+        refuse("saving the model", "Load the model with a native loader for it.")
+
+
+def refuse(what: str, instead: str) -> NoReturn:
+    raise ValueError(f"model: {what} is not possible with Parallel DiT's weights, which are on its ranks. {instead}")
 
 
 def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:
@@ -153,6 +211,7 @@ def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> Rem
         raise ValueError(f"model_name: this ComfyUI does not know the model in {checkpoint.path.name}. Update ComfyUI.")
     config.unet_config["disable_unet_model_creation"] = True
     config.set_inference_dtype(stub.dtype, None)
+    stub.weights = NativeWeights(stub.native_tensors, config)
     model = config.get_model({}, "")
     model.diffusion_model = stub
     # Nothing is computed here, so nothing need be reserved: conditional and unconditional always come as one batch.

@@ -1,76 +1,21 @@
-"""What is added to a model's weights without reading them again: LoRA and its kin, from a checkpoint's keys to layers.
+"""What a rank adds to its weights without reading them again: LoRA and its kin.
 
 A linear layer computes what is added beside its weight, which stays as it was loaded, packed or not. All other parameters
 are small: of those a rank keeps the values that it loaded, and adds to the parameter itself.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from .checkpoint import Checkpoint
-from .families.base import Source
-from .layout import Shard, Span
+from .layout import Shard
 from .linear import PackedLinear, RankLinear
 from .messages import Adapt
 from .tensor_parallel import TensorPlan
-
-
-@dataclass(frozen=True)
-class Delta:
-    """`scale` * `up` [rows, r] @ `down` [r, columns], to be added to rows `rows` (None: all) of checkpoint tensor `key`.
-
-    Without `down`, `up` has the shape of those rows. `key` is of the family's original layout.
-    """
-
-    key: str
-    up: torch.Tensor
-    down: torch.Tensor | None = None
-    scale: float = 1.0
-    rows: Span | None = None
-
-
-def parameter_parts(checkpoint: Checkpoint, deltas: Iterable[Delta]) -> Iterator[Adapt]:
-    """What the deltas add to each of the model's parameters.
-
-    ValueError for a delta whose key or shape is not the checkpoint's, or whose rows belong to no parameter.
-    """
-    sources: dict[str, list[tuple[str, Source]]] = {}
-    for parameter, source in checkpoint.family.recipe(checkpoint.config).items():
-        sources.setdefault(source.key, []).append((parameter, source))
-    for delta in deltas:
-        yield from _parts(checkpoint, sources.get(delta.key, []), delta)
-
-
-def _parts(checkpoint: Checkpoint, sources: list[tuple[str, Source]], delta: Delta) -> Iterator[Adapt]:
-    rows = delta.rows or Span(0, len(delta.up))
-    missing = len(rows)
-    for parameter, source in sources:
-        shape = checkpoint.shape(parameter)
-        columns = (torch.Size(shape[1:]).numel(),) if delta.down is not None else shape[1:]
-        if len(delta.up) != len(rows) or (delta.up if delta.down is None else delta.down).shape[1:] != columns:
-            break
-        own = source.rows or Span(0, shape[0])
-        common = Span(max(own.start, rows.start), min(own.stop, rows.stop))
-        if common.start >= common.stop:
-            continue
-        up = delta.up[common.shift(-rows.start).slice]
-        if common != own:
-            whole = up.new_zeros(len(own), *up.shape[1:])
-            whole[common.shift(-own.start).slice] = up
-            up = whole
-        if source.swap_halves:
-            up = torch.cat(up.chunk(2)[::-1])
-        missing -= len(common)
-        yield Adapt(parameter, up, delta.down, delta.scale)
-    if missing:
-        raise ValueError(
-            f"model: what is to be added to {delta.key} does not fit {checkpoint.path.name}. Use a LoRA that was made for "
-            "this model."
-        )
 
 
 def parameter_names(model: nn.Module) -> tuple[str, ...]:
@@ -93,30 +38,31 @@ class Adapters:
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, plan: TensorPlan, device: torch.device, dtype: torch.dtype):
         self._model, self._checkpoint, self._plan = model, checkpoint, plan
         self._device, self._dtype = device, dtype
+        self._factors: list[Adapt] = []  # the rank's shard of each, as it came: what another scale is applied to
         self._layers: list[RankLinear] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # parameter -> (as loaded, what is added in float32)
         self.nbytes = 0
 
-    @torch.no_grad()
     def add(self, part: Adapt) -> None:
         """Add to one of the rank's parameters. AttributeError if it has no such parameter."""
-        name, _, leaf = part.parameter.rpartition(".")
-        layer = self._model.get_submodule(name)
         shape = self._checkpoint.shape(part.parameter)
         shard = self._plan.shards({part.parameter: shape}).get(part.parameter)
-        up = part.up.to(self._device, torch.float32) * part.scale
-        down = None if part.down is None else part.down.to(self._device, torch.float32)
-        if not (isinstance(layer, RankLinear) and leaf == "weight"):
-            delta = up if down is None else (up @ down).view(shape)
-            self._add_to_values(part.parameter, layer.get_parameter(leaf), _take(delta, shard))
-        elif down is None:
-            self._add_beside(layer, _take(up, shard).to(self._dtype))
+        if part.down is None or shard is None or shard.dim == 0:
+            part = replace(part, up=_take(part.up, shard))
         else:
-            up, down = (up, _take(down, shard)) if shard is not None and shard.dim == 1 else (_take(up, shard), down)
-            layer.adapters.append((up.to(self._dtype), down.to(self._dtype)))
-            self._layers.append(layer)
-            self.nbytes += sum(factor.nbytes for factor in layer.adapters[-1])
+            part = replace(part, down=_take(part.down, shard))
+        if part.down is not None:
+            self._factors.append(part)
+        self._put(part)
+
+    def rescale(self, scales: Sequence[float]) -> None:
+        """Other scales for all that was added, in its order; it must be factors throughout."""
+        factors = [replace(part, scale=scale) for part, scale in zip(self._factors, scales, strict=True)]
+        self.drop()
+        self._factors = factors
+        for part in factors:
+            self._put(part)
 
     @torch.no_grad()
     def drop(self) -> None:
@@ -127,7 +73,24 @@ class Adapters:
             hook.remove()
         for parameter, (loaded, _) in self._values.items():
             self._model.get_parameter(parameter).copy_(loaded)
-        self._layers, self._hooks, self._values, self.nbytes = [], [], {}, 0
+        self._factors, self._layers, self._hooks, self._values, self.nbytes = [], [], [], {}, 0
+
+    @torch.no_grad()
+    def _put(self, part: Adapt) -> None:
+        name, _, leaf = part.parameter.rpartition(".")
+        layer = self._model.get_submodule(name)
+        up = part.up.to(self._device, torch.float32) * part.scale
+        if isinstance(layer, RankLinear) and leaf == "weight":
+            if part.down is None:
+                self._add_beside(layer, up.to(self._dtype))
+            else:
+                layer.adapters.append((up.to(self._dtype), part.down.to(self._device, self._dtype)))
+                self._layers.append(layer)
+                self.nbytes += sum(factor.nbytes for factor in layer.adapters[-1])
+        else:
+            parameter = layer.get_parameter(leaf)
+            delta = up if part.down is None else up @ part.down.to(self._device, torch.float32)
+            self._add_to_values(part.parameter, parameter, delta.view(parameter.shape))
 
     def _add_to_values(self, name: str, parameter: nn.Parameter, delta: torch.Tensor) -> None:
         if name in self._values:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from .collectives import start_gather
@@ -29,7 +30,7 @@ class StepView:
 
     `text`, `image`: the micro-step's tokens by sequence rank (layout.SequenceCut), both counted from their stream's
     start. `stale`: displaced patches use the other bands' keys of the call before. `text_mask`: [b, T] bool, which text
-    tokens may be seen; None for all.
+    tokens may be seen; None for all. `image_padding`: so many of the text's first tokens are the image's (Family.padded).
     """
 
     text_tokens: int  # of the whole sequence, whether or not the text runs in this micro-step
@@ -41,13 +42,14 @@ class StepView:
     overlap: bool = True
     text_first: bool = True
     text_mask: torch.Tensor | None = None
+    image_padding: int = 0
     _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
 
     @cached_property
     def of_image(self) -> "StepView":
-        """The same micro-step for layers that attend over the image alone."""
-        nothing = (Span(0, 0),) * len(self.text)
-        return replace(self, text_tokens=0, text=nothing, text_mask=None, _masks={})
+        """The same micro-step for layers that attend over the image alone, with its padding."""
+        padding = tuple(text.before(self.image_padding) for text in self.text)
+        return replace(self, text_tokens=self.image_padding, text=padding, text_mask=None, _masks={})
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -131,6 +133,10 @@ class Seam:
         step = step.of_image if self.over == IMAGE else step
         axis, heads = context.ulysses, query.shape[2]
         lengths = [step.lengths[rank] for rank in context.ulysses_ranks(context.patch.index, context.ring.index)]
+        if (surplus := query.shape[1] - lengths[axis.index]) > 0:  # the token in the place of no text (BlockList.needs_text)
+            sides = (surplus, 0) if step.text_first else (0, surplus)
+            kept = slice(sides[0], query.shape[1] - sides[1])
+            return F.pad(self.attend(*(x[:, kept] for x in (query, key, value)), scale, mask), (0, 0, 0, 0, *sides))
         if axis.size > 1:
             query, key, value = sequence_to_heads(query, key, value, lengths, axis, context.traffic)
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from .client import Conditioning, RemoteTransformer
+from .client import Conditioning, RemoteTransformer, Residuals
 from .families.patching import Patching
 from .layout import Span, split
 from .pool import POLL_SECONDS, Poll, wait_for
@@ -49,6 +49,7 @@ class _Request:
     timestep: torch.Tensor
     tensors: dict[str, torch.Tensor]
     exact: bool
+    residuals: Residuals
     future: Future = field(default_factory=Future)
 
 
@@ -97,9 +98,10 @@ class BandedRun:
         tensors: dict[str, torch.Tensor],
         exact: bool,
         poll: Poll = lambda: None,
+        residuals: Residuals | None = None,
     ) -> torch.Tensor:
         """The model's output for the band's latent `x`. Blocks; raises what `abort` or `poll` raised, or RankError."""
-        request = _Request(x, timestep, tensors, exact)
+        request = _Request(x, timestep, tensors, exact, residuals or {})
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -160,7 +162,8 @@ class BandedRun:
             return
         x = torch.cat([request.x for request in requests], dim=self.patching.band_dim)
         parts = list(zip(requests, self.rows, strict=True))
-        self._post(x, conditioning.stream.span, True, False, parts, conditioning)
+        residuals = _side_by_side([request.residuals for request in requests])
+        self._post(x, residuals, conditioning.stream.span, True, False, parts, conditioning)
         self.exact_calls += 1
 
     def _post_band(self, band: int, request: _Request, conditioning: Conditioning) -> None:
@@ -171,12 +174,13 @@ class BandedRun:
             # An odd height is padded circularly, as ComfyUI does: the last row's neighbour is the picture's first one.
             top = self.patching.rows(self._turn_top, Span(0, padding))
             x = torch.cat((x, top), dim=self.patching.band_dim)
-        self._post(x, tokens, band == 0, stale, [(request, Span(0, len(rows)))], conditioning)
+        self._post(x, request.residuals, tokens, band == 0, stale, [(request, Span(0, len(rows)))], conditioning)
         self.banded_calls += band == 0
 
     def _post(
         self,
         x: torch.Tensor,
+        residuals: Residuals,
         tokens: Span,
         text: bool,
         stale: bool,
@@ -186,7 +190,15 @@ class BandedRun:
         """Post `x` and give each request its rows of the answer."""
         patching, timestep = self.patching, requests[0][0].timestep
         call = self.model.call(
-            patching.pack(x), timestep, conditioning, self.run, tokens, text, stale=stale, overlap=self.overlap
+            patching.pack(x),
+            timestep,
+            conditioning,
+            self.run,
+            tokens,
+            text,
+            stale=stale,
+            overlap=self.overlap,
+            residuals=residuals,
         )
 
         def share(done: Future) -> None:
@@ -206,6 +218,19 @@ class BandedRun:
                 request.future.set_exception(error)
             else:
                 request.future.set_result(value.to(request.x.device))
+
+
+def _side_by_side(bands: list[Residuals]) -> Residuals:
+    """The bands' residuals as the whole picture's; blocks that had one tensor in the bands have one again."""
+    made: dict[tuple[int, ...], torch.Tensor] = {}
+    whole = {}
+    for block in bands[0]:
+        parts = [residuals[block] for residuals in bands]
+        key = tuple(map(id, parts))
+        if key not in made:
+            made[key] = torch.cat(parts, dim=1)
+        whole[block] = made[key]
+    return whole
 
 
 def run_bands(run: BandedRun, sample: Callable[[int], T], on_event: Callable[[], None], poll: Poll) -> list[T]:

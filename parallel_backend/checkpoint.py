@@ -18,12 +18,12 @@ import torch
 from .dtypes import TORCH_DTYPES
 from .families import FAMILIES, Family
 from .families.base import Source
-from .files import GGUF, SAFETENSORS, Entry, read_header
+from .files import GGUF, SAFETENSORS, Entry, read_header, read_stated_config
 from .layout import Span
 from .packings import BLOCKS, FP8_KINDS
 from .scales import attach_scales
 
-PREFIXES = ("model.diffusion_model.", "")
+PREFIXES = ("model.diffusion_model.", "model.model.", "")
 READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *BLOCKS}
 """What values may be stored as."""
 
@@ -135,9 +135,14 @@ def _open_single_file(path: Path) -> Checkpoint:
 
 def _configure(path: Path, family: Family, entries: dict[str, Entry]) -> dict[str, Any]:
     try:
-        return family.configure({key: entry.shape for key, entry in entries.items()})
+        config = family.configure({key: entry.shape for key, entry in entries.items()})
     except KeyError as missing:
         raise ValueError(f"model_name: {path.name} looks like {family.name}, but lacks {missing}.") from missing
+    return config | _settings(family, config, read_stated_config(path) if family.settings else {})
+
+
+def _settings(family: Family, config: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
+    return {name: stated.get(name, usual(config)) for name, usual in family.settings.items()}
 
 
 def _open_folder(path: Path) -> Checkpoint:
@@ -146,7 +151,7 @@ def _open_folder(path: Path) -> Checkpoint:
     except (OSError, ValueError) as error:
         raise ValueError(f"model_name: the folder {path.name} has no readable config.json of a diffusers model.") from error
     kind = config.get("_class_name") if isinstance(config, dict) else None
-    family = next((f for f in FAMILIES.values() if f.model_class == kind), None)
+    family = next((f for f in FAMILIES.values() if f.model_class == kind and f.takes(config)), None)
     if family is None:
         raise ValueError(f"model_name: {path.name} is a {kind}, which this version does not know.")
     entries: dict[str, Entry] = {}
@@ -165,7 +170,8 @@ def _constructor_arguments(family: Family, config: dict[str, Any]) -> dict[str, 
     import diffusers  # takes seconds, and ComfyUI's process can do without it for single files
 
     parameters = inspect.signature(getattr(diffusers, family.model_class).__init__).parameters
-    return {name: config.get(name, p.default) for name, p in parameters.items() if name != "self"}
+    arguments = {name: config.get(name, p.default) for name, p in parameters.items() if name != "self"}
+    return arguments | _settings(family, arguments, config)
 
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 
 from . import messages as m
-from .adapters import Delta, parameter_parts
 from .balance import balance
 from .checkpoint import Checkpoint
 from .config import SEQUENCE_AXES, WIDGETS, Degrees, check_devices, check_model
+from .deltas import Delta, Deltas
 from .families.base import REFERENCE_POSITIONS, REFERENCES, TEXT_MASK
 from .layout import SequenceCut, Span, split
 from .pool import Poll, Pool, wait_for
@@ -48,12 +48,16 @@ class Conditioning:
         )
 
 
+Residuals = dict[str, torch.Tensor]
+"""A ControlNet's additions: block "<list>.<index>" -> [B, n, hidden]. Several blocks may have the same tensor."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One evaluation of the transformer for tokens `tokens` of the stream. `x` [B, n, c]: the picture's tokens among them.
     `run` is 0 for a call without buffers.
 
-    `timestep`, `stale`, `overlap`: see messages.Step.
+    `timestep`, `stale`, `overlap`: see messages.Step. `residuals`: block "<list>.<index>" -> [B, n, hidden] added behind it.
     """
 
     x: torch.Tensor
@@ -64,6 +68,7 @@ class Call:
     run: int
     stale: bool
     overlap: bool
+    residuals: Residuals
     future: Future = field(default_factory=Future)
 
 
@@ -112,7 +117,12 @@ class RemoteTransformer:
     ):
         check_devices(degrees, pool.devices)
         family, config = checkpoint.family, checkpoint.config
-        check_model(degrees, heads=family.heads(config), blocks=family.block_count(config))
+        check_model(
+            degrees,
+            heads=family.heads(config),
+            blocks=family.block_count(config),
+            key_heads=family.key_heads(config),
+        )
         self.pool, self.checkpoint, self.degrees, self.family = pool, checkpoint, degrees, family
         self._lock = threading.RLock()
         self._seq, self._ids, self._runs = itertools.count(1), itertools.count(1), itertools.count(1)
@@ -138,7 +148,7 @@ class RemoteTransformer:
         )
         replies = wait_for(pool.ask(load, m.Loaded), poll)
         self.weight_bytes = [reply.weight_bytes for reply in replies]
-        self._parameters = [frozenset(reply.parameters) for reply in replies]
+        self._deltas = Deltas(checkpoint, [reply.parameters for reply in replies], pool.send)
         self._adapting = threading.Lock()
         self._adapters: Hashable | None = None
         self.adapter_bytes = [0] * len(replies)
@@ -156,13 +166,7 @@ class RemoteTransformer:
             if name == self._adapters:
                 return
             self._adapters = object()  # equal to no name, until the ranks say that all is in place
-            self.pool.tell(m.DropAdapters())
-            for part in parameter_parts(self.checkpoint, deltas):
-                poll()
-                ranks = [rank for rank, names in enumerate(self._parameters) if part.parameter in names]
-                assert ranks, f"no rank has {part.parameter}"
-                for rank in ranks:
-                    self.pool.send(rank, part)
+            self._deltas.replace(deltas, poll)
             replies = wait_for(self.pool.ask(m.AdaptersSent(next(self._runs)), m.Adapted), poll)
             self.adapter_bytes = [reply.adapter_bytes for reply in replies]
             self._adapters = name
@@ -174,6 +178,7 @@ class RemoteTransformer:
         tensors: dict[str, torch.Tensor],
         poll: Poll,
         overlap: bool = True,
+        residuals: Residuals | None = None,
     ) -> torch.Tensor:
         """Model output for the whole latent `x` [B, C, H, W] at `timestep` [B]; same shape and device as `x`.
 
@@ -181,7 +186,8 @@ class RemoteTransformer:
         """
         patching = self.family.patching
         grid = patching.grid(x.shape)
-        call = self.call(patching.pack(x), timestep, self.conditioning(grid, tensors), run=0, overlap=overlap)
+        conditioning = self.conditioning(grid, tensors)
+        call = self.call(patching.pack(x), timestep, conditioning, run=0, overlap=overlap, residuals=residuals)
         self.post(call)
         try:
             tokens = wait_for(call.future, poll)
@@ -200,6 +206,7 @@ class RemoteTransformer:
         with_text: bool = True,
         stale: bool = False,
         overlap: bool = True,
+        residuals: Residuals | None = None,
     ) -> Call:
         tokens = tokens or conditioning.stream.span
         assert x.shape[1] == len(conditioning.stream.images(tokens))
@@ -210,7 +217,7 @@ class RemoteTransformer:
                 f"{degrees} cuts this picture (or patch of it), which has only {len(tokens)} tokens: one for each rank is "
                 "the least. Use a larger picture, fewer patches or smaller degrees."
             )
-        return Call(x, timestep.float().cpu(), conditioning, tokens, with_text, run, stale, overlap)
+        return Call(x, timestep.float().cpu(), conditioning, tokens, with_text, run, stale, overlap, residuals or {})
 
     def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet.
@@ -235,7 +242,7 @@ class RemoteTransformer:
                 next(self._ids),
                 grid,
                 self.family.stream(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0),
-                tensors[names[0]].shape[1] if names else 0,
+                self.family.image_padding(grid) + (self.family.padded(tensors[names[0]].shape[1]) if names else 0),
                 len(next(iter(tensors.values()))),
                 {name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
             )
@@ -309,7 +316,12 @@ class RemoteTransformer:
         stream = call.conditioning.stream
         first = stream.images(call.tokens).start
         for stage in range(self.degrees.pipe):
+            blocks = self._stage_residuals(stage, call.residuals)
+            # A ControlNet with few blocks repeats its tensors: each is sent once.
+            added = list({id(tensor): tensor for tensor in blocks.values()}.values())
+            numbers = {id(tensor): number for number, tensor in enumerate(added)}
             for index, shard in enumerate(self.cut.image(call.tokens)):
+                images = stream.images(shard).shift(-first).slice
                 message = m.Step(
                     step.seq,
                     call.run,
@@ -320,10 +332,20 @@ class RemoteTransformer:
                     call.overlap,
                     step.local,
                     call.timestep[step.entries.slice],
-                    call.x[step.entries.slice, stream.images(shard).shift(-first).slice] if stage == 0 else None,
+                    {block: numbers[id(tensor)] for block, tensor in blocks.items()},
+                    tuple(tensor[step.entries.slice, images] for tensor in added),
+                    call.x[step.entries.slice, images] if stage == 0 else None,
                 )
                 for rank in self.degrees.ranks(replica, stage, index):
                     self.pool.send(rank, message)
+
+    def _stage_residuals(self, stage: int, residuals: Residuals) -> Residuals:
+        """Those of the stage's own blocks."""
+        if not residuals:
+            return {}
+        owned = self.family.owned(self.checkpoint.config, self.stage_blocks[stage])
+        own = {f"{name}.{index}" for name in self.family.residuals.values() for index in owned[name]}
+        return {block: tensor for block, tensor in residuals.items() if block in own}
 
     def _send_conditioning(self, conditioning: Conditioning) -> None:
         family, degrees = self.family, self.degrees

@@ -130,27 +130,28 @@ def check_devices(degrees: Degrees, devices: tuple[str, ...]) -> None:
         )
 
 
-def check_model(degrees: Degrees, *, heads: int, blocks: int) -> None:
-    """Raise ValueError, naming the widget, if a model with that many attention heads and blocks cannot be cut so."""
+def check_model(degrees: Degrees, *, heads: int, blocks: int, key_heads: int | None = None) -> None:
+    """Raise ValueError, naming the widget, if a model with that many attention heads and blocks cannot be cut so.
+
+    `key_heads`: None for as many as `heads`.
+    """
     if degrees.pipe > blocks:
         raise ValueError(
             f"pipefusion_degree is {degrees.pipe}, but this model has {blocks} transformer blocks: a stage needs at "
             f"least one. Use pipefusion_degree <= {blocks}."
         )
-    if degrees.tensor > heads:
+    if degrees.tensor > (whole := key_heads or heads):
+        kind = "attention heads" if whole == heads else "groups of attention heads"
         raise ValueError(
-            f"tensor_parallel_degree is {degrees.tensor}, but this model has {heads} attention heads: each GPU needs at "
-            f"least one. Use tensor_parallel_degree <= {heads}."
+            f"tensor_parallel_degree is {degrees.tensor}, but this model has {whole} {kind}: each GPU needs at least one. "
+            f"Use tensor_parallel_degree <= {whole}."
         )
-    if degrees.ulysses > heads // degrees.tensor:
+    fewest = whole // degrees.tensor * (heads // whole)  # heads that a rank of the tensor axis has
+    if degrees.ulysses > fewest:
         raise ValueError(
             f"ulysses_degree is {degrees.ulysses}, but this model has {heads} attention heads"
-            + (
-                f", {heads // degrees.tensor} for each of tensor_parallel_degree {degrees.tensor}"
-                if degrees.tensor > 1
-                else ""
-            )
-            + f": each GPU needs at least one. Use ulysses_degree <= {heads // degrees.tensor}; ring_degree has no such "
+            + (f", {fewest} for each of tensor_parallel_degree {degrees.tensor}" if degrees.tensor > 1 else "")
+            + f": each GPU needs at least one. Use ulysses_degree <= {fewest}; ring_degree has no such "
             "limit."
         )
 

@@ -12,7 +12,7 @@ from .attention import AttentionContext, StepView, install_seams
 from .checkpoint import open_checkpoint
 from .config import Degrees
 from .dtypes import compute_dtype
-from .families.base import REFERENCE_POSITIONS, REFERENCES, TEXT_MASK, Rows, StepInputs
+from .families.base import GUIDANCE, REFERENCE_POSITIONS, REFERENCES, TEXT_MASK, Rows, StepInputs
 from .kernels import choose_kernel
 from .kv_buffer import KVBuffer
 from .layout import SequenceCut, Span
@@ -26,7 +26,7 @@ from .stream import Stream
 from .tensor_parallel import TensorPlan
 from .traffic import Elapsed, Traffic
 
-KEPT_EXACT = (REFERENCE_POSITIONS,)
+KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE)
 """Conditioning tensors that no dtype but their own can hold: positions above 256 are not all there in bf16."""
 
 
@@ -65,7 +65,9 @@ class Engine:
 
         self.traffic = Traffic(device)
         self.link = StageLink(self.pipe, device, self.traffic)
-        plan = TensorPlan(family.tensor_plan, family.heads(config), family.head_size(config), self.tensor)
+        plan = TensorPlan(
+            family.tensor_plan, family.heads(config), family.head_size(config), self.tensor, family.key_heads(config)
+        )
         span = load.stage_blocks[self.pipe.index]
         stage = build_stage(checkpoint, span, device, load.dtype, plan)
         self.model, self.flow = stage.model, stage.flow
@@ -75,9 +77,10 @@ class Engine:
         self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.drops_mask)
         install_seams(stage.attention, self.context)
         self.timestep: torch.Tensor | None = None
+        self.guidance: torch.Tensor | None = None
         # Of the last grid and number of reference tokens: the stream's places in the model's own order (Rows.image).
         self._orders: dict[tuple[tuple[int, ...], int], torch.Tensor | None] = {}
-        keep_timestep_exact(self.model, self.family, lambda: self.timestep)
+        keep_timestep_exact(self.model, self.family, lambda: (self.timestep, self.guidance), self.dtype)
 
         self.conditionings: dict[int, Conditioning] = {}
         self.buffers: dict[tuple[int, int], KVBuffer] = {}  # (run, conditioning)
@@ -96,8 +99,9 @@ class Engine:
         close_axes(self.axes)
 
     def put_conditioning(self, message: PutConditioning) -> None:
+        exact = (*KEPT_EXACT, *self.family.exact)
         tensors = {
-            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() and name not in KEPT_EXACT else None)
+            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() and name not in exact else None)
             for name, tensor in message.tensors.items()
         }
         stream = self.family.stream(message.grid, message.references)
@@ -184,10 +188,13 @@ class Engine:
             step.overlap,
             self.family.text_first,
             None if text_mask is None else text_mask[step.entries.slice],
+            self.family.image_padding(conditioning.grid),
         )
         self.timestep = step.timestep.to(self.device)
-        self.flow.begin(received, len(own_text), self._rows(conditioning, own_image, own_text))
+        rows = self._rows(conditioning, own_image, own_text)
+        self.flow.begin(received, len(own_text), rows, self._residuals(step, conditioning.stream, own_image))
         tensors = self._tensors(step, conditioning)
+        self.guidance = tensors.get(GUIDANCE)
         inputs = StepInputs(
             None if step.x is None else self._with_references(step.x, tensors, conditioning.stream, own_image),
             self.timestep,
@@ -223,6 +230,18 @@ class Engine:
         out[:, own] = x
         out[:, ~own] = tensors[REFERENCES][:, places[~own] - stream.image]
         return out
+
+    def _residuals(self, step: Step, stream: Stream, image: Span) -> dict[str, torch.Tensor]:
+        """Block -> [b, n, hidden]; what is added to reference tokens is zero."""
+        if not step.residuals:
+            return {}
+        added = [tensor.to(self.device, self.dtype) for tensor in step.added]
+        if stream.references:
+            own = (stream.places(image) < stream.image).to(self.device)
+            for index, tensor in enumerate(added):
+                added[index] = tensor.new_zeros(len(tensor), len(image), tensor.shape[-1])
+                added[index][:, own] = tensor
+        return {block: added[index] for block, index in step.residuals.items()}
 
     def _rows(self, conditioning: Conditioning, image: Span, text: Span) -> Rows | None:
         """What slots cut whole tensors down to."""

@@ -52,6 +52,13 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     return _reading(path, read)
 
 
+def read_stated_config(path: Path) -> dict[str, Any]:
+    """What a single file's header says of its transformer beside the weights, as Lightricks' files do."""
+    if path.suffix.lower() in GGUF:
+        return {}
+    return _reading(path, lambda file: json.loads((file.metadata() or {}).get("config", "{}")).get("transformer", {}))
+
+
 def read_json(entries: Mapping[str, Entry]) -> dict[str, Any]:
     """What small tensors of bytes say."""
     said = {}

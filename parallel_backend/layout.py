@@ -20,6 +20,10 @@ class Span:
     def slice(self) -> slice:
         return slice(self.start, self.stop)
 
+    def before(self, end: int) -> "Span":
+        """The part of it below `end`."""
+        return Span(min(self.start, end), min(self.stop, end))
+
     def shift(self, by: int) -> "Span":
         return Span(self.start + by, self.stop + by)
 

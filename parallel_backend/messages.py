@@ -98,6 +98,13 @@ class Adapt:
 
 
 @dataclass(frozen=True)
+class Rescale:
+    """Client -> rank: other scales for the factors of every Adapt since the last DropAdapters, in order."""
+
+    scales: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class AdaptersSent:
     """Client -> rank: say when all that was sent is in place. `run`: a number that the reply repeats."""
 
@@ -139,8 +146,9 @@ class Step:
 
     `run` names the K/V buffers to use (0: none, the step is exact and leaves nothing behind). `x` is the rank's own
     shard [entries, n, channels], for the first stage only. `timestep`: [entries] or [entries, frames] float32, as
-    the sampler gave it. `stale`: displaced patches use each other's keys of the call before. `overlap`: transfers run
-    beside compute where they can, rather than being waited for at once.
+    the sampler gave it. `residuals`: block "<list>.<index>" of the stage -> which of `added` [entries, m, hidden] a
+    ControlNet adds behind it, to the picture's tokens among the rank's. `stale`: displaced patches use each other's keys
+    of the call before. `overlap`: transfers run beside compute where they can, rather than being waited for at once.
     """
 
     seq: int
@@ -152,6 +160,8 @@ class Step:
     overlap: bool
     entries: Span
     timestep: torch.Tensor
+    residuals: dict[str, int]
+    added: tuple[torch.Tensor, ...]
     x: torch.Tensor | None
 
 
@@ -217,7 +227,7 @@ _TYPES = {
     cls.__name__: cls
     for cls in (
         *(Ready, Probe, Probed, Load, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
-        *(DropAdapters, Adapt, AdaptersSent, Adapted),
+        *(DropAdapters, Adapt, Rescale, AdaptersSent, Adapted),
         *(Step, Output, OpenRun, CloseRun, RunStats, Failure, Stop, Span),
     )
 }

@@ -16,7 +16,10 @@ def skeleton(family: Family, config: dict[str, Any]) -> nn.Module:
     Buffers and other tensors are real: constructors compute tables of positions and frequencies, which no file has.
     """
     with _meta_parameters():
-        return getattr(diffusers, family.model_class)(**config).eval().requires_grad_(False)
+        arguments = {name: value for name, value in config.items() if name not in family.settings}
+        model = getattr(diffusers, family.model_class)(**arguments).eval().requires_grad_(False)
+    model.register_to_config(**{name: config[name] for name in family.settings})
+    return model
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .families.base import BlockList, Cut, Rows
@@ -31,12 +32,14 @@ class Flow:
     """The micro-step under way, told by the engine. `received`: [b, t + n, hidden], text first, None on the first stage.
 
     `text_tokens`: t, the rank's text tokens. `rows`: see Rows; None where the forward is given the rank's tokens only.
+    `residuals`: "<list>.<index>" of a block -> [b, n, hidden], a ControlNet's addition to its image tokens.
     """
 
     text_first: bool
     received: torch.Tensor | None = None
     text_tokens: int = 0
     rows: Rows | None = None
+    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     whole_text: int = field(default=0, init=False)  # text tokens that the list's first slot saw
     _cut: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False)
 
@@ -48,9 +51,15 @@ class Flow:
             self._cut[name] = value, done
         return done
 
-    def begin(self, received: torch.Tensor | None, text_tokens: int, rows: Rows | None) -> None:
+    def begin(
+        self,
+        received: torch.Tensor | None,
+        text_tokens: int,
+        rows: Rows | None,
+        residuals: dict[str, torch.Tensor] | None = None,
+    ) -> None:
         """A new micro-step."""
-        self.received, self.text_tokens, self.rows = received, text_tokens, rows
+        self.received, self.text_tokens, self.rows, self.residuals = received, text_tokens, rows, residuals or {}
         self._cut.clear()
 
     def split_received(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,17 +100,18 @@ class Slot:
         return given
 
     def note_text(self, given: Mapping[str, Any]) -> None:
-        """How long the whole text is, for `leave`."""
+        """How long the list's whole text is, for `leave`."""
         if self.spec.joined:
             self.flow.whole_text = given[self.spec.image].shape[1] - self.flow.rows.image_tokens
-        elif "text" in self.spec.returns:
-            self.flow.whole_text = given[self.spec.text].shape[1]
+        else:
+            self.flow.whole_text = given[self.spec.text].shape[1] if "text" in self.spec.returns else 0
 
     def streams(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Text [b, t, hidden] and image [b, n, hidden] among arguments that `arguments` gave."""
         image = given[self.spec.image]
         if self.spec.joined:
-            t, n = self.flow.text_tokens, image.shape[1] - self.flow.text_tokens
+            t = self.flow.text_tokens if self.flow.rows is None else len(self.flow.rows.text.before(self.flow.whole_text))
+            n = image.shape[1] - t
             first, second = image.split((t, n) if self.flow.text_first else (n, t), 1)
             return (first, second) if self.flow.text_first else (second, first)
         if "text" in self.spec.returns:
@@ -123,12 +133,41 @@ class Slot:
         words = None
         if text is not None:
             words = text.new_zeros(len(text), self.flow.whole_text, text.shape[-1])
-            words[:, rows.text.slice] = text
+            own = rows.text.before(self.flow.whole_text)
+            words[:, own.slice] = text[:, : len(own)]
         return self.results(words, whole)
 
-    def own(self, block: nn.Module) -> None:
+    def add_residual(self, out: Any) -> Any:
+        """A block's results, a ControlNet's residual added as ComfyUI's native models do: behind the block."""
+        residual = self.flow.residuals.get(f"{self.spec.name}.{self.index}")
+        if residual is None:
+            return out
+        text, image = self._parts(out)
+        return self.results(text, image + residual)
+
+    def fill_text(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A block's arguments, with one token where there is no text. Attention leaves it out (Seam.attend)."""
+        if self.flow.rows is not None and self.flow.text_tokens == 0:
+            given[self.spec.text] = F.pad(given[self.spec.text], (0, 0, 0, 1))
+        return given
+
+    def empty_text(self, out: Any) -> Any:
+        """A block's results, without that token."""
+        if self.flow.rows is None or self.flow.text_tokens:
+            return out
+        text, image = self._parts(out)
+        return self.results(text[:, :0], image)
+
+    def own(self, block: nn.Module, whole_latent: bool) -> None:
         """Hooks for a block that the stage has."""
+        if self.spec.needs_text:
+            block.register_forward_hook(lambda _block, _args, out: self.empty_text(out))
+        block.register_forward_hook(lambda _block, _args, out: self.add_residual(out))
+        if not whole_latent:
+            return
         block.register_forward_pre_hook(lambda _block, args, kwargs: ((), self.arguments(args, kwargs)), with_kwargs=True)
+        if self.spec.needs_text:
+            block.register_forward_pre_hook(lambda _block, _args, given: ((), self.fill_text(given)), with_kwargs=True)
         if self.last:
             block.register_forward_hook(
                 lambda _block, _args, out: out if self.flow.rows is None else self.leave(*self._parts(out))
@@ -188,8 +227,7 @@ def fill_slots(model: nn.Module, spec: BlockList, flow: Flow, own: range, whole_
     for index, block in enumerate(blocks):
         slot = Slot(spec, flow, type(block), index, len(blocks))
         if index in own:
-            if whole_latent:
-                slot.own(block)
+            slot.own(block, whole_latent)
             modules = dict(block.named_modules())
             attention += [(modules[name], over) for name, over in spec.attention.items() if name in modules]
         else:

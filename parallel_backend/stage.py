@@ -5,21 +5,26 @@ stage's blocks replaces whatever came of that by the hidden states received. On 
 output; elsewhere a stand-in behind the stage's blocks ends the forward with the hidden states to send (slots.py).
 """
 
-import sys
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from diffusers.models.embeddings import TimestepEmbedding
 from torch import nn
 
 from .checkpoint import Checkpoint
 from .dtypes import compute_dtype
 from .families import Family
+from .families.base import GUIDANCE
 from .layout import Span
 from .skeleton import skeleton
 from .slots import Absent, Flow, fill_slots
 from .tensor_parallel import TensorPlan
 from .weights import fill_weights
+
+GUIDANCE_FACTOR = 1000.0
+"""Between embedded guidance as users set it and as every class of diffusers embeds it."""
 
 
 @dataclass(frozen=True)
@@ -29,22 +34,6 @@ class Stage:
     model: nn.Module
     attention: list[tuple[nn.Module, str]]
     flow: Flow
-
-
-def owned_blocks(family: Family, config: dict[str, Any], span: Span) -> dict[str, range]:
-    """`span` counts the blocks of all lists through; block list -> which of its own blocks fall into it.
-
-    Lists of the prologue belong to the first stage. An empty range says on which side of it the stage is.
-    """
-    owned, start, counts = {}, 0, family.blocks(config)
-    for spec in family.block_lists:
-        if spec.prologue:
-            owned[spec.name] = range(sys.maxsize) if span.start == 0 else range(sys.maxsize, sys.maxsize)
-            continue
-        count = counts[spec.name]
-        owned[spec.name] = range(*sorted(min(max(edge - start, 0), count) for edge in (span.start, span.stop)))
-        start += count
-    return owned
 
 
 def build_stage(
@@ -59,7 +48,7 @@ def build_stage(
     first, last = span.start == 0, span.stop == family.block_count(config)
     dtype = compute_dtype(dtype_name, device)
     model = skeleton(family, config)
-    owned = owned_blocks(family, config, span)
+    owned = family.owned(config, span)
     skipped = (() if first else family.prologue) + (() if last else family.epilogue)
     # The state dict, not the parameters: a table of positions may be a buffer. As loaded it counts as a parameter.
     targets = [name for name in model.state_dict() if _is_owned(name, owned, skipped)]
@@ -70,7 +59,11 @@ def build_stage(
     width = family.hidden(config)
     for name in skipped:
         # A refiner's blocks are simply none, other modules' outputs are looked at for their shape.
-        absent = nn.ModuleList() if isinstance(getattr(model, name), nn.ModuleList) else Absent(width, dtype, device)
+        module = getattr(model, name)
+        if isinstance(module, nn.ModuleDict):
+            absent = nn.ModuleDict({key: Absent(width, dtype, device) for key in module})
+        else:
+            absent = nn.ModuleList() if isinstance(module, nn.ModuleList) else Absent(width, dtype, device)
         setattr(model, name, absent)
     flow, attention = Flow(family.text_first), []
     for spec in family.block_lists:
@@ -85,10 +78,32 @@ def _is_owned(parameter: str, owned: dict[str, range], skipped: tuple[str, ...])
     return top not in skipped
 
 
-def keep_timestep_exact(model: nn.Module, family: Family, timestep_of: Any) -> None:
-    """Hand the time embedding the sampler's float32 timestep: diffusers rounds it to the weights' dtype first.
+def keep_timestep_exact(
+    model: nn.Module,
+    family: Family,
+    values_of: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
+    dtype: torch.dtype,
+) -> None:
+    """Hand the time embedding the sampler's float32 timestep and guidance: diffusers rounds them to `dtype` first.
 
-    In bf16 that rounding moves the output by 4 %; `timestep_of()` gives the current micro-step's [b] float32.
+    In bf16 that rounding moves Flux's output by 4 % (timestep) and 7 % (a guidance of 3.5). `values_of()` gives the current
+    micro-step's timestep and embedded guidance, [b] float32 each; None without guidance.
     """
+    if family.time_embed is None:
+        return
     name, factor = family.time_embed
-    model.get_submodule(name).register_forward_pre_hook(lambda _module, arguments: (timestep_of() * factor, *arguments[1:]))
+    embed = model.get_submodule(name)
+    names = list(inspect.signature(embed.forward).parameters)
+
+    def exact(_module: nn.Module, arguments: tuple) -> tuple:
+        timestep, guidance = values_of()
+        given = dict(zip(names, arguments, strict=False))
+        given[names[0]] = family.model_time(timestep) * factor
+        if guidance is not None and given.get(GUIDANCE) is not None:
+            given[GUIDANCE] = guidance * GUIDANCE_FACTOR
+        return tuple(given.values())
+
+    embed.register_forward_pre_hook(exact)
+    for module in embed.modules():
+        if isinstance(module, TimestepEmbedding):  # Flux.2 hands it what it computes in the timestep's dtype
+            module.register_forward_pre_hook(lambda _module, arguments: (arguments[0].to(dtype), *arguments[1:]))

@@ -23,9 +23,12 @@ class Cut(Enum):
     COLUMN = "column"  # output features; the following layers take them as they are
     ROW = "row"  # input features; outputs are added up over the axis
     GATHER = "gather"  # output features, gathered again at once
+    NORM = "norm"  # an RMSNorm over what a column-cut layer gives: it divides by the root mean square of all of it
+    TABLE = "table"  # no layer: the last axis of the tensors that a module gives for the features of a column-cut layer
 
 
 HEADS = "heads"
+KEY_HEADS = "key heads"
 WIDTH = "width"
 
 
@@ -33,8 +36,9 @@ WIDTH = "width"
 class Style:
     """`parts`: what the cut side of the weight is made of, in order; each part is cut on its own.
 
-    HEADS: one attention projection, cut between heads. WIDTH: anything else, cut evenly; several share what is left
-    in equal parts.
+    HEADS: one attention projection, cut between heads. KEY_HEADS: one of keys or values where several heads share them
+    (grouped-query attention); those heads stay together. WIDTH: anything else, cut evenly; several share what is left in
+    equal parts.
     """
 
     cut: Cut
@@ -42,26 +46,32 @@ class Style:
 
 
 COLUMN_BY_HEADS = Style(Cut.COLUMN, (HEADS,))
+COLUMN_BY_KEY_HEADS = Style(Cut.COLUMN, (KEY_HEADS,))
 ROW_BY_HEADS = Style(Cut.ROW, (HEADS,))
 COLUMN = Style(Cut.COLUMN)
 ROW = Style(Cut.ROW)
 GATHER = Style(Cut.GATHER)
+NORM_BY_HEADS = Style(Cut.NORM, (HEADS,))
+TABLE_BY_HEADS = Style(Cut.TABLE, (HEADS,))
 
 Plan = Mapping[str, Mapping[str, Style]]
-"""Block list -> linear layer's name inside one of its blocks -> how it is cut."""
+"""Block list -> layer's name inside one of its blocks -> how it is cut. Another module of the model has the name ""."""
 
 
-def cut_side(style: Style, size: int, heads: int, head_size: int, index: int, ranks: int) -> tuple[Span, ...]:
+def cut_side(
+    style: Style, size: int, heads: int, head_size: int, index: int, ranks: int, key_heads: int | None = None
+) -> tuple[Span, ...]:
     """Rank `index`'s spans of a weight's cut side of `size` features."""
-    by_heads = heads * head_size
+    key_heads = key_heads or heads
+    own = split(Span(0, key_heads), ranks)[index]
+    features = {HEADS: heads // key_heads * head_size, KEY_HEADS: head_size}  # for each key head
     widths = style.parts.count(WIDTH)
-    rest = size - by_heads * (len(style.parts) - widths)
+    rest = size - sum(key_heads * features[part] for part in style.parts if part != WIDTH)
     spans, start = [], 0
     for part in style.parts:
-        if part == HEADS:
-            own = split(Span(0, heads), ranks)[index]
-            spans.append(Span(start + own.start * head_size, start + own.stop * head_size))
-            start += by_heads
+        if part != WIDTH:
+            spans.append(Span(start + own.start * features[part], start + own.stop * features[part]))
+            start += key_heads * features[part]
         else:
             spans.append(split(Span(start, start + rest // widths), ranks)[index])
             start += rest // widths
@@ -71,12 +81,13 @@ def cut_side(style: Style, size: int, heads: int, head_size: int, index: int, ra
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A family's plan, for one rank of the tensor axis and a model with these heads."""
+    """A family's plan, for one rank of the tensor axis and a model with these heads. `key_heads`: None for as many."""
 
     plan: Plan
     heads: int
     head_size: int
     axis: Axis
+    key_heads: int | None = None
 
     def style(self, parameter: str) -> Style | None:
         """Of the layer that `parameter` (`<list>.<index>.<layer>.weight`) belongs to. None: every rank has it whole."""
@@ -97,7 +108,7 @@ class TensorPlan:
                     shards[parameter] = Shard(0, ())
                 continue
             dim = 1 if style.cut is Cut.ROW else 0
-            spans = cut_side(style, shape[dim], self.heads, self.head_size, self.axis.index, self.axis.size)
+            spans = cut_side(style, shape[dim], self.heads, self.head_size, self.axis.index, self.axis.size, self.key_heads)
             shards[parameter] = Shard(dim, spans)
         return shards
 
@@ -105,7 +116,8 @@ class TensorPlan:
         """Make the cut layers, whose weights are in place, work together over the axis. The model's code stays as it is."""
         if self.axis.size == 1:
             return
-        local_heads = len(split(Span(0, self.heads), self.axis.size)[self.axis.index])
+        key_heads = self.key_heads or self.heads
+        local_heads = len(split(Span(0, key_heads), self.axis.size)[self.axis.index]) * (self.heads // key_heads)
         for name, module in model.named_modules():
             if name.partition(".")[0] not in self.plan:
                 continue
@@ -117,12 +129,48 @@ class TensorPlan:
             style = self.style(f"{name}.weight")
             if style is None:
                 continue
+            if style.cut is Cut.NORM:
+                SharedRMSNorm.adopt(module, self.axis, traffic)
+                continue
+            if style.cut is Cut.TABLE:
+                module.register_forward_hook(functools.partial(self._cut_table, style))
+                continue
             if style.cut is Cut.ROW:
                 module.register_forward_hook(lambda _module, _input, out: all_reduce(out, self.axis, traffic))
             elif style.cut is Cut.GATHER:
                 sizes = [len(span) for span in split(Span(0, module.out_features), self.axis.size)]
                 module.register_forward_hook(functools.partial(_gather, sizes, self.axis, traffic))
             module.out_features, module.in_features = module.weight_shape
+
+    def _cut_table(
+        self, style: Style, _module: nn.Module, _input: tuple, tables: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """Forward hook: each [..., features] -> [..., this rank's features]."""
+        width, axis = tables[0].shape[-1], self.axis
+        spans = cut_side(style, width, self.heads, self.head_size, axis.index, axis.size, self.key_heads)
+        return tuple(torch.cat([table[..., span.slice] for span in spans], dim=-1) for table in tables)
+
+
+class SharedRMSNorm(nn.RMSNorm):
+    """An RMSNorm over features of which each rank of the axis has a part: the sum of squares is added up over it."""
+
+    width: int  # of all ranks' parts
+    axis: Axis
+    traffic: Traffic
+
+    @staticmethod
+    def adopt(norm: nn.RMSNorm, axis: Axis, traffic: Traffic) -> None:
+        """Make `norm`, whose weight is this rank's part already, one of these."""
+        (norm.width,) = norm.normalized_shape
+        norm.axis, norm.traffic = axis, traffic
+        norm.__class__ = SharedRMSNorm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., this rank's features], the same shape; computed in float32."""
+        wide = x.float()
+        squares = all_reduce(wide.square().sum(dim=-1, keepdim=True), self.axis, self.traffic)
+        scale = torch.rsqrt(squares / self.width + self.eps)
+        return (wide * scale * self.weight.float()).to(x.dtype)
 
 
 def _gather(

@@ -57,6 +57,8 @@ class Worker:
                 self.engine.adapters.drop()
             case m.Adapt():
                 self.engine.adapters.add(message)
+            case m.Rescale():
+                self.engine.adapters.rescale(message.scales)
             case m.AdaptersSent():
                 self.channel.send(m.Adapted(self.settings.rank, message.run, self.engine.adapters.nbytes))
             case m.PutConditioning():

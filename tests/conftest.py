@@ -5,6 +5,7 @@ from one test into the next is a defect that test_requests.py looks for.
 """
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +34,12 @@ class RootIsNoTestPackage:
 FIGURES = pytest.StashKey[dict[str, float]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--figures", type=Path, help="a JSON file to write what tests measured to, such as scripts/family_table.py reads"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A plugin of its own, since a hook written here would only see what lies below this folder.
     config.pluginmanager.register(RootIsNoTestPackage())
@@ -40,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
+    figures, path = terminalreporter.config.stash[FIGURES], terminalreporter.config.getoption("figures")
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
     for what, value in terminalreporter.config.stash[FIGURES].items():
         terminalreporter.write_line(f"measured: {what} {value:.3g}")
 

@@ -62,12 +62,12 @@ class FakeModel:
         self._known.append(Conditioning(len(self._known) + 1, grid, self.family.stream(grid), 3, 1, tensors))
         return self._known[-1]
 
-    def call(self, x, timestep, conditioning, run, tokens, with_text, stale, overlap) -> Call:
+    def call(self, x, timestep, conditioning, run, tokens, with_text, stale, overlap, residuals) -> Call:
         assert x.shape[1] == len(tokens)
-        return Call(x, tuple(timestep.tolist()), conditioning, tokens, with_text, run, stale, overlap)
+        return Call(x, timestep, conditioning, tokens, with_text, run, stale, overlap, residuals)
 
     def post(self, call: Call) -> None:
-        self.posted.append(Posted(call.tokens, call.with_text, call.timestep[0], call.run, call.conditioning.id))
+        self.posted.append(Posted(call.tokens, call.with_text, float(call.timestep[0]), call.run, call.conditioning.id))
         self._calls.put(call)
 
     def abandon(self, run: int) -> None:

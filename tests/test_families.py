@@ -14,6 +14,7 @@ from tests import tiny
 from tests.families import all_cases
 
 TOLERANCE = 1e-5
+BF16_TOLERANCE = 0.012
 CASES = all_cases()
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name, indirect=True)
 
@@ -95,6 +96,23 @@ def test_one_rank_equals_diffusers(case, size, pools, made, measured):
     if latent is None:
         pytest.skip("this family takes whole patches only")
     compare(case, pools, made, Degrees(), latent, measured)
+
+
+@every_case
+def test_bf16_rounds_neither_timestep_nor_guidance(case, pools, made, measured):
+    model, file, _ = made(case)
+    x, timestep, tensors = case.inputs()
+    timestep = timestep * 1.0028  # halfway between two of bf16
+    factor = 1.0 if case.row.time_embed is None else case.row.time_embed[1]
+    output = pools.load(file, Degrees(), "bf16").predict(x, timestep, tensors, lambda: None)
+    with torch.inference_mode():
+        expected = case.reference(model, x, timestep, tensors)
+        rounded = case.reference(model, x, (timestep * factor).bfloat16() / factor, tensors)
+    error = tiny.relative(output.float(), expected)
+    measured(f"relative error in bf16, {case.name}", error)
+    assert error <= BF16_TOLERANCE
+    if (timestep * factor).max() > 1:  # times of 0 ... 1 lose nothing that shows
+        assert tiny.relative(rounded, expected) > BF16_TOLERANCE
 
 
 @pytest.mark.parametrize("index", range(6))

@@ -27,14 +27,14 @@ LIMIT = 1.3
 CHUNK = 1 << 24
 
 
-def write_random(path: Path) -> int:
-    """A Flux of that configuration, written piece by piece, so that the test itself never holds it. Its bytes."""
+def write_random(path: Path, config: dict) -> int:
+    """A Flux of this configuration, written piece by piece, so that the test itself never holds it. Its bytes."""
     import diffusers
 
     with torch.device("meta"):
-        model = diffusers.FluxTransformer2DModel(**CONFIG)
+        model = diffusers.FluxTransformer2DModel(**config)
     header, at = {}, 0
-    for key, value in to_original(FAMILIES["flux"], CONFIG, model.state_dict()).items():
+    for key, value in to_original(FAMILIES["flux"], config, model.state_dict()).items():
         header[key] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [at, at + value.nbytes]}
         at += value.nbytes
     encoded = json.dumps(header).encode()
@@ -57,7 +57,7 @@ def private_bytes(pids: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("degrees", [Degrees(pipe=RANKS), Degrees(tensor=RANKS)], ids=str)
 def test_the_ranks_hold_one_model_between_them(pools, tmp_path, measured, degrees):
     path = tmp_path / "large.safetensors"
-    size = write_random(path)
+    size = write_random(path, CONFIG)
     try:
         assert size > 0.9e9
         pool = pools(RANKS)

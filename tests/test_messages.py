@@ -39,13 +39,16 @@ MESSAGES = [
     m.DropAdapters(),
     m.Adapt("a.weight", TENSORS["bf16"], TENSORS["fp32"], -0.5),
     m.Adapt("a.bias", TENSORS["scalar"], None, 1.0),
+    m.Rescale((0.5, 1e-9)),
     m.AdaptersSent(6),
     m.Adapted(1, 6, 2**40),
     m.PutConditioning(7, (8, 6), 0, 3, 2, TENSORS),
     m.PutConditioning(8, (8, 6), 12, 0, 1, {}),
     m.DropConditioning(7),
-    m.Step(1, 2, 7, Span(4, 8), False, True, False, Span(0, 1), (0.1, 1 / 3), None),
-    m.Step(1, 0, 7, Span(0, 8), True, False, True, Span(0, 0), (), TENSORS["a slice"]),
+    m.Step(1, 2, 7, Span(4, 8), False, True, False, Span(0, 1), TENSORS["fp32"], {}, (), None),
+    m.Step(
+        1, 0, 7, Span(0, 8), True, False, True, Span(0, 0), torch.zeros(0), {"a.1": 0}, (torch.ones(1, 2, 3),), torch.ones(1)
+    ),
     *(m.Output(1, 5, tensor) for tensor in TENSORS.values()),
     m.OpenRun(3, True),
     m.CloseRun(4),

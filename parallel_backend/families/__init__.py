@@ -1,8 +1,22 @@
 """The DiT families: one small file each, one row here."""
 
-from . import chroma, flux, flux2, qwen_image, sd3
+from . import chroma, cogvideox, flux, flux2, hunyuan_video, ltx_video, lumina2, qwen_image, sd3, wan, z_image
 from .base import Family
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (flux.FLUX, chroma.CHROMA, flux2.FLUX2, sd3.SD3, qwen_image.QWEN_IMAGE)
+    family.name: family
+    for family in (
+        flux.FLUX,
+        chroma.CHROMA,
+        flux2.FLUX2,
+        sd3.SD3,
+        qwen_image.QWEN_IMAGE,
+        z_image.Z_IMAGE,
+        lumina2.LUMINA2,
+        wan.WAN,
+        ltx_video.LTX_VIDEO,
+        hunyuan_video.HUNYUAN_VIDEO,
+        cogvideox.COGVIDEOX,
+        cogvideox.COGVIDEOX_15,
+    )
 }

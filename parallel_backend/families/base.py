@@ -1,6 +1,7 @@
 """What a family is to the backend: data, and a few functions of a line or two."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 TEXT_MASK = "text_mask"
 """Name of a conditioning tensor [B, T] bool that any family may have: which text tokens attention may see. It never
 reaches the model's own code, which knows one rank's tokens only; the seam applies it (attention.py)."""
+
+GUIDANCE = "guidance"
+"""Name of a conditioning tensor [B] that any family may have: embedded guidance, which ranks keep in float32."""
 
 REFERENCES, REFERENCE_POSITIONS = "references", "reference_positions"
 """Names of conditioning tensors that any family may have: tokens [B, R, C] of reference pictures, packed like the latent's,
@@ -90,7 +94,7 @@ class Rows:
     """Which tokens of whole tensors the micro-step is about: a stage's slots cut arguments down to them (slots.py).
 
     `image`: index of the band's image tokens in the model's own order, of `image_tokens` (reference tokens come last
-    there); `text`: the rank's text tokens.
+    there); `text`: the rank's text tokens, of which a list that has the image's padding alone has the first.
     """
 
     image: slice | torch.Tensor
@@ -108,7 +112,8 @@ class Rows:
         words, image = (text_tokens, self.image_tokens) if self.text_first else (self.image_tokens, text_tokens)
         first, second = value.split((words, image), dim)
         text, image = (first, second) if self.text_first else (second, first)
-        parts = (text.narrow(dim, self.text.start, len(self.text)), self.of_image(image, dim))
+        own = self.text.before(text_tokens)
+        parts = (text.narrow(dim, own.start, len(own)), self.of_image(image, dim))
         return torch.cat(parts if self.text_first else parts[::-1], dim)
 
 
@@ -123,7 +128,8 @@ class BlockList:
     `returns`: the streams ("text", "image") that a block returns, in its order. `image`, `text`: their argument names.
     `joined`: one stream ("image") holds the tokens of both, in the family's order. `cuts`: other arguments that have a
     token axis, in families of `whole_latent`. `attention`: the attention module's name in a block -> which tokens it is
-    over. `prologue`: belongs to the first stage as a whole (a refiner), and is not counted among the blocks.
+    over. `prologue`: belongs to the first stage as a whole (a refiner), and is not counted among the blocks. `needs_text`:
+    its blocks cannot run on no text at all, in families of `whole_latent`: they get a token then, of which nothing is used.
     """
 
     name: str
@@ -134,6 +140,7 @@ class BlockList:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     attention: Mapping[str, str] = field(default_factory=lambda: {"attn": JOINT})
     prologue: bool = False
+    needs_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,16 +150,30 @@ class Family:
     prologue: modules that only the first stage has; their outputs elsewhere are zeros of the hidden width.
     whole_latent: the class's forward takes a picture or video, not tokens: it gets a whole one, and its blocks' arguments
     are cut down to the rank's tokens. Token tensors are then whole on every rank of the first stage, at every micro-step.
-    detect: key shapes -> is it this family. configure: key shapes -> the class's constructor arguments.
+    detect: key shapes -> is it this family. takes: a folder's config.json -> is it this one of the families that have one
+    class. configure: key shapes -> the class's constructor arguments.
     recipe: constructor arguments -> parameter name -> Source.
     conditioning: constructor arguments, ComfyUI's keyword arguments of a model call (those in `accepts`) -> the tensors
     that the ranks need, batch first; ValueError for what is missing or cannot be forwarded.
     example: constructor arguments, text tokens -> random conditioning tensors of batch 1, to time the model with.
-    time_embed: submodule whose first argument is the timestep, and the factor between the sampler's and its own.
+    time_embed: submodule whose first argument is the timestep, and the factor between the model's and its own. None: the
+    class does not round what it is given.
+    model_time: the sampler's timestep -> the model's, where that counts from noise to picture.
+    padded: how many tokens the class makes of so many by adding some of its own, to the text and to the image. Those of the
+    image follow it at once; they are taken for the first of the text, and are seen by layers over the image too.
     prepare: tells the model's own modules, before its forward, what the forward's arguments cannot.
     output: what the forward returns -> tokens [b, n, c], or a latent in families of `whole_latent`.
     drops_mask: the class's forward makes an attention mask for the whole sequence; the micro-step's text mask, which must
     say the same, is used instead.
+    residuals: a ControlNet's outputs as ComfyUI names them ("input", "output") -> the block list behind whose blocks each
+    is added to the image tokens.
+    exact: conditioning tensors that no dtype but their own can hold.
+    settings: what is part of the configuration and no argument of the class -> its value where neither a single file's
+    header (JSON `config`, as Lightricks' files have it) nor a folder's config.json says it.
+    native_values: constructor arguments -> attributes of ComfyUI's native model that its BaseModel reads, no tensors.
+    exact: conditioning tensors that no dtype but their own can hold.
+    settings: what is part of the configuration and no argument of the class -> its value where neither a single file's
+    header (JSON `config`, as Lightricks' files have it) nor a folder's config.json says it.
     ignored: keys (regular expressions) that a checkpoint may have and this family has no use for.
     """
 
@@ -163,7 +184,7 @@ class Family:
     epilogue: tuple[str, ...]
     token_tensors: tuple[str, ...]  # conditioning tensors with a text token axis (axis 1), needed by the first stage
     vector_tensors: tuple[str, ...]  # conditioning tensors that every stage needs
-    time_embed: tuple[str, float]
+    time_embed: tuple[str, float] | None
     latent_channels: Callable[[Config], int]
     blocks: Callable[[Config], dict[str, int]]  # block list -> how many, without those of `prologue` lists
     tensor_plan: Plan
@@ -174,15 +195,25 @@ class Family:
     conditioning: Callable[[Config, dict[str, Any]], dict[str, torch.Tensor]]
     hidden: Callable[[Config], int] = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     heads: Callable[[Config], int] = lambda config: config["num_attention_heads"]
+    key_heads: Callable[[Config], int | None] = lambda _config: None  # where heads share keys (grouped-query attention)
     head_size: Callable[[Config], int] = lambda config: config["attention_head_dim"]
     example: Callable[[Config, int], dict[str, torch.Tensor]] = lambda config, text_tokens: {
         "context": torch.randn(1, text_tokens, config["joint_attention_dim"])
     }
     patching: Patching = field(default_factory=Patching)
     whole_latent: bool = False
+    takes: Callable[[Config], bool] = lambda _config: True
+    native_values: Callable[[Config], Mapping[str, Any]] = lambda _config: {}
     accepts: tuple[str, ...] = ("context", "y", "guidance")
+    exact: tuple[str, ...] = ()
+    settings: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
+    exact: tuple[str, ...] = ()
+    settings: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
     drops_mask: bool = False
+    residuals: Mapping[str, str] = field(default_factory=dict)
     text_first: bool = True  # joint sequence [text, image]; False: [image, text]
+    model_time: Callable[[torch.Tensor], torch.Tensor] = lambda timestep: timestep
+    padded: Callable[[int], int] = lambda tokens: tokens
     prepare: Callable[[nn.Module, StepInputs], None] = lambda _model, _step: None
     output: Callable[[torch.Tensor], torch.Tensor] = lambda out: out
     max_side: Callable[[Config], int | None] = lambda _config: None  # tokens; None: positions have no end
@@ -217,9 +248,28 @@ class Family:
             packed[:, own.slice] = step.x
         return self.patching.unpack(packed, sizes)
 
+    def image_padding(self, grid: tuple[int, ...]) -> int:
+        """Tokens that the class adds to the image."""
+        return self.padded(math.prod(grid)) - math.prod(grid)
+
     def stream(self, grid: tuple[int, ...], references: int = 0) -> Stream:
         """The order of a request's image tokens."""
         return Stream(math.prod(grid), self.patching.row_tokens(grid), references)
+
+    def owned(self, config: Config, span: Span) -> dict[str, range]:
+        """`span` counts the blocks of all lists through; block list -> which of its own blocks fall into it.
+
+        Lists of the prologue belong to the first stage. An empty range says on which side of it the stage is.
+        """
+        owned, start, counts = {}, 0, self.blocks(config)
+        for spec in self.block_lists:
+            if spec.prologue:
+                owned[spec.name] = range(sys.maxsize) if span.start == 0 else range(sys.maxsize, sys.maxsize)
+                continue
+            count = counts[spec.name]
+            owned[spec.name] = range(*sorted(min(max(edge - start, 0), count) for edge in (span.start, span.stop)))
+            start += count
+        return owned
 
     def block_count(self, config: Config) -> int:
         return sum(self.blocks(config).values())

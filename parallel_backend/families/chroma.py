@@ -72,8 +72,8 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
     guidance = given.get("guidance")
     if guidance is not None and guidance.any():
         raise ValueError(
-            "positive, negative: this conditioning has embedded guidance other than 0, which Chroma was not trained with and "
-            "its diffusers class cannot do. Remove the FluxGuidance node, or set it to 0; use the sampler's cfg."
+            "positive, negative: this conditioning has embedded guidance other than 0, which Chroma was not trained with. "
+            "Remove the FluxGuidance node or set it to 0, and use the sampler's cfg."
         )
     return {"context": text("Chroma", config["joint_attention_dim"], given)}
 

@@ -111,5 +111,6 @@ FLUX = Family(
     conditioning=_conditioning,
     example=_example,
     accepts=("y", "guidance", *ACCEPTS),
+    residuals={"input": DOUBLE, "output": SINGLE},
     key_aliases=NORM_ALIASES,
 )

@@ -75,7 +75,7 @@ def _recipe(config: Config) -> dict[str, Source]:
     for index in range(config["num_single_layers"]):
         block = keys.inside(f"{SINGLE}.{index}.", f"single_blocks.{index}.")
         block.copy({"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}, _WEIGHT)
-        block.copy({f"{name}": original for name, original in SINGLE_NORMS.items()}, SCALE)
+        block.copy(SINGLE_NORMS, SCALE)
     return keys.sources
 
 
@@ -97,10 +97,6 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
     return tensors
 
 
-def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    return {"context": torch.randn(1, text_tokens, config["joint_attention_dim"]), "guidance": torch.full((1,), 3.5)}
-
-
 FLUX2 = Family(
     name="flux2",
     model_class="Flux2Transformer2DModel",
@@ -118,7 +114,6 @@ FLUX2 = Family(
     recipe=_recipe,
     arguments=_arguments,
     conditioning=_conditioning,
-    example=_example,
     accepts=("y", "guidance", *ACCEPTS),
     patching=PATCHING,
     key_aliases=NORM_ALIASES,

@@ -128,6 +128,7 @@ SD3 = Family(
     conditioning=_conditioning,
     example=example,
     whole_latent=True,
+    residuals={"output": BLOCKS},
     text_first=False,
     max_side=lambda config: config["pos_embed_max_size"],
 )

@@ -29,7 +29,7 @@ NATIVE = CONFIG | {
 def _tensors(guidance):
     def make(generator, batch):
         tensors = {"context": torch.randn(batch, 7, CONFIG["joint_attention_dim"], generator=generator)}
-        return tensors | ({"guidance": torch.full((batch,), 4.0)} if guidance else {})
+        return tensors | ({"guidance": torch.full((batch,), 3.5)} if guidance else {})
 
     return make
 
@@ -49,7 +49,12 @@ def _reference(model, x, timestep, tensors):
     return patching.unpack(out, tuple(x.shape))
 
 
-def _case(name, guidance):
+# ComfyUI puts zeros in front of shorter text. Of those tokens queries and keys are small, and so its norms' epsilon shows,
+# which is torch's default; black-forest-labs and diffusers have 1e-6. With equal ones the difference is 7e-7.
+PADDED_LIMIT = 2e-4
+
+
+def _case(name, guidance, words, limit):
     return Case(
         name=name,
         family="flux2",
@@ -61,10 +66,11 @@ def _case(name, guidance):
         convert=convert_flux2_transformer_checkpoint_to_diffusers,
         native=Native(
             NATIVE | {"guidance_embeds": guidance},
-            lambda generator: (torch.randn(1, 9, 24, generator=generator), {}),
+            lambda generator: (torch.randn(1, words, 24, generator=generator), {}),
             (128, 8, 8),
+            limit=limit,
         ),
     )
 
 
-CASES = (_case("flux2-dev", True), _case("flux2-klein", False))
+CASES = (_case("flux2-dev", True, 9, PADDED_LIMIT), _case("flux2-klein", False, 512, Native.limit))

@@ -1,0 +1,148 @@
+"""ControlNet: ComfyUI runs it as ever, what it adds goes to the ranks, and under PipeFusion in bands.
+
+A ControlNet looks at the whole latent, which no band has. So it runs once per step, when band 0 asks, on what is the latest
+of every band: band 0's latent of this step, and those of the step before of the other bands. That is as old as the keys
+that PipeFusion's bands see of each other. At exact steps it waits for all bands, and is exact.
+"""
+
+import threading
+from collections import defaultdict
+from typing import Any, NoReturn
+
+import torch
+
+from parallel_backend.bands import NotLocal
+from parallel_backend.client import Residuals
+from parallel_backend.families import Family
+from parallel_backend.families.base import Config
+from parallel_backend.families.patching import Patching
+from parallel_backend.layout import Span
+
+Control = dict[str, list[torch.Tensor | None]]
+"""What ComfyUI's `get_control` gives: "input", "middle", "output" -> by block, [B, tokens, hidden] or None. Tokens are in
+the model's own order: (frames,) rows, columns."""
+
+
+def residuals(family: Family, config: Config, control: Control | None, shape: tuple[int, ...]) -> Residuals:
+    """Block -> what is added behind it, for a latent (or a band's) of `shape`: tokens in the order of `Patching.pack`.
+
+    ValueError for outputs that the family has no place for, and for those of another model's size.
+    """
+    patching = family.patching
+    grid = patching.grid(shape)
+    counts, order = family.blocks(config), patching.order(grid)
+    size = (shape[0], torch.Size(grid).numel(), family.hidden(config))
+    packed: dict[int, torch.Tensor] = {}  # a tensor that several blocks have in common stays one: it is sent once
+    found: Residuals = {}
+    for kind, tensors in (control or {}).items():
+        name = family.residuals.get(kind)
+        if name is None and any(tensor is not None for tensor in tensors):
+            _refuse(f"it has '{kind}' outputs, which {family.name} takes none of on several devices")
+        for index, tensor in enumerate(tensors[: counts[name]] if name else ()):
+            if tensor is None:
+                continue
+            if tensor.shape != size:
+                _refuse(f"an output is {list(tensor.shape)}, where the model's blocks have {list(size)}")
+            if id(tensor) not in packed:
+                packed[id(tensor)] = tensor if order is None else tensor[:, order]
+            found[f"{name}.{index}"] = packed[id(tensor)]
+    return found
+
+
+def _refuse(why: str) -> NoReturn:
+    raise ValueError(
+        f"control_net: this ControlNet does not fit the model: {why}. Use a ControlNet made for the model, or load the "
+        "model with a native loader."
+    )
+
+
+class BandedControl:
+    """A ControlNet shared by the bands of a run. Every band makes the same calls in the same order.
+
+    `rows`: each band's latent rows (or frames) of a latent of `shape`; `exact_above`: see Band. `close` ends the waiting of
+    all bands.
+    """
+
+    def __init__(self, control: Any, patching: Patching, rows: tuple[Span, ...], shape: tuple[int, ...], exact_above: float):
+        self.control, self.patching, self.exact_above = control, patching, exact_above
+        self.grid, patch = patching.grid(shape), patching.band_size
+        self._rows = [Span(band.start // patch, -(-band.stop // patch)) for band in rows]
+        self._changed = threading.Condition()
+        # By the conditionings that a call is for: each band's latents and the ControlNet's answers, by turn.
+        self._latents: dict[tuple, list[dict[int, torch.Tensor]]] = defaultdict(lambda: [{} for _ in rows])
+        self._answers: dict[tuple, dict[int, Control | None]] = defaultdict(dict)
+        self._turns: dict[tuple, list[int]] = defaultdict(lambda: [0] * len(rows))
+        self._finished: set[int] = set()
+        self._error: BaseException | None = None
+
+    def band(self, index: int) -> "BandControl":
+        return BandControl(self, index)
+
+    def close(self, error: BaseException) -> None:
+        """Every band that waits, or will, raises `error`."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def finish(self, index: int) -> None:
+        """Band `index` will make no more calls."""
+        with self._changed:
+            self._finished.add(index)
+            self._changed.notify_all()
+
+    def control_of(
+        self, index: int, x: torch.Tensor, t: torch.Tensor, cond: Any, batched: int, options: Any
+    ) -> Control | None:
+        """`get_control` for band `index`, on that band's thread."""
+        call = tuple(options["uuids"])
+        with self._changed:
+            latents, answers, turn = self._latents[call], self._answers[call], self._turns[call][index]
+            self._turns[call][index] += 1
+            latents[index][turn] = x
+            self._changed.notify_all()
+            if index == 0:
+                exact = turn == 0 or float(t.max()) > self.exact_above
+                needed = [turn] + [turn if exact else turn - 1] * (len(latents) - 1)
+                for band, at in enumerate(needed):
+                    self._wait_for(band, latents[band], at)
+                whole = torch.cat([seen[at] for seen, at in zip(latents, needed, strict=True)], self.patching.band_dim)
+        if index == 0:
+            # Without the lock: meanwhile the other bands take the answer of the step before.
+            answer = self.control.get_control(whole, t, cond, batched, options)
+            with self._changed:
+                answers[turn] = answer
+                self._changed.notify_all()
+        with self._changed:
+            self._wait_for(0, answers, turn)
+            answer = answers[turn]
+            for past in (*latents, answers):
+                past.pop(turn - 2, None)
+        if answer is None:
+            return None
+        cut = {id(whole): self._cut(whole, index) for tensors in answer.values() for whole in tensors if whole is not None}
+        return {kind: [None if whole is None else cut[id(whole)] for whole in tensors] for kind, tensors in answer.items()}
+
+    def _cut(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """The band's part of an output. One of another model's size stays as it is: `residuals` refuses it."""
+        if whole.shape[1] != torch.Size(self.grid).numel():
+            return whole
+        rows = self._rows[index]
+        return whole.unflatten(1, self.grid).narrow(self.patching.band_dim - 1, rows.start, len(rows)).flatten(1, -2)
+
+    def _wait_for(self, band: int, made: dict[int, Any], turn: int) -> None:
+        """Until `band` has put what it makes in that turn into `made`."""
+        self._changed.wait_for(lambda: self._error is not None or turn in made or band in self._finished)
+        if self._error is not None:
+            raise self._error
+        if turn not in made:
+            raise NotLocal("the bands did not make the same number of model calls")
+
+
+class BandControl:
+    """What stands for a ControlNet in one band's conditioning."""
+
+    def __init__(self, shared: BandedControl, index: int):
+        self.shared, self.index = shared, index
+
+    def get_control(self, x_noisy, t, cond, batched_number, transformer_options) -> Control | None:
+        return self.shared.control_of(self.index, x_noisy, t, cond, batched_number, transformer_options)

@@ -1,0 +1,122 @@
+"""CogVideoX 1.0 (2b, 5b) and 1.5 (text to video, picture to video): one list of joint blocks, joint sequence [text, image].
+
+Key layouts: ComfyUI's and diffusers' CogVideoXTransformer3DModel. Positions are those of the authors and of diffusers'
+pipelines; ComfyUI 0.33 has others for 1.0 (it stretches 5b's by 1.875, and has rotary ones for 2b).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..tensor_parallel import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from . import cogvideox_inputs
+from .base import JOINT, BlockList, Config, Family, Shapes, Source
+from .keys import Keys
+from .patching import Patching
+from .shared import count_blocks
+
+BLOCKS = "transformer_blocks"
+HEADS_OF_2B = 30
+"""The one model whose positions are added and not rotary, which nothing else in the weights shows."""
+TRAINED = {"sample_height": 60, "sample_width": 90, "max_text_seq_length": 226}
+"""Latent rows and columns, and text tokens, that 1.0 models count positions by."""
+PROJECTION, TABLE = "patch_embed.proj.weight", "patch_embed.pos_embedding"
+
+_SAME = ("patch_embed.proj", "patch_embed.text_proj", "norm_final", "norm_out.linear", "norm_out.norm", "proj_out")
+_BLOCK = {  # diffusers module <- original module
+    **{f"attn1.to_{part}": part for part in "qkv"},
+    **{f"attn1.norm_{part}": f"norm_{part}" for part in "qk"},
+    "attn1.to_out.0": "attn_out",
+    "ff.net.0.proj": "ff_proj",
+    "ff.net.2": "ff_out",
+}
+_PLAN = {
+    **dict.fromkeys(("norm1.linear", "norm2.linear"), GATHER),
+    **dict.fromkeys(("attn1.to_q", "attn1.to_k", "attn1.to_v"), COLUMN_BY_HEADS),
+    "attn1.to_out.0": ROW_BY_HEADS,
+    "ff.net.0.proj": COLUMN,
+    "ff.net.2": ROW,
+}
+
+
+def _configure(shapes: Shapes) -> Config:
+    projection, (width, words) = shapes[PROJECTION], shapes["patch_embed.text_proj.weight"]
+    (head,) = shapes["blocks.0.norm_q.weight"]
+    frames = 1 if len(projection) == 4 else 2
+    return {
+        "num_attention_heads": width // head,
+        "attention_head_dim": head,
+        "in_channels": projection[1] if frames == 1 else projection[1] // (4 * frames),
+        "out_channels": shapes["proj_out.weight"][0] // (4 * frames),
+        "time_embed_dim": shapes["blocks.0.norm1.linear.weight"][1],
+        "ofs_embed_dim": shapes.get("ofs_embedding_linear_1.weight", (None,))[0],
+        "text_embed_dim": words,
+        "num_layers": count_blocks(shapes, "blocks."),
+        "attention_bias": True,
+        "patch_size_t": None if frames == 1 else frames,
+        "use_rotary_positional_embeddings": width // head != HEADS_OF_2B,
+        "use_learned_positional_embeddings": TABLE in shapes,
+        **TRAINED,
+    }
+
+
+def _recipe(config: Config) -> dict[str, Source]:
+    if config.get("use_learned_positional_embeddings"):
+        raise ValueError(
+            "model_name: this CogVideoX has a table of positions (5b-I2V 1.0), with which ComfyUI and diffusers do not do "
+            "the same. Use CogVideoX 1.5 I2V, or a native loader."
+        )
+    keys = Keys()
+    keys.same(*_SAME)
+    for name in ("time", "ofs") if config["ofs_embed_dim"] else ("time",):
+        keys.copy({f"{name}_embedding.linear_{index}": f"{name}_embedding_linear_{index}" for index in (1, 2)})
+    for index in range(config["num_layers"]):
+        block = keys.inside(f"{BLOCKS}.{index}.", f"blocks.{index}.")
+        block.copy(_BLOCK)
+        block.same("norm1.linear", "norm1.norm", "norm2.linear", "norm2.norm")
+    return keys.sources
+
+
+def _detect(dimensions: int) -> Callable[[Shapes], bool]:
+    """1.0 embeds patches by a convolution, 1.5 by a linear layer."""
+    return lambda shapes: "blocks.0.norm1.linear.weight" in shapes and len(shapes.get(PROJECTION, ())) == dimensions
+
+
+COGVIDEOX = Family(
+    name="cogvideox",
+    model_class="CogVideoXTransformer3DModel",
+    block_lists=(
+        BlockList(
+            BLOCKS,
+            returns=("image", "text"),
+            cuts={"image_rotary_emb": lambda tables, rows: tuple(rows.of_image(table, 0) for table in tables)},
+            attention={"attn1": JOINT},
+        ),
+    ),
+    prologue=("patch_embed",),
+    epilogue=("norm_final", "norm_out", "proj_out"),
+    token_tensors=("context",),
+    vector_tensors=("ofs",),
+    time_embed=("time_proj", 1.0),
+    latent_channels=lambda config: config["in_channels"],
+    blocks=lambda config: {BLOCKS: config["num_layers"]},
+    tensor_plan={BLOCKS: _PLAN},
+    detect=_detect(4),
+    takes=lambda config: config.get("patch_size_t") is None,
+    configure=_configure,
+    recipe=_recipe,
+    arguments=cogvideox_inputs.arguments,
+    conditioning=cogvideox_inputs.conditioning,
+    example=cogvideox_inputs.example,
+    patching=Patching(video=True),  # in bands of rows: each has every frame of the motion
+    whole_latent=True,
+    output=lambda out: out.transpose(1, 2),
+    accepts=("ofs",),
+    native_values=lambda config: {"in_channels": config["in_channels"], "ofs_proj_dim": config["ofs_embed_dim"]},
+)
+COGVIDEOX_15 = replace(
+    COGVIDEOX,
+    name="cogvideox-1.5",
+    detect=_detect(2),
+    takes=lambda config: config.get("patch_size_t") == 2,
+    patching=Patching(frames=2, video=True),
+)

@@ -1,0 +1,120 @@
+"""Lumina-Image 2.0: refiners for image and caption, then single-stream blocks; joint sequence [text, image].
+
+Key layouts: Alpha-VLLM's (which ComfyUI's files use) and diffusers' Lumina2Transformer2DModel.
+"""
+
+from typing import Any
+
+import torch
+
+from ..tensor_parallel import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .base import IMAGE, JOINT, BlockList, Config, Family, Shapes, Source, StepInputs
+from .keys import Keys
+from .next_dit import ACCEPTS, AXES_LENS, CONTEXT, IGNORED, MODULATED, REFINER, WEIGHT, blocks, caption, has_keys, sizes
+
+MODULATION = "norm1.linear"
+_OUTSIDE = {  # diffusers module <- original module
+    "x_embedder": "x_embedder",
+    "time_caption_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
+    "time_caption_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "time_caption_embed.caption_embedder.1": "cap_embedder.1",
+    "norm_out.linear_1": "final_layer.adaLN_modulation.1",
+    "norm_out.linear_2": "final_layer.linear",
+}
+_BLOCK = {
+    "feed_forward.linear_1": "feed_forward.w1",
+    "feed_forward.linear_2": "feed_forward.w2",
+    "feed_forward.linear_3": "feed_forward.w3",
+    "norm2": "attention_norm2",
+    "ffn_norm1": "ffn_norm1",
+    "ffn_norm2": "ffn_norm2",
+}
+_PLAN = {
+    "attn.to_q": COLUMN_BY_HEADS,
+    **dict.fromkeys(("attn.to_k", "attn.to_v"), COLUMN_BY_KEY_HEADS),
+    "attn.to_out.0": ROW_BY_HEADS,
+    **dict.fromkeys(("feed_forward.linear_1", "feed_forward.linear_3"), COLUMN),
+    "feed_forward.linear_2": ROW,
+}
+
+
+def _configure(shapes: Shapes) -> Config:
+    size = sizes(shapes)
+    sides = size["head"] // 3 // 2 * 2  # rotary axes are (32, 32, 32) of a head's 96
+    return {
+        "in_channels": size["channels"],
+        "hidden_size": size["width"],
+        "num_layers": size["layers"],
+        "num_refiner_layers": size["refiners"],
+        "num_attention_heads": size["heads"],
+        "num_kv_heads": size["key_heads"],
+        # The feed-forward's width is 4 times the model's, rounded up to a multiple of this.
+        "multiple_of": shapes["layers.0.feed_forward.w1.weight"][0],
+        "axes_dim_rope": (size["head"] - 2 * sides, sides, sides),
+        "axes_lens": AXES_LENS,
+        "cap_feat_dim": size["caption"],
+    }
+
+
+def _recipe(config: Config) -> dict[str, Source]:
+    keys, width = Keys(), config["hidden_size"]
+    keys.copy(_OUTSIDE)
+    keys.copy({"time_caption_embed.caption_embedder.0": "cap_embedder.0"}, WEIGHT)
+    counts = {MODULATED: config["num_layers"]} | dict.fromkeys((REFINER, CONTEXT), config["num_refiner_layers"])
+    key_values = width // config["num_attention_heads"] * config["num_kv_heads"]
+    for name, block in blocks(keys, counts, "attn", width, key_values):
+        block.copy(_BLOCK | {"norm1" if name == CONTEXT else "norm1.norm": "attention_norm1"}, WEIGHT)
+        if name != CONTEXT:
+            block.copy({MODULATION: "adaLN_modulation.1"})
+    return keys.sources
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    words = step.text_tensor("context", config["cap_feat_dim"])
+    return {
+        "hidden_states": step.x,
+        "timestep": step.timestep,
+        "encoder_hidden_states": words,
+        "encoder_attention_mask": words.new_ones(words.shape[:2], dtype=torch.bool),
+    }
+
+
+def _blocks(name: str, joined: bool) -> BlockList:
+    return BlockList(
+        name,
+        returns=("image",),
+        joined=joined,
+        cuts={"image_rotary_emb": lambda table, rows: rows.of_joint(table, 1) if joined else rows.of_image(table, 1)},
+        attention={"attn": JOINT if joined else IMAGE},
+        prologue=not joined,
+    )
+
+
+LUMINA2 = Family(
+    name="lumina2",
+    model_class="Lumina2Transformer2DModel",
+    block_lists=(_blocks(REFINER, joined=False), _blocks(MODULATED, joined=True)),
+    prologue=("x_embedder", CONTEXT),
+    epilogue=("norm_out",),
+    token_tensors=("context",),
+    vector_tensors=(),
+    time_embed=("time_caption_embed.time_proj", 1.0),
+    model_time=lambda timestep: 1 - timestep,
+    latent_channels=lambda config: config["in_channels"],
+    hidden=lambda config: config["hidden_size"],
+    key_heads=lambda config: config["num_kv_heads"],
+    head_size=lambda config: config["hidden_size"] // config["num_attention_heads"],
+    blocks=lambda config: {MODULATED: config["num_layers"]},
+    tensor_plan={**dict.fromkeys((MODULATED, REFINER), _PLAN | {MODULATION: GATHER}), CONTEXT: _PLAN},
+    detect=lambda shapes: has_keys(shapes, "adaLN_modulation.1"),
+    configure=_configure,
+    recipe=_recipe,
+    arguments=_arguments,
+    conditioning=lambda config, given: caption("Lumina 2", config, config["axes_lens"][0] - 1, given),
+    example=lambda config, tokens: {"context": torch.randn(1, tokens, config["cap_feat_dim"])},
+    output=lambda out: -out,
+    max_side=lambda config: min(config["axes_lens"][1:]),
+    whole_latent=True,
+    accepts=ACCEPTS,
+    ignored=IGNORED,
+)

@@ -1,0 +1,120 @@
+"""Wan 2.1 and 2.2: text to video, picture to video (pictures in its channels, CLIP's beside the text), and the 2.2 5B.
+
+Key layouts: Alibaba's (which ComfyUI's files use) and diffusers' WanTransformer3DModel.
+"""
+
+import torch
+
+from . import wan_inputs
+from .base import Config, Family, Shapes, Source
+from .cross_attention import block_list, block_plan
+from .keys import Keys
+from .patching import Patching
+from .shared import count_blocks
+
+HEAD = 128
+"""Width of a head, in every model of this family; nothing in the weights shows it."""
+VARIANTS = {  # for each ComfyUI has a class of its own, diffusers another one or none
+    "vace_patch_embedding.weight": "Wan VACE",
+    "control_adapter.conv.weight": "Wan with camera control",
+    "casual_audio_encoder.encoder.final_linear.weight": "Wan S2V",
+    "audio_proj.audio_proj_glob_1.layer.bias": "HuMo",
+    "face_adapter.fuser_blocks.0.k_norm.weight": "Wan Animate",
+    "patch_embedding_mask.weight": "SCAIL-2",
+    "patch_embedding_pose.weight": "SCAIL",
+    "patch_embedding_global.weight": "WanDancer",
+    "ref_conv.weight": "Wan Fun Control with a reference picture",
+}
+_OUTSIDE = {  # diffusers module <- original module
+    "patch_embedding": "patch_embedding",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "proj_out": "head.head",
+}
+_PICTURE = {"norm1": "proj.0", "ff.net.0.proj": "proj.1", "ff.net.2": "proj.3", "norm2": "proj.4"}
+_ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
+
+
+def _configure(shapes: Shapes) -> Config:
+    for key, name in VARIANTS.items():
+        if key in shapes:
+            raise ValueError(f"model_name: this is {name}, which this version cannot run. Use a Wan T2V or I2V model.")
+    width, channels, *patch = shapes["patch_embedding.weight"]
+    picture = shapes.get("img_emb.proj.0.weight", (None,))[0]
+    return {
+        "patch_size": tuple(patch),
+        "num_attention_heads": width // HEAD,
+        "attention_head_dim": HEAD,
+        "in_channels": channels,
+        "out_channels": shapes["head.head.weight"][0] // torch.Size(patch).numel(),
+        "text_dim": shapes["text_embedding.0.weight"][1],
+        "freq_dim": shapes["time_embedding.0.weight"][1],
+        "ffn_dim": shapes["blocks.0.ffn.0.weight"][0],
+        "num_layers": count_blocks(shapes, "blocks."),
+        "cross_attn_norm": "blocks.0.norm3.weight" in shapes,
+        "image_dim": picture,
+        "added_kv_proj_dim": None if picture is None else width,
+        "rope_max_seq_len": 1024,  # a table, which may be of any length
+        "pos_embed_seq_len": shapes.get("img_emb.emb_pos", (1, None))[1],
+    }
+
+
+def _recipe(config: Config) -> dict[str, Source]:
+    keys = Keys()
+    keys.copy(_OUTSIDE)
+    keys.tensor("scale_shift_table", "head.modulation")
+    picture = keys.inside("condition_embedder.image_embedder.", "img_emb.")
+    if config["image_dim"] is not None:
+        picture.copy(_PICTURE)
+    if config["pos_embed_seq_len"] is not None:
+        picture.tensor("pos_embed", "emb_pos")
+    for index in range(config["num_layers"]):
+        block = keys.inside(f"blocks.{index}.", f"blocks.{index}.")
+        block.tensor("scale_shift_table", "modulation")
+        block.copy({"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"})
+        block.copy({"norm2": "norm3"} if config["cross_attn_norm"] else {})
+        for attention in (block.inside("attn1.", "self_attn."), block.inside("attn2.", "cross_attn.")):
+            attention.copy(_ATTENTION)
+            attention.same("norm_q", "norm_k", leaves=("weight",))
+        if config["added_kv_proj_dim"] is not None:
+            attention.copy({"add_k_proj": "k_img", "add_v_proj": "v_img"})
+            attention.copy({"norm_added_k": "norm_k_img"}, ("weight",))
+    return keys.sources
+
+
+WAN = Family(
+    name="wan",
+    model_class="WanTransformer3DModel",
+    block_lists=(
+        block_list(
+            "blocks",
+            cuts={
+                "rotary_emb": lambda tables, rows: tuple(rows.of_image(table, 1) for table in tables),
+                # [b, 6, hidden], or with a time for each token [b, n, 6, hidden]
+                "temb": lambda temb, rows: rows.of_image(temb, 1) if temb.ndim == 4 else temb,
+            },
+        ),
+    ),
+    prologue=("patch_embedding",),
+    epilogue=("norm_out", "proj_out"),
+    token_tensors=(),
+    vector_tensors=("context", "picture"),
+    time_embed=None,
+    latent_channels=lambda config: config["in_channels"],
+    blocks=lambda config: {"blocks": config["num_layers"]},
+    tensor_plan={"blocks": block_plan("ffn")},
+    detect=lambda shapes: "head.modulation" in shapes and "blocks.0.self_attn.q.weight" in shapes,
+    configure=_configure,
+    recipe=_recipe,
+    arguments=wan_inputs.arguments,
+    conditioning=wan_inputs.conditioning,
+    example=wan_inputs.example,
+    patching=Patching(video=True),  # in bands of rows: a video of one frame, as Wan makes pictures, has some too
+    whole_latent=True,
+    accepts=("clip_fea", "denoise_mask"),  # the mask has made the frames' timesteps already
+    max_side=lambda config: config["rope_max_seq_len"],
+    ignored=(r".*\.norm_added_q\.weight",),
+)

@@ -1,0 +1,120 @@
+"""Z-Image and Z-Image-Turbo: refiners for image and caption, then single-stream blocks; joint sequence [image, text].
+
+Key layouts: Tongyi's, with attention fused as in Lumina 2 (which ComfyUI's files use), and diffusers'
+ZImageTransformer2DModel. The class makes whole 32s of the image's and of the caption's tokens.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..tensor_parallel import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .base import IMAGE, JOINT, BlockList, Config, Family, Shapes, Source, StepInputs
+from .keys import Keys
+from .next_dit import ACCEPTS, AXES_LENS, CONTEXT, IGNORED, MODULATED, REFINER, WEIGHT, blocks, caption, has_keys, sizes
+
+MULTIPLE = 32
+MODULATION = "adaLN_modulation.0"
+
+_OUTSIDE = {  # diffusers module <- original module
+    "all_x_embedder.2-1": "x_embedder",
+    "all_final_layer.2-1.linear": "final_layer.linear",
+    "all_final_layer.2-1.adaLN_modulation.1": "final_layer.adaLN_modulation.1",
+}
+_FEED_FORWARD = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+_NORMS = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")
+_PLAN = {
+    **dict.fromkeys(("attention.to_q", "attention.to_k", "attention.to_v"), COLUMN_BY_HEADS),
+    "attention.to_out.0": ROW_BY_HEADS,
+    **dict.fromkeys(("feed_forward.w1", "feed_forward.w3"), COLUMN),
+    "feed_forward.w2": ROW,
+}
+
+
+def _padded(tokens: int) -> int:
+    return tokens + -tokens % MULTIPLE
+
+
+def _configure(shapes: Shapes) -> Config:
+    size = sizes(shapes)
+    rows = size["head"] * 3 // 8 // 2 * 2  # rotary axes are (32, 48, 48) of a head's 128
+    return {
+        "in_channels": size["channels"],
+        "dim": size["width"],
+        "n_layers": size["layers"],
+        "n_refiner_layers": size["refiners"],
+        "n_heads": size["heads"],
+        "n_kv_heads": size["key_heads"],
+        "cap_feat_dim": size["caption"],
+        "axes_dims": (size["head"] - 2 * rows, rows, rows),
+        "axes_lens": AXES_LENS,
+    }
+
+
+def _recipe(config: Config) -> dict[str, Source]:
+    keys, width = Keys(), config["dim"]
+    keys.copy(_OUTSIDE)
+    keys.same("t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.1")
+    keys.same("cap_embedder.0", leaves=WEIGHT)
+    keys.tensor("x_pad_token")
+    keys.tensor("cap_pad_token")
+    counts = {MODULATED: config["n_layers"]} | dict.fromkeys((REFINER, CONTEXT), config["n_refiner_layers"])
+    for name, block in blocks(keys, counts, "attention", width, width):
+        block.same(*_FEED_FORWARD, *_NORMS, leaves=WEIGHT)
+        if name != CONTEXT:
+            block.same(MODULATION)
+    return keys.sources
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    words = replace(step, text_tokens=step.text_tokens - Z_IMAGE.image_padding(step.grid))
+    return {
+        "x": list(step.x.unsqueeze(2).unbind()),
+        "t": step.timestep,
+        "cap_feats": list(words.text_tensor("context", config["cap_feat_dim"]).unbind()),
+    }
+
+
+def _joined(name: str, over: str, prologue: bool = False) -> BlockList:
+    return BlockList(
+        name,
+        returns=("image",),
+        image="x",
+        joined=True,
+        cuts={"freqs_cis": lambda table, rows: rows.of_joint(table, 1)},
+        attention={"attention": over},
+        prologue=prologue,
+    )
+
+
+Z_IMAGE = Family(
+    name="z-image",
+    model_class="ZImageTransformer2DModel",
+    block_lists=(_joined(REFINER, IMAGE, prologue=True), _joined(MODULATED, JOINT)),
+    prologue=("all_x_embedder", "cap_embedder", CONTEXT),
+    epilogue=("all_final_layer",),
+    token_tensors=("context",),
+    vector_tensors=(),
+    time_embed=("t_embedder", 1000.0),
+    model_time=lambda timestep: 1 - timestep,
+    latent_channels=lambda config: config["in_channels"],
+    hidden=lambda config: config["dim"],
+    heads=lambda config: config["n_heads"],
+    head_size=lambda config: config["dim"] // config["n_heads"],
+    blocks=lambda config: {MODULATED: config["n_layers"]},
+    tensor_plan={**dict.fromkeys((MODULATED, REFINER), _PLAN | {MODULATION: GATHER}), CONTEXT: _PLAN},
+    detect=lambda shapes: has_keys(shapes, MODULATION),
+    configure=_configure,
+    recipe=_recipe,
+    arguments=_arguments,
+    conditioning=lambda config, given: caption("Z-Image", config, (config["axes_lens"][0] - 2) // 32 * 32, given),
+    example=lambda config, tokens: {"context": torch.randn(1, tokens, config["cap_feat_dim"])},
+    output=lambda images: -torch.stack(images)[:, :, 0],
+    max_side=lambda config: min(config["axes_lens"][1:]),
+    whole_latent=True,
+    text_first=False,
+    padded=_padded,
+    accepts=ACCEPTS,
+    ignored=IGNORED,
+)

@@ -1,0 +1,72 @@
+"""The README's table of families, from what tests measured.
+
+    python -m pytest tests/test_families.py tests/comfyui/test_families.py --figures benchmarks/results/families_DATE.json
+    python scripts/family_table.py benchmarks/results/families_DATE.json
+
+Writes the table between the markers in README.md. A case without a figure has not been measured, and is left out.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from parallel_backend.config import AXES, WIDGETS  # noqa: E402
+from tests.families import all_cases  # noqa: E402
+
+START, END = "<!-- families: scripts/family_table.py -->", "<!-- end of families -->"
+SHORT = {
+    "batch": "batch",
+    "pipe": "PipeFusion",
+    "patch": "patches",
+    "ring": "ring",
+    "ulysses": "Ulysses",
+    "tensor": "tensor",
+}
+"""Axis -> column words; the axes' widgets are config.WIDGETS."""
+
+
+def modes(case) -> str:
+    """The modes that the case has at two ranks."""
+    assert SHORT.keys() == WIDGETS.keys()
+    present = {axis for degrees in case.modes for axis in AXES if getattr(degrees, axis) > 1}
+    return "all" if present == set(AXES) else ", ".join(SHORT[axis] for axis in AXES if axis in present)
+
+
+def row(case, figures: dict[str, float]) -> str | None:
+    exact = figures.get(f"relative error of exact calls, {case.name}")
+    if exact is None:
+        return None
+    warm = figures.get(f"relative error of PipeFusion's warm-up, {case.name}")
+    native = figures.get(f"ComfyUI parity, largest difference, {case.name}")
+    cells = (
+        case.name,
+        modes(case),
+        f"{exact:.1e}",
+        "none" if warm is None else f"{warm:.1e}",
+        case.notes.get("native", "not measured") if native is None else f"{native:.1e}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(figures: dict[str, float]) -> str:
+    head = (
+        "| family | modes | exact modes against diffusers | PipeFusion's warm-up | KSampler against ComfyUI's own model |",
+        "|---|---|---|---|---|",
+    )
+    rows = [row(case, figures) for case in all_cases()]
+    return "\n".join((*head, *(line for line in rows if line is not None)))
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split(START)
+    _, after = rest.split(END)
+    figures = json.loads(Path(sys.argv[1]).read_text())
+    readme.write_text(f"{before}{START}\n{table(figures)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
