@@ -41,9 +41,9 @@ class NativeWeights:
             self.tensors |= renamed
             self._keys |= dict.fromkeys(renamed, key)
 
-    def check(self, target: Any, patch: Patch) -> None:
-        """ValueError, in the user's words, unless `deltas` can say what the patch adds. `target`: as add_patches gets it."""
-        name, shape = self._find(target if isinstance(target, str) else target[0])
+    def check(self, key: str, patch: Patch) -> None:
+        """ValueError, in the user's words, unless `deltas` can say what the patch adds."""
+        name, shape = self._find(key)
         if (why := why_not(patch, _region(shape, patch[3]))) is not None:
             raise ValueError(
                 f"model: {why} (for {name}) cannot be added to Parallel DiT's weights, which are on its ranks. Remove the "

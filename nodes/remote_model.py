@@ -168,9 +168,11 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
         """ComfyUI's own, which keeps the patches. ValueError for a kind that the ranks cannot add to their weights."""
+        names = self.model.state_dict()
         for target, value in patches.items():
-            offset, function = (None, None) if isinstance(target, str) else (*target[1:], None)[:2]
-            self.model.diffusion_model.weights.check(target, (strength_patch, value, strength_model, offset, function))
+            key, offset, function = (target, None, None) if isinstance(target, str) else (*target, None)[:3]
+            if key in names:  # or it is the text encoder's: a LoRA's patches come all together
+                self.model.diffusion_model.weights.check(key, (strength_patch, value, strength_model, offset, function))
         return super().add_patches(patches, strength_patch, strength_model)
 
     def pre_run(self):

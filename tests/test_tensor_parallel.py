@@ -6,12 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.checkpoint import open_checkpoint, to_original
-from parallel_backend.config import Degrees
+from parallel_backend.config import Degrees, check_model
 from parallel_backend.families import FAMILIES
 from parallel_backend.layout import Span
 from parallel_backend.mesh import Axis
 from parallel_backend.stage import build_stage
-from parallel_backend.tensor_parallel import HEADS, WIDTH, Cut, Style, TensorPlan, cut_side
+from parallel_backend.tensor_parallel import (
+    COLUMN_BY_HEADS,
+    COLUMN_BY_KEY_HEADS,
+    HEADS,
+    WIDTH,
+    Cut,
+    Style,
+    TensorPlan,
+    cut_side,
+)
 from tests import tiny
 
 PLAN = FAMILIES["flux"].tensor_plan
@@ -34,6 +43,30 @@ def test_the_ranks_cut_a_side_into_all_of_it_once(heads, head_size, width, width
     for own in spans:
         assert len(own) == len(parts)
         assert all(len(span) % head_size == 0 for span, part in zip(own, parts, strict=True) if part == HEADS)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 16), st.data())
+def test_heads_that_share_keys_are_where_their_keys_are(key_heads, group, head_size, data):
+    ranks, heads, start = data.draw(st.integers(1, key_heads)), key_heads * group, 0
+    for index in range(ranks):
+        place = (index, ranks, key_heads)
+        (queries,) = cut_side(COLUMN_BY_HEADS, heads * head_size, heads, head_size, *place)
+        (keys,) = cut_side(COLUMN_BY_KEY_HEADS, key_heads * head_size, heads, head_size, *place)
+        assert len(keys) > 0
+        assert keys.start == start
+        assert (queries.start, queries.stop) == (group * keys.start, group * keys.stop)
+        start = keys.stop
+    assert start == key_heads * head_size
+
+
+def test_more_ranks_than_groups_of_heads_are_refused():
+    sizes = {"heads": 9, "blocks": 4, "key_heads": 3}
+    check_model(Degrees(tensor=3), **sizes)
+    check_model(Degrees(tensor=2, ulysses=3), **sizes)
+    with pytest.raises(ValueError, match="tensor_parallel_degree is 4, but this model has 3 groups of attention heads"):
+        check_model(Degrees(tensor=4), **sizes)
+    with pytest.raises(ValueError, match="ulysses_degree is 4, but this model has 9 attention heads, 3 for each"):
+        check_model(Degrees(tensor=2, ulysses=4), **sizes)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

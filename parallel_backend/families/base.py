@@ -171,9 +171,6 @@ class Family:
     settings: what is part of the configuration and no argument of the class -> its value where neither a single file's
     header (JSON `config`, as Lightricks' files have it) nor a folder's config.json says it.
     native_values: constructor arguments -> attributes of ComfyUI's native model that its BaseModel reads, no tensors.
-    exact: conditioning tensors that no dtype but their own can hold.
-    settings: what is part of the configuration and no argument of the class -> its value where neither a single file's
-    header (JSON `config`, as Lightricks' files have it) nor a folder's config.json says it.
     ignored: keys (regular expressions) that a checkpoint may have and this family has no use for.
     """
 
@@ -205,8 +202,6 @@ class Family:
     takes: Callable[[Config], bool] = lambda _config: True
     native_values: Callable[[Config], Mapping[str, Any]] = lambda _config: {}
     accepts: tuple[str, ...] = ("context", "y", "guidance")
-    exact: tuple[str, ...] = ()
-    settings: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
     exact: tuple[str, ...] = ()
     settings: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
     drops_mask: bool = False

@@ -96,6 +96,7 @@ CHROMA = Family(
     recipe=_recipe,
     arguments=_arguments,
     conditioning=_conditioning,
+    residuals={"input": DOUBLE, "output": SINGLE},
     key_aliases=NORM_ALIASES
     | {f"{APPROXIMATOR}norms.{i}.weight": f"{APPROXIMATOR}norms.{i}.scale" for i in range(APPROXIMATOR_LAYERS)},
 )

@@ -1,10 +1,12 @@
 """What LTX-Video is given beside the latent: text, the frame rate, and where keyframes belong in time."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .base import Config, StepInputs
+from .patching import Patching
 from .shared import text
 
 ACCEPTS = ("attention_mask", "frame_rate", "keyframe_idxs", "guide_attention_entries", "denoise_mask")
@@ -56,6 +58,17 @@ def coordinates(step: StepInputs, places: torch.Tensor, causal: bool) -> torch.T
         pixels[:, :, number >= 0] = keyframes[:, :, number[number >= 0], 0].float()
     pixels[:, 0] /= step.tensors["frame_rate"][:, None]
     return pixels
+
+
+@dataclass(frozen=True)
+class Patchifier:
+    """What ComfyUI's BaseModel makes a time for each token with, as an attribute of its native model."""
+
+    patching: Patching
+
+    def patchify(self, latent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Tokens [B, N, C] of a latent."""
+        return self.patching.pack(latent), None
 
 
 def example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:

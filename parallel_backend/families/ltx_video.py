@@ -22,6 +22,9 @@ TIME = 1000.0
 """Between ComfyUI's sigma and the model's timestep."""
 BLOCKS = "transformer_blocks"
 
+PATCHING = Patching(side=1, video=True, along="frames")
+"""A token is 32 x 32 pixels, so there are more frames than rows; in bands of frames tokens lie as the class has them."""
+
 _OUTSIDE = {  # diffusers module <- original module
     "proj_in": "patchify_proj",
     "time_embed.emb.timestep_embedder.linear_1": "adaln_single.emb.timestep_embedder.linear_1",
@@ -100,8 +103,7 @@ LTX_VIDEO = Family(
     conditioning=ltx_inputs.conditioning,
     example=ltx_inputs.example,
     native_values=lambda _config: {"patchifier": ltx_inputs.Patchifier(PATCHING)},
-    # A token is 32 x 32 pixels, so there are more frames than rows; in bands of frames tokens lie as the class has them.
-    patching=Patching(side=1, video=True, along="frames"),
+    patching=PATCHING,
     accepts=ltx_inputs.ACCEPTS,
     exact=("frame_rate", "keyframes"),
     settings={"causal_temporal_positioning": lambda config: config["num_layers"] > SMALL},

@@ -1,8 +1,4 @@
-"""Qwen-Image: joint blocks, joint sequence [text, image].
-
-Key layout: diffusers' QwenImageTransformer2DModel, whose names ComfyUI's files keep. Edit checkpoints load and make
-pictures from text.
-"""
+"""Qwen-Image and Edit: joint blocks, joint sequence [text, image]. ComfyUI's files have diffusers' key layout."""
 
 import sys
 from typing import Any
@@ -15,9 +11,11 @@ from .base import TEXT_MASK, BlockList, Config, Family, Shapes, Source, StepInpu
 from .flux_blocks import rope_axes
 from .keys import Keys
 from .patching import Patching
+from .references import ACCEPTS, reference_tensors
 from .shared import count_blocks, rotary_table, text
 
-BLOCKS = "transformer_blocks"
+BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
+EDIT_2511 = "__index_timestep_zero__"  # a key of its files: their reference pictures are at time 0
 _QKV = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 _PLAN = {
     **dict.fromkeys(("img_mod.1", "txt_mod.1"), GATHER),
@@ -45,6 +43,7 @@ def _configure(shapes: Shapes) -> Config:
         "num_attention_heads": shapes["img_in.weight"][0] // head,
         "joint_attention_dim": shapes["txt_norm.weight"][0],
         "axes_dims_rope": rope_axes(head),
+        "timestep_zero": EDIT_2511 in shapes,
     }
 
 
@@ -89,6 +88,8 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
     tensors = {"context": text("Qwen-Image", config["joint_attention_dim"], given)}
+    method = "index_timestep_zero" if config["timestep_zero"] else "index"
+    tensors |= reference_tensors(PATCHING, given, method, centred=True)
     mask = given.get("attention_mask")
     return tensors if mask is None else tensors | {TEXT_MASK: mask.bool()}
 
@@ -111,7 +112,9 @@ QWEN_IMAGE = Family(
     prepare=_prepare,
     arguments=_arguments,
     conditioning=_conditioning,
-    patching=Patching(video=True),
-    accepts=("attention_mask",),
-    ignored=("__index_timestep_zero__",),  # marks Qwen-Image-Edit 2511
+    patching=PATCHING,
+    accepts=("attention_mask", *ACCEPTS),
+    residuals={"input": BLOCKS},
+    settings={"timestep_zero": lambda config: config.get("timestep_zero", False)},
+    ignored=(EDIT_2511,),
 )

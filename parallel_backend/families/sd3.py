@@ -4,17 +4,15 @@ Key layouts: Stability AI's MMDiT (which ComfyUI's files use) and diffusers' SD3
 """
 
 import math
+from functools import partial
 from typing import Any
-
-import torch
 
 from ..tensor_parallel import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from .base import IMAGE, JOINT, BlockList, Config, Family, Shapes, Source, StepInputs
 from .keys import Keys
 from .shared import count_blocks, example, hidden, text_and_pooled
 
-HEAD = 64
-"""Width of a head, in every model of this family; the weights show it only where there are query norms."""
+HEAD = 64  # wide in every model of this family; the weights show it only where there are query norms
 BLOCKS = "transformer_blocks"
 
 _OUTSIDE = {  # diffusers module <- original module
@@ -35,11 +33,7 @@ _PLAN = {
     **dict.fromkeys(("ff.net.0.proj", "ff_context.net.0.proj"), COLUMN),
     **dict.fromkeys(("ff.net.2", "ff_context.net.2"), ROW),
 }
-
-
-def _detect(shapes: Shapes) -> bool:
-    needed = ("joint_blocks.0.context_block.adaLN_modulation.1.weight", "x_embedder.proj.weight", "pos_embed")
-    return all(key in shapes for key in needed)
+_NEEDED = ("joint_blocks.0.context_block.adaLN_modulation.1.weight", "x_embedder.proj.weight", "pos_embed")
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -89,8 +83,7 @@ def _attention(keys: Keys, config: Config, name: str, qkv: tuple[str, ...], norm
     if config["qk_norm"] is not None:
         original = (f"{name}.ln_q", f"{name}.ln_k")
         keys.copy(dict(zip((f"{name}.{norm}" for norm in norms), original, strict=True)), ("weight",))
-    if out is not None:
-        keys.copy({f"{name}.{out}": f"{name}.proj"})
+    keys.copy({f"{name}.{out}": f"{name}.proj"} if out else {})
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
@@ -100,10 +93,6 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
         "pooled_projections": step.tensors["pooled"],
         "timestep": step.timestep,
     }
-
-
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return text_and_pooled("SD3", "TripleCLIPLoader, or a DualCLIPLoader of type sd3", config, given)
 
 
 SD3 = Family(
@@ -116,16 +105,13 @@ SD3 = Family(
     vector_tensors=("pooled",),
     time_embed=("time_text_embed", 1.0),
     latent_channels=lambda config: config["in_channels"],
-    hidden=hidden,
-    heads=lambda config: config["num_attention_heads"],
-    head_size=lambda config: config["attention_head_dim"],
     blocks=lambda config: {BLOCKS: config["num_layers"]},
     tensor_plan={BLOCKS: _PLAN},
-    detect=_detect,
+    detect=lambda shapes: all(key in shapes for key in _NEEDED),
     configure=_configure,
     recipe=_recipe,
     arguments=_arguments,
-    conditioning=_conditioning,
+    conditioning=partial(text_and_pooled, "SD3", "TripleCLIPLoader, or a DualCLIPLoader of type sd3"),
     example=example,
     whole_latent=True,
     residuals={"output": BLOCKS},

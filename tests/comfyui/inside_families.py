@@ -2,12 +2,13 @@
 
 The test process has put, for each case, `<name>.safetensors` into models/diffusion_models, and the conditioning into
 `<name>.inputs.safetensors` of the base directory: tensors `positive.*`, `negative.*` and `latent`, lists of
-tensors as `<name>/<index>`, other values as JSON.
+tensors as `<name>/<index>`, a tensor that is an object's attribute as `<name>.<attribute>`, other values as JSON.
 """
 
 import json
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 from inside import BASE, Results, comfy, difference, ksampler, load_pack, node, parallel, sequence, torch
 from safetensors import safe_open
@@ -25,6 +26,8 @@ def read(name: str):
             if not key.startswith(f"{sign}.") or key == f"{sign}.text":
                 continue
             extra, _, index = key.removeprefix(f"{sign}.").partition("/")
+            extra, _, attribute = extra.partition(".")
+            value = SimpleNamespace(**{attribute: value}) if attribute else value
             extras[extra] = [*extras.get(extra, []), value] if index else value
         prompts.append([[tensors[f"{sign}.text"], extras]])
     return *prompts, tensors["latent"], settings

@@ -105,7 +105,7 @@ def _case(name, changes, latent, odd, words=7, **others):
         odd=(channels, *odd),
         tensors=_tensors(config, words),
         reference=_reference,
-        timestep=700.0,
+        timestep=175.0,  # the tests' sigmas go up to 250 then; at 1000 the latent drowns what old keys change
         sampled=channels == config["out_channels"],
         **others,
     )

@@ -111,7 +111,7 @@ def _case(name, changes, masked=False, native=None):
         odd=(config["in_channels"], 2, 9, 7),
         tensors=_tensors(config["guidance_embeds"], masked),
         reference=_reference,
-        timestep=700.0,
+        timestep=175.0,  # the tests' sigmas go up to 250 then; at 1000 the latent drowns what old keys change
         convert=_convert,
         sampled=config["in_channels"] == config["out_channels"],
         native=native,

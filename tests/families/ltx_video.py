@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from diffusers.loaders.single_file_utils import convert_ltx_transformer_checkpoint_to_diffusers
-from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXConditionPipeline
 from safetensors.torch import load_file, save_file
 
 from .case import Case, Native
@@ -56,8 +55,8 @@ def _reference(model, x, timestep, tensors):
 
 def _reference_of_keyframes(model, x, timestep, tensors):
     """As LTXConditionPipeline calls it, but for the keyframes' place: there they are in front, in ComfyUI at the end."""
-    ids = LTXConditionPipeline._prepare_video_ids(len(x), *x.shape[2:])
-    pixels = LTXConditionPipeline._scale_video_ids(ids).float()
+    frames, height, width = (torch.arange(size) for size in x.shape[2:])
+    pixels = torch.cartesian_prod((frames * 8 - 7).clamp(min=0), height * 32, width * 32).T.float().repeat(len(x), 1, 1)
     pixels[:, :, -tensors["keyframes"].shape[2] :] = tensors["keyframes"][..., 0].float()
     pixels[:, 0] *= 1 / FRAME_RATE
     return _forward(model, x, timestep.flatten(1), tensors, video_coords=pixels)

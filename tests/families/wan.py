@@ -28,7 +28,6 @@ WAN = {
     "pos_embed_seq_len": None,
 }
 CLIP = {"image_dim": 1280, "added_kv_proj_dim": 256}
-DETECTED = {"text_dim": WAN["text_dim"]}
 
 
 def _tensors(config, clip):
@@ -64,15 +63,19 @@ def _reference(model, x, timestep, tensors):
     return out[..., :height, :width]
 
 
-def _conditioning(channels, masked):
+def _conditioning(config, clip, masked):
+    """`clip`: tokens of the CLIP vision output."""
+
     def make(generator):
         extras = {}
-        if channels:
-            extras["concat_latent_image"] = torch.randn(1, channels, 3, 8, 6, generator=generator)
+        if config["in_channels"] > config["out_channels"]:
+            extras["concat_latent_image"] = torch.randn(1, 16, 3, 8, 6, generator=generator)
             extras["concat_mask"] = torch.rand(1, 1, 3, 8, 6, generator=generator)
+        if clip:
+            extras["clip_vision_output.penultimate_hidden_states"] = torch.randn(1, clip, 1280, generator=generator)
         if masked:
             extras["denoise_mask"] = torch.tensor([0.0, 0.6, 1.0]).view(1, 1, 3, 1, 1).expand(1, 48, 3, 8, 6)
-        return torch.randn(1, PROMPT, WAN["text_dim"], generator=generator), extras
+        return torch.randn(1, PROMPT, config["text_dim"], generator=generator), extras
 
     return make
 
@@ -86,10 +89,11 @@ class TimePerFrame(Case):
         return x, timestep[:, None] * torch.linspace(0, 1, x.shape[2]), tensors
 
 
-def _case(name, changes=None, latent=(4, 12, 10), clip=0, kind=Case, masked=False, native=True, convert=True):
-    config = WAN | (changes or {})
+def _case(name, changes, latent=(4, 12, 10), clip=0, kind=Case):
+    config = WAN | changes
     channels, out = config["in_channels"], config["out_channels"]
     frames, height, width = latent
+    first_and_last = config["pos_embed_seq_len"] is not None
     return kind(
         name=name,
         family="wan",
@@ -99,25 +103,24 @@ def _case(name, changes=None, latent=(4, 12, 10), clip=0, kind=Case, masked=Fals
         tensors=_tensors(config, clip),
         reference=_reference,
         timestep=700.0,
-        convert=convert_wan_transformer_to_diffusers if convert else None,
+        convert=None if first_and_last else convert_wan_transformer_to_diffusers,  # which forgets img_emb.emb_pos
         sampled=channels == out,
-        native=Native(config, _conditioning(16 * (channels > out), masked), (out, 3, 8, 6), detected=DETECTED)
-        if native
-        else None,
-        notes={}
-        if native
-        else {"native": "ComfyUI takes a CLIP vision output as an object, which no file of tensors holds"},
+        native=Native(
+            config,
+            _conditioning(config, clip, kind is TimePerFrame),
+            (out, min(frames, 3), 8, 6),
+            detected={"text_dim": config["text_dim"]},
+        ),
     )
 
 
+I2V = {"in_channels": 36}
 CASES = (
-    _case("wan-2.1-t2v"),
-    _case("wan-2.1-one-frame", latent=(1, 12, 10), native=False),
-    _case("wan-2.1-i2v", {"in_channels": 36} | CLIP, clip=5, native=False),
-    _case("wan-2.1-i2v-without-clip", {"in_channels": 36} | CLIP),
-    _case(
-        "wan-2.1-flf2v", {"in_channels": 36, "pos_embed_seq_len": 10} | CLIP, clip=10, native=False, convert=False
-    ),  # the converter forgets img_emb.emb_pos
-    _case("wan-2.2-i2v", {"in_channels": 36}),
-    _case("wan-2.2-5b", {"in_channels": 48, "out_channels": 48}, kind=TimePerFrame, masked=True),
+    _case("wan-2.1-t2v", {}),
+    _case("wan-2.1-one-frame", {}, latent=(1, 12, 10)),
+    _case("wan-2.1-i2v", I2V | CLIP, clip=5),
+    _case("wan-2.1-i2v-without-clip", I2V | CLIP),
+    _case("wan-2.1-flf2v", I2V | CLIP | {"pos_embed_seq_len": 10}, clip=10),
+    _case("wan-2.2-i2v", I2V),
+    _case("wan-2.2-5b", {"in_channels": 48, "out_channels": 48}, kind=TimePerFrame),
 )
