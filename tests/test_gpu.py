@@ -23,10 +23,13 @@ from parallel_backend.config import Degrees, check_attention, flash_possible
 from parallel_backend.kernels import choose_kernel, flash, flash_lse, sdpa, sdpa_lse
 from parallel_backend.mesh import backend_for
 from parallel_backend.messages import RunStats, Unload, Unloaded
+from parallel_backend.packings import BLOCKS, FP8_KINDS, Blocks, Fp8
 from parallel_backend.pool import Pool, RankError
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from tests import tiny
+from tests.families import all_cases
 from tests.test_failures import LIMIT, After, many_steps, wait_until_gone
+from tests.test_formats import encode
 
 DEVICE = "cuda:0"
 ALONE, SHARED, DISTINCT, REVERSED = (DEVICE,), (DEVICE, DEVICE), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")
@@ -361,3 +364,42 @@ def test_a_killed_rank_is_named_and_the_next_pool_works(ranks, given, expected, 
     following = ranks.load(devices, degrees)
     assert following.pool is not model.pool
     assert tiny.relative(following.predict(*given, lambda: None), expected) <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["fp8_e4m3fn", "fp8_e5m2", *BLOCKS])
+@pytest.mark.parametrize("scales", [0, 1, 8])
+def test_packed_weights_expand_as_on_a_cpu(kind, dtype, scales):
+    """`scales`: of an 8-bit float none, one, or one of each of the 8 rows."""
+    if kind in BLOCKS and scales:
+        pytest.skip("blocks have scales of their own")
+    value = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
+    if kind in BLOCKS:
+        packed, here = torch.from_numpy(encode(value, kind)), Blocks(kind)
+        there = here
+    else:
+        packed = value.to(FP8_KINDS[kind]).view(torch.uint8)
+        scale = torch.rand(scales, 1, generator=torch.Generator().manual_seed(1)) if scales else None
+        here, there = Fp8(kind, scale), Fp8(kind, None if scale is None else scale.to(DEVICE))
+    expected = here.expand(packed, dtype)
+    assert expected.std() > 0.01
+    assert torch.equal(there.expand(packed.to(DEVICE), dtype).cpu(), expected)
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_every_family_equals_diffusers_on_the_cpu(ranks, case, tmp_path, measured):
+    """The limit is that of `test_one_rank_equals_diffusers`, for its reason."""
+    model = case.model()
+    given = case.inputs()
+    remote = RemoteTransformer(
+        ranks(ALONE),
+        open_checkpoint(case.save(model, tmp_path / "file.safetensors")),
+        Degrees(),
+        "fp32",
+        "sdpa",
+        lambda: None,
+    )
+    with torch.inference_mode():
+        error = tiny.relative(remote.predict(*given, lambda: None), case.reference(model, *given))
+    measured(f"relative difference between a GPU and the CPU, {case.name}", error)
+    assert error <= 1e-3
