@@ -1,4 +1,7 @@
-"""A guider for one band: its conditioning cut to the band's rows, where it has the latent's shape."""
+"""A guider for one band: its conditioning cut to the band's rows, where it is joined to the latent.
+
+A video model's mask of what is given stays whole: the timesteps made from it are those of the whole video in every band.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -12,16 +15,18 @@ from parallel_backend.layout import Span
 
 from .controlnet import BandedControl
 
-OF_THE_LATENT = ("denoise_mask",)
-"""Conditioning with the latent's sides that ComfyUI does not mark by its class."""
-
 
 def controls_of(
-    guider: comfy.samplers.CFGGuider, patching: Patching, rows: tuple[Span, ...], shape: tuple[int, ...], exact_above: float
+    guider: comfy.samplers.CFGGuider,
+    patching: Patching,
+    rows: tuple[Span, ...],
+    shape: tuple[int, ...],
+    exact_above: float,
+    extrapolate: bool,
 ) -> dict[int, BandedControl]:
     """`id` of each ControlNet in the conditioning -> what the bands share of it."""
     found = (cond["control"] for conds in guider.conds.values() for cond in conds or () if cond.get("control") is not None)
-    return {id(control): BandedControl(control, patching, rows, shape, exact_above) for control in found}
+    return {id(control): BandedControl(control, patching, rows, shape, exact_above, extrapolate) for control in found}
 
 
 @contextmanager
@@ -59,9 +64,7 @@ def _cut(cond: dict, patching: Patching, rows: Span, controls: dict) -> dict:
     if cond.get("control") is not None:
         cut["control"] = controls[id(cond["control"])]
     cut["model_conds"] = {
-        name: value._copy_with(patching.rows(value.cond, rows))
-        if isinstance(value, comfy.conds.CONDNoiseShape) or name in OF_THE_LATENT
-        else value
+        name: value._copy_with(patching.rows(value.cond, rows)) if isinstance(value, comfy.conds.CONDNoiseShape) else value
         for name, value in cond["model_conds"].items()
     }
     return cut

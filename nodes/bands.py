@@ -248,7 +248,7 @@ class PipeFusion:
         steps = Steps(len(rows), model.family.patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar)
 
         patching = model.family.patching
-        controls = controls_of(sampling.guider, patching, rows, shape, limit)
+        controls = controls_of(sampling.guider, patching, rows, shape, limit, extrapolate)
 
         def sample(band: int) -> torch.Tensor:
             guider = band_guider(sampling.guider, patching, rows, band, controls)

@@ -2,11 +2,12 @@
 
 A ControlNet looks at the whole latent, which no band has. So it runs once per step, when band 0 asks, on what is the latest
 of every band: band 0's latent of this step, and those of the step before of the other bands. That is as old as the keys
-that PipeFusion's bands see of each other. At exact steps it waits for all bands, and is exact.
+that PipeFusion's bands see of each other, and is moved on as they are. At exact steps it waits for all bands, and is exact.
 """
 
 import threading
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -16,11 +17,15 @@ from parallel_backend.client import Residuals
 from parallel_backend.families import Family
 from parallel_backend.families.base import Config
 from parallel_backend.families.patching import Patching
+from parallel_backend.kv_buffer import step_ratio
 from parallel_backend.layout import Span
 
 Control = dict[str, list[torch.Tensor | None]]
 """What ComfyUI's `get_control` gives: "input", "middle", "output" -> by block, [B, tokens, hidden] or None. Tokens are in
 the model's own order: (frames,) rows, columns."""
+
+REACH = 3
+"""How many turns back the latest latent at another time may be: heun asks twice at each."""
 
 
 def residuals(family: Family, config: Config, control: Control | None, shape: tuple[int, ...]) -> Residuals:
@@ -56,22 +61,44 @@ def _refuse(why: str) -> NoReturn:
     )
 
 
+@dataclass
+class _Calls:
+    """The calls for one set of conditionings so far, by turn: each band's latents, band 0's times, what was answered."""
+
+    latents: list[dict[int, torch.Tensor]]
+    made: list[int]  # calls by band
+    times: dict[int, float] = field(default_factory=dict)
+    answers: dict[int, Control | None] = field(default_factory=dict)
+
+    def forget(self, turn: int) -> None:
+        """What no call after `turn` looks at."""
+        self.answers.pop(turn - 2, None)
+        for past in (*self.latents, self.times):
+            past.pop(turn - REACH - 1, None)
+
+
 class BandedControl:
     """A ControlNet shared by the bands of a run. Every band makes the same calls in the same order.
 
-    `rows`: each band's latent rows (or frames) of a latent of `shape`; `exact_above`: see Band. `close` ends the waiting of
-    all bands.
+    `rows`: each band's latent rows (or frames) of a latent of `shape`; `exact_above`: see Band. `extrapolate`: latents of
+    the step before are moved on to this step's time along the line through the last two, as keys are (kv_buffer.py).
+    `close` ends the waiting of all bands.
     """
 
-    def __init__(self, control: Any, patching: Patching, rows: tuple[Span, ...], shape: tuple[int, ...], exact_above: float):
-        self.control, self.patching, self.exact_above = control, patching, exact_above
+    def __init__(
+        self,
+        control: Any,
+        patching: Patching,
+        rows: tuple[Span, ...],
+        shape: tuple[int, ...],
+        exact_above: float,
+        extrapolate: bool,
+    ):
+        self.control, self.patching, self.exact_above, self.extrapolate = control, patching, exact_above, extrapolate
         self.grid, patch = patching.grid(shape), patching.band_size
         self._rows = [Span(band.start // patch, -(-band.stop // patch)) for band in rows]
         self._changed = threading.Condition()
-        # By the conditionings that a call is for: each band's latents and the ControlNet's answers, by turn.
-        self._latents: dict[tuple, list[dict[int, torch.Tensor]]] = defaultdict(lambda: [{} for _ in rows])
-        self._answers: dict[tuple, dict[int, Control | None]] = defaultdict(dict)
-        self._turns: dict[tuple, list[int]] = defaultdict(lambda: [0] * len(rows))
+        self._calls: dict[tuple, _Calls] = defaultdict(lambda: _Calls([{} for _ in rows], [0 for _ in rows]))
         self._finished: set[int] = set()
         self._error: BaseException | None = None
 
@@ -94,33 +121,46 @@ class BandedControl:
         self, index: int, x: torch.Tensor, t: torch.Tensor, cond: Any, batched: int, options: Any
     ) -> Control | None:
         """`get_control` for band `index`, on that band's thread."""
-        call = tuple(options["uuids"])
         with self._changed:
-            latents, answers, turn = self._latents[call], self._answers[call], self._turns[call][index]
-            self._turns[call][index] += 1
-            latents[index][turn] = x
+            calls = self._calls[tuple(options["uuids"])]
+            turn = calls.made[index]
+            calls.made[index] += 1
+            calls.latents[index][turn] = x
             self._changed.notify_all()
             if index == 0:
-                exact = turn == 0 or float(t.max()) > self.exact_above
-                needed = [turn] + [turn if exact else turn - 1] * (len(latents) - 1)
-                for band, at in enumerate(needed):
-                    self._wait_for(band, latents[band], at)
-                whole = torch.cat([seen[at] for seen, at in zip(latents, needed, strict=True)], self.patching.band_dim)
+                calls.times[turn] = float(t.max())
+                whole = self._whole(calls, turn)
         if index == 0:
             # Without the lock: meanwhile the other bands take the answer of the step before.
             answer = self.control.get_control(whole, t, cond, batched, options)
             with self._changed:
-                answers[turn] = answer
+                calls.answers[turn] = answer
                 self._changed.notify_all()
         with self._changed:
-            self._wait_for(0, answers, turn)
-            answer = answers[turn]
-            for past in (*latents, answers):
-                past.pop(turn - 2, None)
+            self._wait_for(0, calls.answers, turn)
+            answer = calls.answers[turn]
+            calls.forget(turn)
         if answer is None:
             return None
         cut = {id(whole): self._cut(whole, index) for tensors in answer.values() for whole in tensors if whole is not None}
         return {kind: [None if whole is None else cut[id(whole)] for whole in tensors] for kind, tensors in answer.items()}
+
+    def _whole(self, calls: _Calls, turn: int) -> torch.Tensor:
+        """The whole latent for band 0's call of this turn, once the other bands have made what it takes of them."""
+        exact = turn == 0 or calls.times[turn] > self.exact_above
+        last = turn if exact else turn - 1
+        for band, latents in enumerate(calls.latents[1:], 1):
+            self._wait_for(band, latents, last)
+        others = [self._moved(latents, calls.times, last, turn) for latents in calls.latents[1:]]
+        return torch.cat([calls.latents[0][turn], *others], self.patching.band_dim)
+
+    def _moved(self, latents: dict[int, torch.Tensor], times: dict[int, float], last: int, turn: int) -> torch.Tensor:
+        """A band's latent of turn `last`, as it should be at the time of `turn`."""
+        earlier = range(last - 1, turn - REACH - 1, -1)
+        before = next((at for at in earlier if at in latents and times[at] != times[last]), None)
+        if not self.extrapolate or last == turn or before is None:
+            return latents[last]
+        return latents[before].lerp(latents[last], 1 + step_ratio(times[before], times[last], times[turn]))
 
     def _cut(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """The band's part of an output. One of another model's size stays as it is: `residuals` refuses it."""

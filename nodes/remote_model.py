@@ -17,6 +17,7 @@ from parallel_backend.client import RemoteTransformer
 from parallel_backend.dtypes import compute_dtype
 from parallel_backend.pool import Poll
 from parallel_backend.registry import ModelKey, registry
+from parallel_backend.weights import original_values
 
 from .controlnet import residuals
 from .lora import NativeWeights, Patch
@@ -47,10 +48,10 @@ class Band:
 
 
 class NativeNames:
-    """Attributes as a native module would have them, down to its tensors."""
+    """Attributes as a native module would have them, down to its tensors, which have a shape and no values."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], prefix: str):
-        self._tensors, self._prefix = tensors, prefix
+    def __init__(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], prefix: str):
+        self._checkpoint, self._tensors, self._prefix = checkpoint, tensors, prefix
 
     def at(self, name: str) -> Any:
         """AttributeError if the native model has nothing of that name."""
@@ -58,10 +59,17 @@ class NativeNames:
         if whole in self._tensors:
             return self._tensors[whole]
         if any(key.startswith(f"{whole}.") for key in self._tensors):
-            return NativeNames(self._tensors, f"{whole}.")
-        raise AttributeError(f"the native model has no {whole}")
+            return NativeNames(self._checkpoint, self._tensors, f"{whole}.")
+        raise AttributeError(
+            f"model: '{whole}' of the native model is not possible with Parallel DiT's weights, which are on its ranks. "
+            "Remove the node that asks for it (some ControlNets do), or load the model with a native loader."
+        )
 
     __getattr__ = at
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The checkpoint's own values: ControlNets for SD3.5 begin with a copy of the model's first layer."""
+        return original_values(self._checkpoint, self._prefix)
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         refuse("computing with its layers (some ControlNets do)", "Use another ControlNet, or a native loader.")
@@ -104,7 +112,7 @@ class RemoteDiffusionModel(torch.nn.Module):
             if name == "checkpoint":  # not set yet
                 raise
             values = self.checkpoint.family.native_values(self.checkpoint.config)
-            return values[name] if name in values else NativeNames(self.native_tensors, "").at(name)
+            return values[name] if name in values else NativeNames(self.checkpoint, self.native_tensors, "").at(name)
 
     def state_dict(self, *_args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Names and shapes of the weights, which are elsewhere: what ComfyUI matches a LoRA's keys with."""

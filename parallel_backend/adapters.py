@@ -18,6 +18,10 @@ from .messages import Adapt
 from .tensor_parallel import TensorPlan
 
 
+READS_WEIGHTS = ("HunyuanDiTAttentionPool",)
+"""Classes of diffusers that hand the weights of their linear layers to a function of torch, rather than call the layers."""
+
+
 def parameter_names(model: nn.Module) -> tuple[str, ...]:
     """Names of the parameters that a rank has, as the recipe calls them, however they are kept."""
     names = []
@@ -80,7 +84,8 @@ class Adapters:
         name, _, leaf = part.parameter.rpartition(".")
         layer = self._model.get_submodule(name)
         up = part.up.to(self._device, torch.float32) * part.scale
-        if isinstance(layer, RankLinear) and leaf == "weight":
+        parent = self._model.get_submodule(name.rpartition(".")[0])
+        if isinstance(layer, RankLinear) and leaf == "weight" and type(parent).__name__ not in READS_WEIGHTS:
             if part.down is None:
                 self._add_beside(layer, up.to(self._dtype))
             else:

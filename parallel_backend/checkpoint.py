@@ -151,7 +151,7 @@ def _open_folder(path: Path) -> Checkpoint:
     except (OSError, ValueError) as error:
         raise ValueError(f"model_name: the folder {path.name} has no readable config.json of a diffusers model.") from error
     kind = config.get("_class_name") if isinstance(config, dict) else None
-    family = next((f for f in FAMILIES.values() if f.model_class == kind and f.takes(config)), None)
+    family = next((f for f in FAMILIES.values() if kind in (f.model_class, f.older_class) and f.takes(config)), None)
     if family is None:
         raise ValueError(f"model_name: {path.name} is a {kind}, which this version does not know.")
     entries: dict[str, Entry] = {}
@@ -198,9 +198,11 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def to_original(family: Family, config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """diffusers state dict -> original key layout: the recipe run backwards."""
+    """diffusers state dict, or some of it -> original key layout: the recipe run backwards."""
     parts: dict[str, list[tuple[Span | None, torch.Tensor]]] = {}
     for target, source in family.recipe(config).items():
+        if target not in state:
+            continue
         tensor = torch.cat(state[target].chunk(2)[::-1]) if source.swap_halves else state[target]
         parts.setdefault(source.key, []).append((source.rows, tensor))
     return {

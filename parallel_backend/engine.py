@@ -167,10 +167,11 @@ class Engine:
 
     def _post_receive(self, step: Step) -> None:
         text, image = (shards[self.place] for shards in self._shards(step))
-        self.link.post_receive((len(step.entries), len(text) + len(image), self.hidden), self.dtype)
+        tensors = 1 + len(self.flow.arriving)  # see Flow.outgoing
+        self.link.post_receive((tensors * len(step.entries), len(text) + len(image), self.hidden), self.dtype)
 
     def _compute(self, step: Step, received: torch.Tensor | None) -> torch.Tensor:
-        """[b, n, channels] on the last stage; [b, t + n, hidden], to be sent on, elsewhere."""
+        """[b, n, channels] on the last stage; elsewhere what is sent on (Flow.outgoing)."""
         conditioning = self.conditionings[step.conditioning]
         buffer = self._buffer(step, conditioning)
         if buffer is not None and step.with_text:
@@ -209,7 +210,7 @@ class Engine:
         try:
             output = self.family.run(self.model, inputs)
         except StageDone as done:
-            output = torch.cat((done.text, done.image), dim=1)
+            output = self.flow.outgoing(done)
         finally:
             self.context.step = None
         if buffer is not None:

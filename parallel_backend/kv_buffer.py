@@ -16,6 +16,12 @@ from .layout import Span
 RATIO_LIMITS = (-1.0, 2.0)
 """How far to extrapolate, in units of the last two calls' distance; -1 is back to the call before."""
 
+
+def step_ratio(before: float, last: float, now: float) -> float:
+    """The way from `last` to `now` in units of that from `before` to `last`, within RATIO_LIMITS."""
+    return min(max((now - last) / (last - before), RATIO_LIMITS[0]), RATIO_LIMITS[1])
+
+
 Piece = tuple[Span, Span]
 """Rows of a micro-step's keys, and their positions in the buffer."""
 
@@ -108,8 +114,7 @@ class KVBuffer:
     def _ratio(self) -> float:
         if len(self._times) < 3:
             return 0.0
-        before, last, now = self._times
-        return min(max((now - last) / (last - before), RATIO_LIMITS[0]), RATIO_LIMITS[1])
+        return step_ratio(*self._times)
 
     def update(
         self,

@@ -145,8 +145,8 @@ class Step:
     """Client -> rank: one micro-step. `tokens`: the band's span of image tokens, over all ranks of the stage.
 
     `run` names the K/V buffers to use (0: none, the step is exact and leaves nothing behind). `x` is the rank's own
-    shard [entries, n, channels], for the first stage only. `timestep`: [entries] or [entries, frames] float32, as
-    the sampler gave it. `residuals`: block "<list>.<index>" of the stage -> which of `added` [entries, m, hidden] a
+    shard [entries, n, channels], for the first stage only. `timestep`: float32 as the sampler gave it, see
+    families.base.StepInputs. `residuals`: block "<list>.<index>" of the stage -> which of `added` [entries, m, hidden] a
     ControlNet adds behind it, to the picture's tokens among the rank's. `stale`: displaced patches use each other's keys
     of the call before. `overlap`: transfers run beside compute where they can, rather than being waited for at once.
     """

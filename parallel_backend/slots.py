@@ -31,16 +31,21 @@ class StageDone(Exception):
 class Flow:
     """The micro-step under way, told by the engine. `received`: [b, t + n, hidden], text first, None on the first stage.
 
+    `arriving`, `leaving`: "<list>.<index>" of the blocks whose outputs come from the stage before and go to the one behind
+    beside the hidden states (BlockList.skips).
     `text_tokens`: t, the rank's text tokens. `rows`: see Rows; None where the forward is given the rank's tokens only.
     `residuals`: "<list>.<index>" of a block -> [b, n, hidden], a ControlNet's addition to its image tokens.
     """
 
     text_first: bool
+    arriving: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
     received: torch.Tensor | None = None
     text_tokens: int = 0
     rows: Rows | None = None
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     whole_text: int = field(default=0, init=False)  # text tokens that the list's first slot saw
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict, init=False)  # [b, t + n, hidden] of those blocks
     _cut: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False)
 
     def cut(self, name: str, cut: Cut, value: Any) -> Any:
@@ -58,21 +63,36 @@ class Flow:
         rows: Rows | None,
         residuals: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """A new micro-step."""
+        """A new micro-step. `received`: what `outgoing` gave on the stage before."""
+        self.outputs.clear()
+        if received is not None and self.arriving:
+            received, *outputs = received.chunk(1 + len(self.arriving))
+            self.outputs.update(zip(self.arriving, outputs, strict=True))
         self.received, self.text_tokens, self.rows, self.residuals = received, text_tokens, rows, residuals or {}
         self._cut.clear()
 
-    def split_received(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text and image."""
-        assert self.received is not None
-        return self.received[:, : self.text_tokens], self.received[:, self.text_tokens :]
+    def behind(self, block: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text and image behind a block of the stages before: its own output if that came along."""
+        tokens = self.outputs.get(block, self.received)
+        assert tokens is not None
+        return tokens[:, : self.text_tokens], tokens[:, self.text_tokens :]
+
+    def keep(self, block: str, text: torch.Tensor, image: torch.Tensor) -> None:
+        """Note a block's output, if the stage behind is to have it."""
+        if block in self.leaving and block not in self.outputs:
+            self.outputs[block] = torch.cat((text, image), dim=1)
+
+    def outgoing(self, done: StageDone) -> torch.Tensor:
+        """What the stage sends: [(1 + k) b, t + n, hidden], hidden states and `leaving`, one batch behind the other."""
+        hidden = torch.cat((done.text, done.image), dim=1)
+        return torch.cat((hidden, *(self.outputs[block] for block in self.leaving))) if self.leaving else hidden
 
 
 class Slot:
     """How one place in a block list is called: binds arguments by name, cuts them down, puts results back."""
 
     def __init__(self, spec: BlockList, flow: Flow, block_class: type[nn.Module], index: int, count: int):
-        self.spec, self.flow, self.index = spec, flow, index
+        self.spec, self.flow, self.name = spec, flow, f"{spec.name}.{index}"
         self.first, self.last = index == 0, index == count - 1
         self.signature = inspect.signature(block_class.forward)
 
@@ -139,7 +159,7 @@ class Slot:
 
     def add_residual(self, out: Any) -> Any:
         """A block's results, a ControlNet's residual added as ComfyUI's native models do: behind the block."""
-        residual = self.flow.residuals.get(f"{self.spec.name}.{self.index}")
+        residual = self.flow.residuals.get(self.name)
         if residual is None:
             return out
         text, image = self._parts(out)
@@ -163,6 +183,8 @@ class Slot:
         if self.spec.needs_text:
             block.register_forward_hook(lambda _block, _args, out: self.empty_text(out))
         block.register_forward_hook(lambda _block, _args, out: self.add_residual(out))
+        if self.name in self.flow.leaving:
+            block.register_forward_hook(lambda _block, _args, out: self.flow.keep(self.name, *self._parts(out)))
         if not whole_latent:
             return
         block.register_forward_pre_hook(lambda _block, args, kwargs: ((), self.arguments(args, kwargs)), with_kwargs=True)
@@ -191,7 +213,8 @@ class Before(nn.Module):
         slot, flow = self.slot, self.slot.flow
         if flow.rows is not None and slot.first:
             slot.note_text(slot.named(args, kwargs))
-        text, image = flow.split_received()
+        text, image = flow.behind(slot.name)
+        flow.keep(slot.name, text, image)
         return slot.leave(text, image) if slot.last and flow.rows is not None else slot.results(text, image)
 
 

@@ -65,7 +65,8 @@ def build_stage(
         else:
             absent = nn.ModuleList() if isinstance(module, nn.ModuleList) else Absent(width, dtype, device)
         setattr(model, name, absent)
-    flow, attention = Flow(family.text_first), []
+    arriving, leaving = (() if end else family.carried(config, at) for end, at in ((first, span.start), (last, span.stop)))
+    flow, attention = Flow(family.text_first, arriving, leaving), []
     for spec in family.block_lists:
         attention += fill_slots(model, spec, flow, owned[spec.name], family.whole_latent)
     return Stage(model, attention, flow)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, to_original
 from .dtypes import compute_dtype
 from .files import Entry, open_file
 from .layout import Shard, Span
@@ -149,6 +149,16 @@ class Reader:
 def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
     with ExitStack() as stack:
         yield Reader(checkpoint, stack)
+
+
+def original_values(checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
+    """float32 tensors on the CPU of the family's original layout whose keys begin with `prefix`, by the rest of the key."""
+    recipe = checkpoint.family.recipe(checkpoint.config)
+    targets = [target for target, source in recipe.items() if source.key.startswith(prefix)]
+    with reading(checkpoint) as reader:
+        state = {target: reader.values(target, torch.float32, None, torch.device("cpu")) for target in targets}
+    original = to_original(checkpoint.family, checkpoint.config, state)
+    return {key.removeprefix(prefix): tensor for key, tensor in original.items()}
 
 
 def _without_ones(shape: Iterable[int]) -> list[int]:

@@ -54,9 +54,10 @@ class StepInputs:
     `x`: [b, n, C] the rank's shard of the band's packed latent, reference tokens in their places, None where the rank has
     no prologue. In families of `whole_latent`: the latent [b, C, (T,) H, W] on every rank, zero outside of that shard (in
     all where there is no prologue), without reference tokens.
-    `timestep`: [b] float32, or [b, T] where each latent frame has its own, as the sampler gave it. `tensors`: the
-    conditioning's, entries of this micro-step only. `grid`: the picture's tokens along its axes; `stream`: their order.
-    `image`, `text`: the rank's tokens in that order and in the text. `text_tokens`: of the whole text.
+    `timestep`: [b] float32, or [b, T] or [b, N, 1] where each latent frame or each token of the whole video has its own, as
+    the sampler gave it. `tensors`: the conditioning's, entries of this micro-step only. `grid`: the picture's tokens along
+    its axes; `stream`: their order. `image`, `text`: the rank's tokens in that order and in the text. `text_tokens`: of the
+    whole text.
     """
 
     x: torch.Tensor | None
@@ -130,6 +131,8 @@ class BlockList:
     token axis, in families of `whole_latent`. `attention`: the attention module's name in a block -> which tokens it is
     over. `prologue`: belongs to the first stage as a whole (a refiner), and is not counted among the blocks. `needs_text`:
     its blocks cannot run on no text at all, in families of `whole_latent`: they get a token then, of which nothing is used.
+    `skips`: (blocks that have run, blocks) -> of how many, from the first on, later ones still want the output, beside that
+    of the last to run (long skips): so many travel from stage to stage with the hidden states.
     """
 
     name: str
@@ -141,6 +144,7 @@ class BlockList:
     attention: Mapping[str, str] = field(default_factory=lambda: {"attn": JOINT})
     prologue: bool = False
     needs_text: bool = False
+    skips: Callable[[int, int], int] = lambda _done, _count: 0
 
 
 @dataclass(frozen=True)
@@ -150,8 +154,9 @@ class Family:
     prologue: modules that only the first stage has; their outputs elsewhere are zeros of the hidden width.
     whole_latent: the class's forward takes a picture or video, not tokens: it gets a whole one, and its blocks' arguments
     are cut down to the rank's tokens. Token tensors are then whole on every rank of the first stage, at every micro-step.
-    detect: key shapes -> is it this family. takes: a folder's config.json -> is it this one of the families that have one
-    class. configure: key shapes -> the class's constructor arguments.
+    detect: key shapes -> is it this family. older_class: what folders made by older versions of diffusers call model_class.
+    takes: a folder's config.json -> can it be this family, one of several that share a class. configure: key shapes -> the
+    class's constructor arguments.
     recipe: constructor arguments -> parameter name -> Source.
     conditioning: constructor arguments, ComfyUI's keyword arguments of a model call (those in `accepts`) -> the tensors
     that the ranks need, batch first; ValueError for what is missing or cannot be forwarded.
@@ -199,6 +204,7 @@ class Family:
     }
     patching: Patching = field(default_factory=Patching)
     whole_latent: bool = False
+    older_class: str = ""
     takes: Callable[[Config], bool] = lambda _config: True
     native_values: Callable[[Config], Mapping[str, Any]] = lambda _config: {}
     accepts: tuple[str, ...] = ("context", "y", "guidance")
@@ -265,6 +271,15 @@ class Family:
             owned[spec.name] = range(*sorted(min(max(edge - start, 0), count) for edge in (span.start, span.stop)))
             start += count
         return owned
+
+    def carried(self, config: Config, boundary: int) -> tuple[str, ...]:
+        """ "<list>.<index>" of the blocks whose outputs cross `boundary` (counted as in `owned`) beside the hidden states."""
+        done, counts = self.owned(config, Span(0, boundary)), self.blocks(config)
+        return tuple(
+            f"{name}.{index}"
+            for name, skips in ((spec.name, spec.skips) for spec in self.block_lists if not spec.prologue)
+            for index in range(skips(done[name].stop, counts[name]))
+        )
 
     def block_count(self, config: Config) -> int:
         return sum(self.blocks(config).values())

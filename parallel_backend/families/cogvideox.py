@@ -21,7 +21,6 @@ TRAINED = {"sample_height": 60, "sample_width": 90, "max_text_seq_length": 226}
 """Latent rows and columns, and text tokens, that 1.0 models count positions by."""
 PROJECTION, TABLE = "patch_embed.proj.weight", "patch_embed.pos_embedding"
 
-_SAME = ("patch_embed.proj", "patch_embed.text_proj", "norm_final", "norm_out.linear", "norm_out.norm", "proj_out")
 _BLOCK = {  # diffusers module <- original module
     **{f"attn1.to_{part}": part for part in "qkv"},
     **{f"attn1.norm_{part}": f"norm_{part}" for part in "qk"},
@@ -62,11 +61,11 @@ def _configure(shapes: Shapes) -> Config:
 def _recipe(config: Config) -> dict[str, Source]:
     if config.get("use_learned_positional_embeddings"):
         raise ValueError(
-            "model_name: this CogVideoX has a table of positions (5b-I2V 1.0), with which ComfyUI and diffusers do not do "
-            "the same. Use CogVideoX 1.5 I2V, or a native loader."
+            "model_name: this CogVideoX has a table of positions (5b-I2V 1.0), which ComfyUI and diffusers use differently. "
+            "Use CogVideoX 1.5 I2V, or a native loader."
         )
     keys = Keys()
-    keys.same(*_SAME)
+    keys.same("patch_embed.proj", "patch_embed.text_proj", "norm_final", "norm_out.linear", "norm_out.norm", "proj_out")
     for name in ("time", "ofs") if config["ofs_embed_dim"] else ("time",):
         keys.copy({f"{name}_embedding.linear_{index}": f"{name}_embedding_linear_{index}" for index in (1, 2)})
     for index in range(config["num_layers"]):

@@ -107,6 +107,7 @@ HUNYUAN_VIDEO = Family(
     whole_latent=True,
     accepts=("y", "guidance", "attention_mask"),
     drops_mask=True,
+    residuals={"input": DOUBLE, "output": SINGLE},
     text_first=False,
     key_aliases=ALIASES,
 )

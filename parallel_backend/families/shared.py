@@ -18,6 +18,17 @@ def count_blocks(shapes: Shapes, prefix: str) -> int:
     return len({key.split(".")[prefix.count(".")] for key in shapes if key.startswith(prefix)})
 
 
+def without_variance(out: torch.Tensor) -> torch.Tensor:
+    """What a model of `learned_variance` predicts [b, 2 c, ...], without the variance behind it."""
+    return out.chunk(2, dim=1)[0]
+
+
+def check_learned_variance(model: str, learned: bool) -> None:
+    """ValueError for a model that predicts none, which the native one cannot be. `model`: what the user calls it."""
+    if not learned:
+        raise ValueError(f"model_name: this {model} predicts no variance, as ComfyUI's does. Use another {model} file.")
+
+
 def grid_positions(grid: tuple[int, ...], span: Span) -> torch.Tensor:
     """[n, 3]: (0, row, column) of image tokens `span`, counted row by row."""
     index = torch.arange(span.start, span.stop)

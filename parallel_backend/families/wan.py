@@ -45,7 +45,7 @@ def _configure(shapes: Shapes) -> Config:
     width, channels, *patch = shapes["patch_embedding.weight"]
     picture = shapes.get("img_emb.proj.0.weight", (None,))[0]
     return {
-        "patch_size": tuple(patch),
+        "patch_size": (1, *patch)[-3:],  # GGUF has room for four sides
         "num_attention_heads": width // HEAD,
         "attention_head_dim": HEAD,
         "in_channels": channels,

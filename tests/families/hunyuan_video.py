@@ -90,6 +90,18 @@ def _reference(model, x, timestep, tensors):
     return out[..., :height, :width]
 
 
+def _adjust(model):
+    """Norms that scale by about one, as trained ones do. The tiny model's output is small: at sigmas up to 1000 it would
+    take the latent so far that old keys do not show in it.
+    """
+    if model.config.in_channels < 16:
+        model.proj_out.weight.data *= 0.02
+        model.proj_out.bias.data *= 0.02
+    for name, parameter in model.named_parameters():
+        if name.endswith(("norm1.weight", "norm2.weight")):
+            parameter.data += 1
+
+
 def _conditioning(picture):
     def make(generator):
         extras = {"pooled_output": torch.randn(1, 768, generator=generator)}
@@ -111,7 +123,8 @@ def _case(name, changes, masked=False, native=None):
         odd=(config["in_channels"], 2, 9, 7),
         tensors=_tensors(config["guidance_embeds"], masked),
         reference=_reference,
-        timestep=175.0,  # the tests' sigmas go up to 250 then; at 1000 the latent drowns what old keys change
+        timestep=700.0,
+        adjust=_adjust,
         convert=_convert,
         sampled=config["in_channels"] == config["out_channels"],
         native=native,

@@ -1,0 +1,113 @@
+"""PixArt-alpha (with the picture's size and aspect ratio as conditioning, and without) and PixArt-Sigma.
+
+Key layouts: the authors' PixArtMS (which ComfyUI's files use) and diffusers' PixArtTransformer2DModel, whose folders call
+it Transformer2DModel where an older diffusers made them. Positions are the authors' and diffusers': they fill the square
+that the model was trained with, at any size.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from .base import Config, Family, Shapes, Source, StepInputs
+from .cross_attention import block_list, block_plan
+from .pixart_keys import UNUSED, block_keys, model_keys
+from .shared import check_learned_variance, count_blocks, hidden, text, without_variance
+
+HEAD = 72
+"""Width of a head, in every model of this family; nothing in the weights shows it."""
+SAMPLE = 128
+"""Side of the latent that positions are made for, where the file does not show it. All multiples of 64 give the same."""
+BLOCKS = "transformer_blocks"
+SIZE_EMBEDDERS = {"resolution_embedder": "csize_embedder", "aspect_ratio_embedder": "ar_embedder"}
+
+
+def _detect(shapes: Shapes) -> bool:
+    return all(key in shapes for key in ("t_block.1.weight", "blocks.0.cross_attn.kv_linear.weight", "blocks.0.mlp.fc1.weight"))
+
+
+def _configure(shapes: Shapes) -> Config:
+    width, channels, patch, _ = shapes["x_embedder.proj.weight"]
+    return {
+        "num_attention_heads": width // HEAD,
+        "attention_head_dim": HEAD,
+        "in_channels": channels,
+        "out_channels": shapes["final_layer.linear.weight"][0] // patch**2,
+        "num_layers": count_blocks(shapes, "blocks."),
+        "cross_attention_dim": width,
+        "attention_bias": True,
+        "sample_size": patch * math.isqrt(shapes["pos_embed"][-2]) if "pos_embed" in shapes else SAMPLE,
+        "patch_size": patch,
+        "use_additional_conditions": "ar_embedder.mlp.0.weight" in shapes,
+        "caption_channels": shapes["y_embedder.y_proj.fc1.weight"][1],
+    }
+
+
+def _knows_sizes(config: Config) -> bool:
+    """The class's own rule for what a folder leaves open."""
+    given = config["use_additional_conditions"]
+    return config["sample_size"] == 128 if given is None else given
+
+
+def _recipe(config: Config) -> dict[str, Source]:
+    check_learned_variance("PixArt", config["out_channels"] == 2 * config["in_channels"])
+    keys = model_keys(config, "pos_embed", "adaln_single")
+    if _knows_sizes(config):
+        for ours, theirs in SIZE_EMBEDDERS.items():
+            keys.copy({f"adaln_single.emb.{ours}.linear_{index}": f"{theirs}.mlp.{2 * index - 2}" for index in (1, 2)})
+    for index in range(config["num_layers"]):
+        block_keys(keys, config, index).copy({"ff.net.0.proj": "mlp.fc1", "ff.net.2": "mlp.fc2"})
+    return keys.sources
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, T, caption_channels], and where the model knows them `resolution` [B, 2] and `aspect_ratio` [B, 1].
+
+    All of the text is seen, as in the native model, which passes no mask on.
+    """
+    tensors = {"context": text("PixArt", config["caption_channels"], given)}
+    return tensors | ({"resolution": given["c_size"], "aspect_ratio": given["c_ar"]} if _knows_sizes(config) else {})
+
+
+def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
+    tensors = {"context": torch.randn(1, text_tokens, config["caption_channels"])}
+    return tensors | ({"resolution": torch.ones(1, 2), "aspect_ratio": torch.ones(1, 1)} if _knows_sizes(config) else {})
+
+
+def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
+    return {
+        "hidden_states": step.x,
+        "encoder_hidden_states": step.tensors["context"],
+        "timestep": step.timestep,
+        "added_cond_kwargs": {name: step.tensors.get(name) for name in ("resolution", "aspect_ratio")},
+    }
+
+
+PIXART = Family(
+    name="pixart",
+    model_class="PixArtTransformer2DModel",
+    older_class="Transformer2DModel",
+    takes=lambda config: config.get("norm_type", "ada_norm_single") == "ada_norm_single",
+    block_lists=(block_list(BLOCKS),),
+    prologue=("pos_embed",),
+    epilogue=("norm_out", "proj_out"),
+    token_tensors=(),
+    vector_tensors=("context", "resolution", "aspect_ratio"),
+    time_embed=None,
+    latent_channels=lambda config: config["in_channels"],
+    hidden=hidden,
+    blocks=lambda config: {BLOCKS: config["num_layers"]},
+    tensor_plan={BLOCKS: block_plan("ff")},
+    detect=_detect,
+    configure=_configure,
+    recipe=_recipe,
+    arguments=_arguments,
+    conditioning=_conditioning,
+    example=_example,
+    whole_latent=True,
+    accepts=("c_size", "c_ar"),
+    exact=("resolution", "aspect_ratio"),
+    output=without_variance,
+    ignored=UNUSED,
+)
