@@ -26,8 +26,8 @@ SETTINGS = {
             "default": 1,
             "min": 0,
             "max": 10000,
-            "tooltip": "First steps that run exact, before bands may use keys of the step before. As many as steps: all "
-            "exact and no speed-up.",
+            "tooltip": "First steps that run exact. After them each band sees the other bands as they were one step ago. As "
+            "many as steps: all exact and no speed-up.",
         },
     ),
     "overlap": ("BOOLEAN", {"default": True, "tooltip": "Let transfers between stages run while they compute."}),
@@ -63,7 +63,7 @@ class ApplyPipeFusion:
 
     @classmethod
     def INPUT_TYPES(cls):
-        model = ("MODEL", {"tooltip": "From Parallel DiT Loader."})
+        model = ("MODEL", {"tooltip": "From Parallel DiT Loader; LoRA loaders may stand between."})
         return {"required": {"model": model, **SETTINGS}, "optional": OPTIONAL_SETTINGS}
 
     def apply(self, model, num_pipeline_patch, warmup_steps, overlap, extrapolate=True):
@@ -82,7 +82,7 @@ class PipeFusionSampler:
         sampler = comfy.samplers.KSampler
         return {
             "required": {
-                "model": ("MODEL", {"tooltip": "From Parallel DiT Loader."}),
+                "model": ("MODEL", {"tooltip": "From Parallel DiT Loader; LoRA loaders may stand between."}),
                 "seed": (
                     "INT",
                     {

@@ -144,7 +144,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         if x.shape[1] != family.latent_channels(config):
             raise ValueError(
                 f"latent_image: the latent has {x.shape[1]} channels, this model needs {family.latent_channels(config)}. "
-                "Use Empty SD3 Latent Image, or a latent encoded with the model's own VAE."
+                "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
             )
         tensors = family.conditioning(config, {"context": context, **given})
         added = residuals(family, config, control, tuple(x.shape))
@@ -216,7 +216,8 @@ def refuse(what: str, instead: str) -> NoReturn:
 def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:
     """The MODEL for this checkpoint. Starts nothing and loads nothing."""
     stub = RemoteDiffusionModel(checkpoint, key, comm_overlap)
-    config = comfy.model_detection.model_config_from_unet(stub.native_tensors, "")
+    known = checkpoint.family.in_comfyui  # or it would be taken for a model with similar keys
+    config = comfy.model_detection.model_config_from_unet(stub.native_tensors, "") if known else None
     if config is None:
         raise ValueError(f"model_name: this ComfyUI does not know the model in {checkpoint.path.name}. Update ComfyUI.")
     config.unet_config["disable_unet_model_creation"] = True

@@ -1,7 +1,7 @@
 """What a rank adds to its weights without reading them again: LoRA and its kin.
 
-A linear layer computes what is added beside its weight, which stays as it was loaded, packed or not. All other parameters
-are small: of those a rank keeps the values that it loaded, and adds to the parameter itself.
+A linear layer computes what is added beside its weight, which stays as it was loaded, packed or not. Of all other
+parameters, which are small, a rank keeps the values that it loaded, and adds to the parameter itself.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ from .layout import Shard
 from .linear import PackedLinear, RankLinear
 from .messages import Adapt
 from .tensor_parallel import TensorPlan
-
 
 READS_WEIGHTS = ("HunyuanDiTAttentionPool",)
 """Classes of diffusers that hand the weights of their linear layers to a function of torch, rather than call the layers."""

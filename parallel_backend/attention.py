@@ -43,6 +43,7 @@ class StepView:
     text_first: bool = True
     text_mask: torch.Tensor | None = None
     image_padding: int = 0
+    row: int = 0  # image tokens in a row
     _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
 
     @cached_property
@@ -205,7 +206,7 @@ def install_seams(modules: list[tuple[torch.nn.Module, str]], context: Attention
 
     Calls without a seam (another model in the process) keep diffusers' own behaviour. Idempotent.
     """
-    for layer, (module, over) in enumerate(modules):
+    for layer, (module, over) in enumerate((module, over) for module, over in modules if over in (JOINT, IMAGE)):
         if not hasattr(module.processor, "_parallel_config"):
             module.processor = SdpaProcessor(module.processor)
         module.processor._parallel_config = Seam(context, layer, over)

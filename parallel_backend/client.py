@@ -122,6 +122,7 @@ class RemoteTransformer:
             heads=family.heads(config),
             blocks=family.block_count(config),
             key_heads=family.key_heads(config),
+            unsupported=family.unsupported,
         )
         self.pool, self.checkpoint, self.degrees, self.family = pool, checkpoint, degrees, family
         self._lock = threading.RLock()
@@ -254,7 +255,15 @@ class RemoteTransformer:
             return conditioning
 
     def open_run(self, extrapolate: bool = True) -> int:
-        """A number for a run, under which its calls keep their K/V buffers (see messages.OpenRun)."""
+        """A number for a run, under which its calls keep their K/V buffers (see messages.OpenRun).
+
+        ValueError for a family without such keys and values.
+        """
+        if "pipe" in self.family.unsupported:
+            raise ValueError(
+                f"model: {self.family.name} has no attention that could use old keys, so it cannot be sampled in bands. Remove "
+                "PipeFusion."
+            )
         with self._lock:
             run = next(self._runs)
             self.pool.tell(m.OpenRun(run, extrapolate))

@@ -130,11 +130,20 @@ def check_devices(degrees: Degrees, devices: tuple[str, ...]) -> None:
         )
 
 
-def check_model(degrees: Degrees, *, heads: int, blocks: int, key_heads: int | None = None) -> None:
+def check_model(
+    degrees: Degrees, *, heads: int, blocks: int, key_heads: int | None = None, unsupported: tuple[str, ...] = ()
+) -> None:
     """Raise ValueError, naming the widget, if a model with that many attention heads and blocks cannot be cut so.
 
-    `key_heads`: None for as many as `heads`.
+    `key_heads`: None for as many as `heads`. `unsupported`: axes that the model's kind cannot be cut along.
     """
+    for axis in unsupported:
+        if getattr(degrees, axis) > 1:
+            instead = " or ".join(WIDGETS[other] for other in ("ulysses", "ring", "batch") if other not in unsupported)
+            raise ValueError(
+                f"{WIDGETS[axis]} is {getattr(degrees, axis)}, but this kind of model cannot be cut so. Set it to 1 and use "
+                f"{instead}."
+            )
     if degrees.pipe > blocks:
         raise ValueError(
             f"pipefusion_degree is {degrees.pipe}, but this model has {blocks} transformer blocks: a stage needs at "

@@ -16,6 +16,7 @@ from .families.base import GUIDANCE, REFERENCE_POSITIONS, REFERENCES, TEXT_MASK,
 from .kernels import choose_kernel
 from .kv_buffer import KVBuffer
 from .layout import SequenceCut, Span
+from .linear_attention import install_linear
 from .mesh import close_axes, make_axes
 from .messages import Load, OpenRun, Output, PutConditioning, RunStats, Step
 from .schedule import Op, stage_ops
@@ -76,6 +77,7 @@ class Engine:
         kernel = choose_kernel(load.attention, device, load.dtype)
         self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.drops_mask)
         install_seams(stage.attention, self.context)
+        install_linear(stage.attention, self.context)
         self.timestep: torch.Tensor | None = None
         self.guidance: torch.Tensor | None = None
         # Of the last grid and number of reference tokens: the stream's places in the model's own order (Rows.image).
@@ -190,6 +192,7 @@ class Engine:
             self.family.text_first,
             None if text_mask is None else text_mask[step.entries.slice],
             self.family.image_padding(conditioning.grid),
+            conditioning.stream.row,
         )
         self.timestep = step.timestep.to(self.device)
         rows = self._rows(conditioning, own_image, own_text)

@@ -1,6 +1,21 @@
 """The DiT families: one small file each, one row here."""
 
-from . import chroma, cogvideox, flux, flux2, hunyuan_dit, hunyuan_video, ltx_video, lumina2, pixart, qwen_image, sd3, wan, z_image
+from . import (
+    chroma,
+    cogvideox,
+    flux,
+    flux2,
+    hunyuan_dit,
+    hunyuan_video,
+    ltx_video,
+    lumina2,
+    pixart,
+    qwen_image,
+    sana,
+    sd3,
+    wan,
+    z_image,
+)
 from .base import Family
 
 FAMILIES: dict[str, Family] = {
@@ -11,6 +26,7 @@ FAMILIES: dict[str, Family] = {
         flux2.FLUX2,
         sd3.SD3,
         pixart.PIXART,
+        sana.SANA,
         hunyuan_dit.HUNYUAN_DIT,
         qwen_image.QWEN_IMAGE,
         z_image.Z_IMAGE,

@@ -31,8 +31,9 @@ REFERENCES, REFERENCE_POSITIONS = "references", "reference_positions"
 """Names of conditioning tensors that any family may have: tokens [B, R, C] of reference pictures, packed like the latent's,
 and their positions [B, R, 3]: index, row, column."""
 
-JOINT, IMAGE = "joint", "image"
-"""Which tokens an attention layer is over: the whole sequence, or the image's alone."""
+JOINT, IMAGE, LINEAR, NEIGHBOURS = "joint", "image", "linear", "neighbours"
+"""Which tokens a module is over: attention over the whole sequence, or the image's alone; linear attention over the image;
+3 x 3 convolutions, over the neighbours in the image (linear_attention.py)."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ class BlockList:
 
     `returns`: the streams ("text", "image") that a block returns, in its order. `image`, `text`: their argument names.
     `joined`: one stream ("image") holds the tokens of both, in the family's order. `cuts`: other arguments that have a
-    token axis, in families of `whole_latent`. `attention`: the attention module's name in a block -> which tokens it is
-    over. `prologue`: belongs to the first stage as a whole (a refiner), and is not counted among the blocks. `needs_text`:
+    token axis, in families of `whole_latent`. `attention`: name in a block of a module that looks at other tokens -> which
+    tokens it is over. `prologue`: belongs to the first stage as a whole (a refiner), and is not counted among the blocks. `needs_text`:
     its blocks cannot run on no text at all, in families of `whole_latent`: they get a token then, of which nothing is used.
     `skips`: (blocks that have run, blocks) -> of how many, from the first on, later ones still want the output, beside that
     of the last to run (long skips): so many travel from stage to stage with the hidden states.
@@ -176,6 +177,8 @@ class Family:
     settings: what is part of the configuration and no argument of the class -> its value where neither a single file's
     header (JSON `config`, as Lightricks' files have it) nor a folder's config.json says it.
     native_values: constructor arguments -> attributes of ComfyUI's native model that its BaseModel reads, no tensors.
+    unsupported: axes of the mesh on which the family cannot have more than one rank; "pipe" stands for bands too.
+    in_comfyui: ComfyUI has a native model of this kind, whose MODEL ours can stand in for.
     ignored: keys (regular expressions) that a checkpoint may have and this family has no use for.
     """
 
@@ -219,6 +222,8 @@ class Family:
     output: Callable[[torch.Tensor], torch.Tensor] = lambda out: out
     max_side: Callable[[Config], int | None] = lambda _config: None  # tokens; None: positions have no end
     key_aliases: dict[str, str] = field(default_factory=dict)  # key endings that some files use for others
+    unsupported: tuple[str, ...] = ()
+    in_comfyui: bool = True
     ignored: tuple[str, ...] = ()
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
@@ -273,7 +278,7 @@ class Family:
         return owned
 
     def carried(self, config: Config, boundary: int) -> tuple[str, ...]:
-        """ "<list>.<index>" of the blocks whose outputs cross `boundary` (counted as in `owned`) beside the hidden states."""
+        """The blocks, as "<list>.<index>", whose outputs cross `boundary` (counted as in `owned`) with the hidden states."""
         done, counts = self.owned(config, Span(0, boundary)), self.blocks(config)
         return tuple(
             f"{name}.{index}"

@@ -1,10 +1,9 @@
 """CogVideoX 1.0 (2b, 5b) and 1.5 (text to video, picture to video): one list of joint blocks, joint sequence [text, image].
 
 Key layouts: ComfyUI's and diffusers' CogVideoXTransformer3DModel. Positions are those of the authors and of diffusers'
-pipelines; ComfyUI 0.33 has others for 1.0 (it stretches 5b's by 1.875, and has rotary ones for 2b).
+pipelines; ComfyUI 0.33 has others for 1.0 (5b's are stretched by 1.875, 2b's are rotary).
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from ..tensor_parallel import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
@@ -75,9 +74,9 @@ def _recipe(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _detect(dimensions: int) -> Callable[[Shapes], bool]:
-    """1.0 embeds patches by a convolution, 1.5 by a linear layer."""
-    return lambda shapes: "blocks.0.norm1.linear.weight" in shapes and len(shapes.get(PROJECTION, ())) == dimensions
+def _embeds_by(dimensions: int, shapes: Shapes) -> bool:
+    """1.0 embeds patches by a convolution (4), 1.5 by a linear layer (2)."""
+    return "blocks.0.norm1.linear.weight" in shapes and len(shapes.get(PROJECTION, ())) == dimensions
 
 
 COGVIDEOX = Family(
@@ -99,7 +98,7 @@ COGVIDEOX = Family(
     latent_channels=lambda config: config["in_channels"],
     blocks=lambda config: {BLOCKS: config["num_layers"]},
     tensor_plan={BLOCKS: _PLAN},
-    detect=_detect(4),
+    detect=lambda shapes: _embeds_by(4, shapes),
     takes=lambda config: config.get("patch_size_t") is None,
     configure=_configure,
     recipe=_recipe,
@@ -115,7 +114,7 @@ COGVIDEOX = Family(
 COGVIDEOX_15 = replace(
     COGVIDEOX,
     name="cogvideox-1.5",
-    detect=_detect(2),
+    detect=lambda shapes: _embeds_by(2, shapes),
     takes=lambda config: config.get("patch_size_t") == 2,
     patching=Patching(frames=2, video=True),
 )

@@ -1,5 +1,5 @@
-"""Blocks that read the text by cross attention (Wan, LTX-Video, PixArt, HunyuanDiT): `attn1` over the image's tokens, `attn2`
-to the text.
+"""Blocks that read the text by cross attention (Wan, LTX-Video, PixArt, HunyuanDiT): `attn1` is over the image's tokens,
+`attn2` looks at the text.
 """
 
 from typing import Any

@@ -52,8 +52,8 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
     context = text("HunyuanDiT", config["cross_attention_dim"], given)
     if any(name not in given for name in TEXTS):
         raise ValueError(
-            "positive, negative: this conditioning lacks T5's text or a mask, which HunyuanDiT needs. Encode the prompt with "
-            "the CLIP of a HunyuanDiT checkpoint."
+            "positive, negative: this conditioning lacks T5's text or a mask, which HunyuanDiT needs. Encode the prompt "
+            "with the CLIP of a HunyuanDiT checkpoint."
         )
     tensors = {"context": context, **{name: given[name] for name in TEXTS}}
     lengths = context.shape[1], tensors["encoder_hidden_states_t5"].shape[1]

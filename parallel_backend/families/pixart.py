@@ -24,7 +24,8 @@ SIZE_EMBEDDERS = {"resolution_embedder": "csize_embedder", "aspect_ratio_embedde
 
 
 def _detect(shapes: Shapes) -> bool:
-    return all(key in shapes for key in ("t_block.1.weight", "blocks.0.cross_attn.kv_linear.weight", "blocks.0.mlp.fc1.weight"))
+    needed = ("t_block.1.weight", "blocks.0.cross_attn.kv_linear.weight", "blocks.0.mlp.fc1.weight")
+    return all(key in shapes for key in needed)
 
 
 def _configure(shapes: Shapes) -> Config:

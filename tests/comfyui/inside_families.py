@@ -64,8 +64,11 @@ def run(name: str, results: Results) -> None:
         expected.append(sample(model, name))
         return {"largest": float(expected[0].abs().max()), "finite": bool(expected[0].isfinite().all())}
 
-    def compare(make) -> dict[str, float]:
-        return {"difference": difference(expected[0], sample(make(), name))}
+    def compare(make) -> dict:
+        model = make()
+        found = {"difference": difference(expected[0], sample(model, name))}
+        pipefusion = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
+        return found | {"whole because": [wrapper.last.reason for wrapper in pipefusion]}
 
     results.case(f"{name}, native", native)
     if not expected:

@@ -1,0 +1,118 @@
+"""Sana 1.0 and 1.5: linear attention, and convolutions in the feed-forward (linear_attention.py). Sequence and batch only.
+
+Key layouts: NVIDIA's SanaMS and diffusers' SanaTransformer2DModel. ComfyUI has no Sana: it runs from Python alone.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from .base import LINEAR, NEIGHBOURS, BlockList, Config, Family, Rows, Shapes, Source, StepInputs
+from .keys import Keys
+from .patching import Patching
+from .pixart_keys import UNUSED, block_keys, model_keys
+from .shared import count_blocks, text
+
+HEAD, CROSS_HEAD, CROSS_HEAD_OF_600M = 32, 112, 72
+"""Widths of heads in self- and cross-attention; nothing in the weights shows them, but the 600M's width is its own."""
+WIDTH_OF_600M = 1152
+SIDE_WITH_POSITIONS = 64
+"""Smaller models, by the side of the latent that they were trained with, have no positions at all."""
+BLOCKS = "transformer_blocks"
+
+
+def _configure(shapes: Shapes) -> Config:
+    width, channels, patch, _ = shapes["x_embedder.proj.weight"]
+    cross = CROSS_HEAD_OF_600M if width == WIDTH_OF_600M else CROSS_HEAD
+    side = math.isqrt(shapes["pos_embed"][-2]) * patch if "pos_embed" in shapes else SIDE_WITH_POSITIONS // 2
+    return {
+        "in_channels": channels,
+        "out_channels": shapes["final_layer.linear.weight"][0] // patch**2,
+        "num_attention_heads": width // HEAD,
+        "attention_head_dim": HEAD,
+        "num_layers": count_blocks(shapes, "blocks."),
+        "num_cross_attention_heads": width // cross,
+        "cross_attention_head_dim": cross,
+        "cross_attention_dim": width,
+        "caption_channels": shapes["y_embedder.y_proj.fc1.weight"][1],
+        "mlp_ratio": shapes["blocks.0.mlp.point_conv.conv.weight"][1] / width,
+        "attention_bias": "blocks.0.attn.qkv.bias" in shapes,
+        "sample_size": side,
+        "patch_size": patch,
+        "interpolation_scale": None if side < SIDE_WITH_POSITIONS else side / SIDE_WITH_POSITIONS,
+        "guidance_embeds": "cfg_embedder.mlp.0.weight" in shapes,
+        "qk_norm": "rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in shapes else None,
+    }
+
+
+def _recipe(config: Config) -> dict[str, Source]:
+    if config["guidance_embeds"]:
+        raise ValueError("model_name: this is Sana Sprint, which this version cannot run. Use a Sana 1.0 or 1.5 model.")
+    keys = model_keys(config, "patch_embed", "time_embed")
+    keys.copy({"caption_norm": "attention_y_norm"}, ("weight",))
+    for index in range(config["num_layers"]):
+        block = block_keys(keys, config, index)
+        block.copy({"ff.conv_inverted": "mlp.inverted_conv.conv", "ff.conv_depth": "mlp.depth_conv.conv"})
+        block.copy({"ff.conv_point": "mlp.point_conv.conv"}, ("weight",))
+        if config["qk_norm"] is not None:
+            _norms(block)
+    return keys.sources
+
+
+def _norms(block: Keys) -> None:
+    for ours, theirs in {"attn1": "attn", "attn2": "cross_attn"}.items():
+        block.copy({f"{ours}.norm_{part}": f"{theirs}.{part}_norm" for part in "qk"}, ("weight",))
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, T, caption_channels] and, where there is one, the mask of its tokens [B, T]."""
+    mask = given.get("attention_mask")
+    return {"context": text("Sana", config["caption_channels"], given)} | ({} if mask is None else {"mask": mask})
+
+
+def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
+    return {
+        "hidden_states": step.x,
+        "encoder_hidden_states": step.tensors["context"],
+        "timestep": step.timestep,
+        "encoder_attention_mask": step.tensors.get("mask"),
+    }
+
+
+def _tokens(_width: int, rows: Rows) -> int:
+    return rows.image.stop - rows.image.start
+
+
+SANA = Family(
+    name="sana",
+    model_class="SanaTransformer2DModel",
+    block_lists=(
+        BlockList(
+            BLOCKS,
+            returns=("image",),
+            cuts={"height": lambda _height, _rows: 1, "width": _tokens},  # of the picture that the feed-forward is given
+            attention={"attn1": LINEAR, "ff": NEIGHBOURS},
+        ),
+    ),
+    prologue=("patch_embed",),
+    epilogue=("norm_out", "proj_out"),
+    token_tensors=(),
+    vector_tensors=("context", "mask"),
+    time_embed=None,
+    latent_channels=lambda config: config["in_channels"],
+    blocks=lambda config: {BLOCKS: config["num_layers"]},
+    tensor_plan={},
+    detect=lambda shapes: "t_block.1.weight" in shapes and "blocks.0.mlp.depth_conv.conv.weight" in shapes,
+    configure=_configure,
+    recipe=_recipe,
+    arguments=_arguments,
+    conditioning=_conditioning,
+    example=lambda config, text_tokens: {"context": torch.randn(1, text_tokens, config["caption_channels"])},
+    patching=Patching(side=1),
+    whole_latent=True,
+    accepts=("attention_mask",),
+    unsupported=("pipe", "tensor", "patch"),
+    in_comfyui=False,
+    ignored=UNUSED,
+)
