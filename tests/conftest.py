@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,6 +20,8 @@ from parallel_backend.pool import Pool
 from tests import tiny
 
 torch.set_num_threads(1)  # the ranks share the cores with this process
+hypothesis.settings.register_profile("no timed tests", deadline=None)
+hypothesis.settings.load_profile("no timed tests")
 
 ROOT = Path(__file__).parent.parent
 

@@ -282,7 +282,7 @@ def test_an_unknown_message_ends_the_rank_with_its_name(pools):
     from parallel_backend import messages as m
 
     pool = pools(1)
-    pool.send(0, m.Loaded(0, 1))
+    pool.send(0, m.Loaded(0, 1, ()))
     deadline = time.monotonic() + LIMIT
     while pool.error is None and time.monotonic() < deadline:
         time.sleep(0.02)

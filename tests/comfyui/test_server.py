@@ -256,11 +256,21 @@ def test_latent_of_another_model(server):
     assert "latent_image: the latent has 4 channels, this model needs 16" in outcome.error
 
 
-def test_lora_is_refused_and_not_ignored(server):
-    lora = {"model": [LOADER, 0], "lora_name": "tiny-lora.safetensors", "strength_model": 1.0}
+def test_lora_moves_the_picture_until_it_is_removed(server):
+    lora = {"model": [LOADER, 0], "lora_name": "tiny-lora.safetensors", "strength_model": 0.02}
+    prompts = [small(), with_node("LoraLoaderModelOnly", lora, SAMPLER, "model"), small()]
+    outcomes = [server.run(prompt) for prompt in prompts]
+    assert [outcome.status for outcome in outcomes] == ["success"] * 3, [outcome.error for outcome in outcomes]
+    without, patched, again = (pixels(outcome.images[0]) for outcome in outcomes)
+    assert np.abs(patched - without).mean() > 1
+    assert np.array_equal(without, again)
+
+
+def test_lora_of_a_kind_that_needs_the_weights_is_refused_and_not_ignored(server):
+    lora = {"model": [LOADER, 0], "lora_name": "tiny-dora.safetensors", "strength_model": 1.0}
     outcome = server.run(with_node("LoraLoaderModelOnly", lora, SAMPLER, "model"))
     assert outcome.status == "error"
-    assert "LoraLoaderModelOnly: model: LoRA and other weight patches" in outcome.error
+    assert "LoraLoaderModelOnly: model: DoRA, which scales the weight itself, (for double_blocks.0" in outcome.error
 
 
 def test_pipefusion_on_a_native_model(server):

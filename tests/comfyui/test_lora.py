@@ -1,0 +1,103 @@
+"""LoRA by ComfyUI's own loaders: the parallel MODEL gives what ComfyUI's own model gives with the same file."""
+
+import pytest
+
+pytestmark = pytest.mark.comfyui
+
+LIMIT = 5e-5
+FAMILIES = ("Flux", "SD3")
+LIKE_NATIVE = (
+    *("kohya", "diffusers", "original", "all steps warm-up", "weaker", "negative", "two on one another"),
+    *("differences", "LoHa", "LoKr", "text encoder's patches"),
+)
+SAID = {
+    "DoRA": "DoRA, which scales the weight itself, (for double_blocks.0.img_attn.proj.weight)",
+    "OFT": "OFT, which turns the weight itself,",
+    "BOFT": "BOFT, which turns the weight itself,",
+    "GLoRA": "GLORA, which turns the weight itself,",
+    "set": "the patch kind 'set'",
+    "enlarging": "a LoRA that enlarges the weight",
+    "other width": "a LoRA for a weight of [256, 128], where this model has [256, 256],",
+    "other difference": "a difference of shape [256, 128], where this model has [256, 256],",
+    "unfit LoKr": "the lokr for double_blocks.0.img_attn.proj.weight does not fit this model",
+    "merge": "a merge of models",
+    "factor": "a factor on the weight itself,",
+    "merge of ours": "a merge or an extraction of weights",
+    "save": "saving the model",
+    "bypass": "looking into its blocks (a LoRA in bypass mode does)",
+    "bypass of one layer": "what another node injects into the model ('bypass_lora')",
+    "weight wrapper": "a wrapper around the weight a",
+    "hook": "a LoRA in the conditioning (a hook, scheduled or not)",
+}
+
+
+@pytest.fixture(scope="module")
+def found(comfyui, base):
+    return comfyui.run("inside_lora.py", base)[0]
+
+
+def check(got, measured, case):
+    assert "error" not in got, got
+    measured(f"LoRA, largest difference to ComfyUI's own, {case}", got["difference"])
+    assert got["difference"] <= LIMIT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", LIKE_NATIVE)
+def test_equals_the_native_model_with_the_same_file(found, measured, family, case):
+    check(found[f"{family}, {case}"], measured, f"{family} {case}")
+    assert found[f"{family}, {case}"]["moved"] > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", ["Apply PipeFusion before", "tensor_parallel_degree 2"])
+def test_other_places_and_modes(found, measured, family, case):
+    check(found[f"{family}, {case}"], measured, f"{family} {case}")
+
+
+def test_convolution_with_a_third_factor(found, measured):
+    check(found["SD3, LoCon with a third factor"], measured, "SD3 LoCon")
+    assert found["SD3, LoCon with a third factor"]["moved"] > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("what", ["names and shapes", "LoRA names"])
+def test_weights_have_the_names_that_the_native_model_gives_them(found, family, what):
+    got = found[f"{family}, {what}"]
+    assert got.get("same"), got
+    assert got["count"] > 50
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_are_elsewhere_are_not_counted_as_memory(found, family):
+    got = found[f"{family}, memory"]
+    assert got["bytes"] < 1e5 < got["native"], got
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", ["removed", "after the refusals", "strength 0"])
+def test_nothing_is_left_of_a_lora_that_was_removed(found, family, case):
+    assert found[f"{family}, {case}"].get("difference") == 0.0, found[f"{family}, {case}"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_clones_of_one_model_keep_their_own(found, measured, family):
+    got = found[f"{family}, two clones in turn"]
+    check(got, measured, f"{family} two clones in turn")
+    assert got["repeat"] == 0.0
+    assert got["apart"] > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_that_were_started_again_get_it_again(found, family):
+    got = found[f"{family}, ranks started again"]
+    assert got.get("difference") == 0.0, got
+    assert got["moved"] > 0.1
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_what_the_ranks_cannot_add_is_refused_by_name(found, kind):
+    got = found[f"refusal {kind}"]
+    assert isinstance(got, dict), got
+    assert got["error"].startswith("ValueError: model: "), got
+    assert SAID[kind] in got["error"]
