@@ -216,8 +216,12 @@ def refuse(what: str, instead: str) -> NoReturn:
 def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:
     """The MODEL for this checkpoint. Starts nothing and loads nothing."""
     stub = RemoteDiffusionModel(checkpoint, key, comm_overlap)
-    known = checkpoint.family.in_comfyui  # or it would be taken for a model with similar keys
-    config = comfy.model_detection.model_config_from_unet(stub.native_tensors, "") if known else None
+    if not checkpoint.family.in_comfyui:  # which takes it for one with similar keys
+        raise ValueError(
+            f"model_name: {checkpoint.path.name} is a model of the kind {checkpoint.family.name}, which ComfyUI itself does "
+            "not have: it can be run from Python only."
+        )
+    config = comfy.model_detection.model_config_from_unet(stub.native_tensors, "")
     if config is None:
         raise ValueError(f"model_name: this ComfyUI does not know the model in {checkpoint.path.name}. Update ComfyUI.")
     config.unet_config["disable_unet_model_creation"] = True

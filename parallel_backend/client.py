@@ -261,8 +261,8 @@ class RemoteTransformer:
         """
         if "pipe" in self.family.unsupported:
             raise ValueError(
-                f"model: {self.family.name} has no attention that could use old keys, so it cannot be sampled in bands. Remove "
-                "PipeFusion."
+                f"model: {self.family.name} has no attention that could use old keys, so it cannot be sampled in bands. "
+                "Remove PipeFusion."
             )
         with self._lock:
             run = next(self._runs)

@@ -130,8 +130,9 @@ class BlockList:
     `returns`: the streams ("text", "image") that a block returns, in its order. `image`, `text`: their argument names.
     `joined`: one stream ("image") holds the tokens of both, in the family's order. `cuts`: other arguments that have a
     token axis, in families of `whole_latent`. `attention`: name in a block of a module that looks at other tokens -> which
-    tokens it is over. `prologue`: belongs to the first stage as a whole (a refiner), and is not counted among the blocks. `needs_text`:
-    its blocks cannot run on no text at all, in families of `whole_latent`: they get a token then, of which nothing is used.
+    tokens it is over. `prologue`: belongs to the first stage as a whole (a refiner), and is not counted among the blocks.
+    `needs_text`: its blocks cannot run on no text at all, in families of `whole_latent`: they get a token then, of which
+    nothing is used.
     `skips`: (blocks that have run, blocks) -> of how many, from the first on, later ones still want the output, beside that
     of the last to run (long skips): so many travel from stage to stage with the hidden states.
     """

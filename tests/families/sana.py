@@ -21,7 +21,7 @@ CONFIG = {
     "sample_size": 32,
     "qk_norm": None,
 }
-# With three and four ranks shards end within a row, and are shorter than what their neighbours look at.
+# Shards end within a row; those of four ranks are sent whole, since others look at all of their tokens.
 MODES = (Degrees(batch=2), Degrees(ulysses=2), Degrees(ring=2), Degrees(ulysses=3), Degrees(ring=2, ulysses=2))
 
 
