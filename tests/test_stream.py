@@ -9,7 +9,8 @@ from parallel_backend.layout import Span, split
 from parallel_backend.stream import Stream
 
 STREAMS = st.builds(
-    lambda rows, row, references: Stream(rows * row, row, references), st.integers(1, 9), st.integers(1, 7), st.integers(0, 60)
+    lambda rows, row, references: Stream(rows * row, row, references),
+    *(st.integers(1, 9), st.integers(1, 7), st.integers(0, 60)),
 )
 
 

@@ -1,0 +1,102 @@
+"""Apply ControlNet with ComfyUI's own ControlNets: the parallel MODEL gives what ComfyUI's own model gives with the same."""
+
+import pytest
+
+from tests.families import all_cases
+
+pytestmark = pytest.mark.comfyui
+
+LIMIT = 5e-5
+KINDS = ("Flux, picture", "Flux, latent", "SD3", "SD3.5", "Qwen", "Qwen, two frames")
+SETTINGS = ("cfg 1", "cfg 3, some steps", "two", "two calls a step")
+MODES = ("pipe 2", "all warm-up", "ulysses 2")
+PIPELINED = ("Flux, latent", "SD3", "Qwen")
+MODELS = {"flux": "flux-dev", "sd3": "sd3.5-large", "qwen": "qwen-image"}
+UNFIT = "control_net: this ControlNet does not fit the model: "
+SAID = {
+    "middle": f"ValueError: {UNFIT}it has 'middle' outputs, which flux takes none of on several devices",
+    "other width": f"ValueError: {UNFIT}an output is [",
+    "other size": f"ValueError: {UNFIT}an output is [",
+    "noise_refiner": "ValueError: model: model patch 'noise_refiner' cannot be forwarded",
+    "double_block": "ValueError: model: model patch 'double_block' cannot be forwarded",
+    "Fun": "AttributeError: model: 'process_img' of the native model",
+}
+
+
+@pytest.fixture(scope="module")
+def found(comfyui, tmp_path_factory):
+    base = tmp_path_factory.mktemp("controlnet")
+    models = base / "models" / "diffusion_models"
+    models.mkdir(parents=True)
+    for name, of in MODELS.items():
+        case = next(case for case in all_cases() if case.name == of)
+        case.save(case.model(case.native.config), models / f"{name}.safetensors", case.native.config)
+    return comfyui.run("inside_controlnet.py", base)[0]
+
+
+def equal_to_native(found, measured, kind, setting, mode):
+    native, got = found[f"{kind}, {setting}, native"], found[f"{kind}, {setting}, {mode}"]
+    assert native.get("finite"), native
+    assert native["moved"] > 0.05
+    assert "error" not in got, got
+    measured(f"ControlNet, largest difference to ComfyUI's own model, {kind}", got["difference"])
+    assert got["difference"] <= LIMIT
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_native_model_with_the_same_controlnet(found, measured, kind, setting, mode):
+    equal_to_native(found, measured, kind, setting, mode)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_displaced_patches_that_only_warm_up_equal_the_native_model(found, measured, setting):
+    equal_to_native(found, measured, "Flux, latent", setting, "displaced")
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun", "euler_ancestral"])
+@pytest.mark.parametrize("kind", PIPELINED)
+def test_pipefusion_repeats_and_stays_close_to_the_exact_run(found, measured, kind, sampler):
+    got = found[f"{kind}, pipelined {sampler}"]
+    assert got.get("finite"), got
+    measured(f"ControlNet, relative error of PipeFusion, {kind}, {sampler}", got["error"])
+    measured(f"ControlNet, the same without it, {kind}, {sampler}", got["error without"])
+    assert got["repeat"] == 0.0
+    assert 0 < got["error"] < 0.5 * got["moved"]
+
+
+@pytest.mark.parametrize("kind", PIPELINED)
+def test_pipefusion_without_warm_up_repeats(found, kind):
+    got = found[f"{kind}, pipelined without warm-up"]
+    assert got.get("finite"), got
+    assert got["repeat"] == 0.0
+
+
+@pytest.mark.parametrize("call", [0, 3])
+def test_cancel_ends_the_run_and_the_next_one_is_as_ever(found, call):
+    got = found[f"cancel in call {call}"]
+    assert got.get("ended"), got
+    assert got["raised"].startswith("InterruptProcessingException")
+    assert got["threads"] == []
+    assert got["next"] == 0.0
+
+
+@pytest.mark.parametrize("call", [0, 3])
+def test_an_error_inside_the_controlnet_ends_the_run_and_is_the_one_shown(found, call):
+    got = found[f"error in call {call}"]
+    assert got.get("ended"), got
+    assert got["raised"] == "RuntimeError: the ControlNet's own error"
+    assert got["threads"] == []
+    assert got["next"] == 0.0
+
+
+@pytest.mark.parametrize("what", [*SAID, *(f"{what}, pipelined" for what in ("middle", "other width", "other size", "Fun"))])
+def test_what_cannot_reach_the_ranks_is_refused_by_name(found, what):
+    got = found[f"refusal {what}"]
+    assert isinstance(got, dict), got
+    assert got["error"].startswith(SAID[what.removesuffix(", pipelined")]), got
+
+
+def test_a_refusal_leaves_the_ranks_working(found):
+    assert found["after the refusals"].get("finite"), found["after the refusals"]
