@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parallel_backend.checkpoint import open_checkpoint
+from parallel_backend.config import Degrees
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base import Rows, StepInputs
 from parallel_backend.layout import Span
@@ -55,6 +56,14 @@ def test_stages_cut_anywhere_equal_diffusers(made, edges):
     output, crossed = run(made, edges)
     assert tiny.relative(output, made[0]) <= 1e-6
     assert crossed == [1 + [0, 0, 1, 2, 3, 3, 2, 1][edge] for edge in edges]  # of 8 blocks, 0, 1, 2 feed 7, 6, 5
+
+
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2, ulysses=2), Degrees(pipe=2, tensor=2), Degrees(pipe=4)], ids=str)
+def test_ranks_that_share_stages_equal_diffusers(made, pools, degrees):
+    """Each passes on its own tokens' skips."""
+    expected, checkpoint, given = made
+    output = pools.load(checkpoint.path, degrees).predict(*given, lambda: None)
+    assert tiny.relative(output, expected) <= 1e-6
 
 
 def test_the_comparison_sees_what_skips_bring(made):
