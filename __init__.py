@@ -10,4 +10,5 @@ if __package__:  # imported as a pack by ComfyUI; pytest may collect this file w
         sys.path.append(root)
     from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 
-    __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
+    WEB_DIRECTORY = "web"  # only help pages; ComfyUI serves them from its docs folder, one per node
+    __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "WEB_DIRECTORY"]

@@ -1,0 +1,76 @@
+"""A running ComfyUI serves the pack's help pages and translations at the addresses that its frontend asks for."""
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+
+from scripts import comfyui_server
+from scripts.comfyui_server import PACK, ComfyUIServer
+
+pytestmark = pytest.mark.comfyui
+
+FOLDER = "parallel-dit"
+MODULE = f"custom_nodes.{FOLDER}"
+
+
+@pytest.fixture(scope="module")
+def words_server(comfyui, tmp_path_factory):
+    """A ComfyUI of its own: aiohttp finds no static file of a pack whose folder has a space in its name, as ours has in
+    the other tests, so that there the frontend shows a node's tooltips in place of its page."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comfyui_server, "PACK_FOLDER", FOLDER)
+        with ComfyUIServer(comfyui.checkout, tmp_path_factory.mktemp("words"), comfyui.python) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def ours(words_server):
+    """Node id -> its definition, for the pack's nodes."""
+    return {name: node for name, node in words_server.object_info().items() if node["python_module"] == MODULE}
+
+
+def ask_for_page(server: ComfyUIServer, name: str):
+    """As the frontend's fetchCustomNodeHelp does, which takes the pack's name from the node's Python module."""
+    address = f"http://127.0.0.1:{server.port}/extensions/{MODULE.split('.')[1]}/docs/{name}"
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=30)
+
+
+def test_every_node_has_its_help_page_in_both_languages(words_server, ours):
+    assert "ParallelDiTLoader" in ours
+    for node in ours:
+        for name in (f"{node}.md", f"{node}/zh.md"):
+            with ask_for_page(words_server, name) as answer:
+                assert answer.read() == (PACK / "web" / "docs" / name).read_bytes()
+                assert "text/html" not in answer.headers["Content-Type"]  # which the frontend takes for a missing page
+
+
+def test_a_language_without_a_page_is_not_found_and_falls_back_to_english(words_server, ours):
+    for node in ours:
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            ask_for_page(words_server, f"{node}/fr.md")
+        with refusal.value as answer:
+            assert answer.code == 404
+
+
+def test_translations_are_those_of_the_locales(words_server, ours):
+    served = json.loads(words_server.get("/i18n"))
+    assert served.keys() == {"en", "zh"}
+    for language, words in served.items():
+        assert words == {"nodeDefs": json.loads((PACK / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))}
+        assert words["nodeDefs"].keys() == ours.keys()
+
+
+def test_english_words_are_what_the_server_says_of_the_nodes(words_server, ours):
+    english = json.loads(words_server.get("/i18n"))["en"]["nodeDefs"]
+    for name, node in ours.items():
+        entry = english[name]
+        assert (entry["display_name"], entry["description"]) == (node["display_name"], node["description"])
+        inputs = {key: spec[1]["tooltip"] for group in node["input"].values() for key, spec in group.items()}
+        assert {key: words["tooltip"] for key, words in entry["inputs"].items()} == inputs
+        assert [words["name"] for words in entry["outputs"].values()] == node["output_name"]
+
+
+def test_no_script_of_ours_runs_in_the_browser(words_server):
+    assert not [path for path in json.loads(words_server.get("/extensions")) if FOLDER in path]
