@@ -61,14 +61,6 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Loading:
-    """Rank -> client, a few times a second while it loads: the share of its weights, in bytes, that are in place."""
-
-    rank: int
-    fraction: float
-
-
-@dataclass(frozen=True)
 class Loaded:
     """Rank -> client: the model is in place; `weight_bytes` is what this rank holds of it, `parameters` are their names."""
 
@@ -234,7 +226,7 @@ class Stop:
 _TYPES = {
     cls.__name__: cls
     for cls in (
-        *(Ready, Probe, Probed, Load, Loading, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
+        *(Ready, Probe, Probed, Load, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
         *(DropAdapters, Adapt, Rescale, AdaptersSent, Adapted),
         *(Step, Output, OpenRun, CloseRun, RunStats, Failure, Stop, Span),
     )

@@ -8,7 +8,6 @@ import queue
 import shutil
 import sys
 import threading
-import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,9 +26,6 @@ from .traffic import PeerError
 
 log = logging.getLogger(__name__)
 
-REPORT_SECONDS = 0.1
-"""The least time between two reports of how far loading is."""
-
 
 class Worker:
     """Receives in a thread of its own, so that a lost client is noticed even in the middle of a transfer."""
@@ -41,7 +37,6 @@ class Worker:
         self.current: int | None = None  # number of the micro-step under way
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ahead: list[Any] = []
-        self._reported = 0.0  # when, by time.monotonic()
 
     def serve(self) -> None:
         """Handle messages until Stop. Raises whatever went wrong."""
@@ -82,7 +77,7 @@ class Worker:
                 self.channel.send(found)
             case m.Load():
                 self._unload()
-                self.engine = Engine(self.settings.rank, self.device, message, self.settings.slowdown, self._report)
+                self.engine = Engine(self.settings.rank, self.device, message, self.settings.slowdown)
                 names = parameter_names(self.engine.model)
                 self.channel.send(m.Loaded(self.settings.rank, self.engine.weight_bytes, names))
             case m.Unload():
@@ -90,13 +85,6 @@ class Worker:
                 self.channel.send(m.Unloaded(self.settings.rank))
             case _:
                 raise m.BadMessage(f"{type(message).__name__} is not for a rank")
-
-    def _report(self, fraction: float) -> None:
-        """Tell the client how much of the weights is in place."""
-        now = time.monotonic()
-        if now - self._reported >= REPORT_SECONDS:
-            self._reported = now
-            self.channel.send(m.Loading(self.settings.rank, fraction))
 
     def _unload(self) -> None:
         if self.engine is not None:
