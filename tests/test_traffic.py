@@ -132,7 +132,7 @@ def test_the_share_of_transfers_that_is_hidden_is_between_none_and_all(remote):
         stats = run(remote(degrees), bands, 1)
         assert all(0 <= rank.wait_seconds <= rank.transfer_seconds for rank in stats)
         assert any(rank.transfer_seconds > 0 for rank in stats)
-    assert all(rank.wait_seconds > 0.5 * rank.transfer_seconds for rank in run(remote(Degrees(ulysses=2)), 1, STEPS))
+    assert all(rank.wait_seconds > 0 for rank in run(remote(Degrees(ulysses=2)), 1, STEPS))
 
 
 def test_batch_moves_nothing(remote):
