@@ -3,6 +3,7 @@
 from .loader import ParallelDiTLoader
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
+from .tools import UnloadParallelDiT
 from .ulysses_config import UlyssesConfig
 
 NODE_CLASS_MAPPINGS = {
@@ -12,6 +13,7 @@ NODE_CLASS_MAPPINGS = {
     "ApplyPipeFusion": ApplyPipeFusion,
     "QuickstartPrompt": QuickstartPrompt,
     "QuickstartDecode": QuickstartDecode,
+    "UnloadParallelDiT": UnloadParallelDiT,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",
@@ -20,4 +22,5 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "ApplyPipeFusion": "Apply PipeFusion",
     "QuickstartPrompt": "Quickstart Prompt",
     "QuickstartDecode": "Quickstart Decode",
+    "UnloadParallelDiT": "Unload Parallel DiT",
 }

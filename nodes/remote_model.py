@@ -1,6 +1,8 @@
 """A native MODEL without weights: ComfyUI's own BaseModel for the family, its diffusion_model a stub that asks the ranks."""
 
 import functools
+import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 from uuid import UUID
 
@@ -10,6 +12,7 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
 import torch
+from comfy_execution.utils import get_executing_context
 
 from parallel_backend.bands import BandedRun
 from parallel_backend.checkpoint import Checkpoint
@@ -20,6 +23,7 @@ from parallel_backend.registry import ModelKey, registry
 from parallel_backend.weights import original_values
 
 from .controlnet import residuals
+from .loading_bar import LoadingBar
 from .lora import NativeWeights, Patch
 
 HARMLESS = ("crossattn_controlnet",)
@@ -27,6 +31,10 @@ HARMLESS = ("crossattn_controlnet",)
 
 BAND_KEY = "parallel_dit_band"
 """Key in `transformer_options` under which a band's model calls carry a `Band`."""
+
+
+ALL = 1e32
+"""Bytes without a limit, as ComfyUI writes it."""
 
 
 def check_cancelled() -> None:
@@ -81,7 +89,7 @@ class NativeNames:
 class RemoteDiffusionModel(torch.nn.Module):
     """Takes ComfyUI's model call and answers with what the ranks say. Holds no parameters and no process.
 
-    `patches`, `patches_uuid`: those of the ModelPatcher under which it is sampled; its clones all share this module.
+    `patches`, `patches_uuid`: those of `patcher`, the one under which it is sampled; its clones all share this module.
     """
 
     weights: NativeWeights  # set by make_model
@@ -91,6 +99,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.checkpoint, self.key, self.comm_overlap = checkpoint, key, comm_overlap
         self.patches: dict[str, list[Patch]] = {}
         self.patches_uuid: UUID | None = None
+        self.patcher: Callable[[], RemoteModelPatcher | None] = lambda: None
         self.dtype = compute_dtype(key.dtype, torch.device(key.devices[0]))
         self.patch_size = checkpoint.family.patching.side
 
@@ -122,10 +131,24 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def transformer(self) -> RemoteTransformer:
         """The model on its ranks, patched; starts and loads them at first use."""
-        model = registry().model(self.key, check_cancelled)
+        model = registry().model(self.key, check_cancelled, LoadingBar(), self.patcher())
         name = self.patches_uuid if self.patches else None
         model.adapt(name, self.weights.deltas(self.patches), check_cancelled)
         return model
+
+    def bytes_on(self, device: torch.device) -> int:
+        """What the ranks on this device hold now."""
+        return registry().bytes_on(self.key, str(device))
+
+    def share_of(self, device: torch.device) -> int:
+        """Bytes that the ranks on this device are going to take if all ranks take the same; stage_split may differ."""
+        degrees, ranks = self.key.degrees, self.key.devices.count(str(device))
+        return ranks * self.whole_bytes // (degrees.pipe * degrees.tensor)
+
+    @functools.cached_property
+    def whole_bytes(self) -> int:
+        """Of all weights, as they are on a rank."""
+        return sum(self.checkpoint.nbytes(target, self.key.dtype) for target in self.checkpoint.recipe)
 
     def forward(
         self,
@@ -187,11 +210,45 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
         """A sampling run begins: the ranks are to have this patcher's patches, not those of another clone."""
         super().pre_run()
         stub = self.model.diffusion_model
-        stub.patches, stub.patches_uuid = self.patches, self.patches_uuid
+        stub.patches, stub.patches_uuid, stub.patcher = self.patches, self.patches_uuid, weakref.ref(self)
 
     def model_size(self):
-        """Bytes in this process: `state_dict` lists weights that are not in it."""
+        """Bytes in this process, and of ranks on the GPU that ComfyUI uses; before they are loaded, what they will take."""
+        return self._own_bytes() + (self._rank_bytes() or self._expected_bytes())
+
+    def loaded_size(self):
+        return (self._own_bytes() if self.model.model_loaded_weight_memory else 0) + self._rank_bytes()
+
+    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
+        """ComfyUI's own, always in full: this process has little of the model, and the ranks load at the first call."""
+        return super().partially_load(device_to, ALL, force_patch_weights)
+
+    def partially_unload(self, device_to, memory_to_free=0, *arguments, **named):
+        """Frees nothing, whereupon ComfyUI unloads the whole: ranks hold all of their weights or none."""
+        return 0
+
+    def detach(self, unpatch_all=True):
+        """ComfyUI's own. With `unpatch_all` the model is unloaded, without it only another clone takes this one's place.
+
+        The ranks then free their memory, except where a node needs room on a GPU that has none of them.
+        """
+        if unpatch_all and (self._on_cpu() or self._rank_bytes() or get_executing_context() is None):
+            registry().unload(self.model.diffusion_model.key)
+        return super().detach(unpatch_all)
+
+    def _on_cpu(self) -> bool:
+        return comfy.model_management.is_device_cpu(self.load_device)
+
+    def _own_bytes(self) -> int:
+        """`state_dict` lists weights that are not in this process."""
         return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+
+    def _rank_bytes(self) -> int:
+        """Nothing on a CPU, whose memory ComfyUI does not manage."""
+        return 0 if self._on_cpu() else self.model.diffusion_model.bytes_on(self.load_device)
+
+    def _expected_bytes(self) -> int:
+        return 0 if self._on_cpu() else self.model.diffusion_model.share_of(self.load_device)
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
         refuse("a LoRA in the conditioning (a hook, scheduled or not)", "Use a LoRA loader on the MODEL.")

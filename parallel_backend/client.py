@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 
@@ -20,7 +21,7 @@ from .config import SEQUENCE_AXES, WIDGETS, Degrees, check_devices, check_model
 from .deltas import Delta, Deltas
 from .families.base import REFERENCE_POSITIONS, REFERENCES, TEXT_MASK
 from .layout import SequenceCut, Span, split
-from .pool import Poll, Pool, wait_for
+from .pool import Poll, Pool, Progress, wait_for
 from .stream import Stream
 
 CONDITIONINGS_KEPT = 8
@@ -102,6 +103,7 @@ class RemoteTransformer:
 
     `stage_split`: 'even' (block counts), 'auto' (measured block costs decide stages and patch shares) or a number of
     blocks for each stage, such as '10,9'. `stage_blocks`, `patch_shares` and `stage_costs` say what came of it.
+    `progress` is called with `poll`, on the same thread.
     Raises ValueError (naming the widget) where the model cannot be cut so, RankError when a rank fails.
     """
 
@@ -114,6 +116,7 @@ class RemoteTransformer:
         attention: str,
         poll: Poll,
         stage_split: str = "even",
+        progress: Progress = lambda doing, fraction: None,
     ):
         check_devices(degrees, pool.devices)
         family, config = checkpoint.family, checkpoint.config
@@ -133,8 +136,12 @@ class RemoteTransformer:
         self._flying: list[dict[int, _MicroStep]] = [{} for _ in range(degrees.batch)]
         self._shards_left: dict[int, int] = {}
         self._error: Exception | None = None
-        pool.take_over(self._on_output, self._on_failure)
+        self._loading = [0.0] * len(pool.devices)
+        pool.take_over(self._on_output, self._on_loading, self._on_failure)
+        if not pool.ready.done():
+            progress(f"starting {len(pool.devices)} ranks", 0.0)
         wait_for(pool.ready, poll)
+        progress("loading", 0.0)
         found = balance(pool, checkpoint, degrees, dtype, stage_split, poll)
         self.stage_blocks, self.patch_shares, self.stage_costs = found.stage_blocks, found.patch_shares, found.stage_costs
         self.cut = SequenceCut(self.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
@@ -147,8 +154,14 @@ class RemoteTransformer:
             self.stage_blocks,
             attention,
         )
-        replies = wait_for(pool.ask(load, m.Loaded), poll)
+
+        def look() -> None:
+            poll()
+            progress("loading", fmean(self._loading))
+
+        replies = wait_for(pool.ask(load, m.Loaded), look)
         self.weight_bytes = [reply.weight_bytes for reply in replies]
+        progress(f"{sum(self.weight_bytes) / 1e9:.1f} GB of weights on {len(replies)} ranks", 1.0)
         self._deltas = Deltas(checkpoint, [reply.parameters for reply in replies], pool.send)
         self._adapting = threading.Lock()
         self._adapters: Hashable | None = None
@@ -162,8 +175,7 @@ class RemoteTransformer:
         does not fit the checkpoint.
         """
         with self._adapting:
-            if self._error is not None:
-                raise self._error
+            self._check()
             if name == self._adapters:
                 return
             self._adapters = object()  # equal to no name, until the ranks say that all is in place
@@ -171,6 +183,21 @@ class RemoteTransformer:
             replies = wait_for(self.pool.ask(m.AdaptersSent(next(self._runs)), m.Adapted), poll)
             self.adapter_bytes = [reply.adapter_bytes for reply in replies]
             self._adapters = name
+
+    def unload(self) -> None:
+        """Free what the ranks hold: weights, adapters, conditioning, K/V buffers. They stay; calls fail from now on.
+
+        Waits for the micro-steps that are under way, a window at most, and for the ranks' word that the memory is free.
+        RankError if a rank fails, which frees it too.
+        """
+        self._on_failure(RuntimeError("Parallel DiT: the model has been unloaded from its ranks"))
+        self._conditionings.clear()
+        wait_for(self.pool.ask(m.Unload(), m.Unloaded), lambda: None)
+
+    def bytes_on(self, device: str) -> int:
+        """Of weights and adapters that the ranks on this device hold between them."""
+        held = zip(self.pool.devices, self.weight_bytes, self.adapter_bytes, strict=True)
+        return sum(weights + adapters for name, weights, adapters in held if name == device)
 
     def predict(
         self,
@@ -235,6 +262,7 @@ class RemoteTransformer:
                 "latent pixels. Use a smaller latent."
             )
         with self._lock:
+            self._check()
             for known in reversed(self._conditionings):
                 if known.matches(grid, tensors):
                     return known
@@ -265,12 +293,14 @@ class RemoteTransformer:
                 "Remove PipeFusion."
             )
         with self._lock:
+            self._check()
             run = next(self._runs)
             self.pool.tell(m.OpenRun(run, extrapolate))
             return run
 
     def close_run(self, run: int, poll: Poll) -> list[m.RunStats]:
         """Drop the run's buffers; what each rank did since the last report, in rank order."""
+        self._check()
         return wait_for(self.pool.ask(m.CloseRun(run), m.RunStats), poll)
 
     def discard_run(self, run: int) -> None:
@@ -278,6 +308,10 @@ class RemoteTransformer:
         self.abandon(run)
         if self._error is None and self.pool.error is None:
             self.pool.tell(m.CloseRun(run))
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def abandon(self, run: int) -> None:
         """Forget the run's calls: those not sent yet never will be, those under way finish and are dropped."""
@@ -398,8 +432,11 @@ class RemoteTransformer:
         if complete:
             step.assembly.call.future.set_result(step.assembly.value)
 
+    def _on_loading(self, loading: m.Loading) -> None:
+        self._loading[loading.rank] = loading.fraction
+
     def _on_failure(self, error: Exception) -> None:
-        """The pool has failed, or another model took it over: every call, waiting or to come, raises `error`."""
+        """The ranks' model is this one no more, or the pool has failed: every call, waiting or to come, raises `error`."""
         with self._lock:
             self._error = error
             steps = [step for queue in (*self._waiting, *(f.values() for f in self._flying)) for step in queue]

@@ -45,10 +45,10 @@ class Conditioning:
 class Engine:
     """A loaded stage. All methods are collective only where the mesh says so; none waits for another rank's choice."""
 
-    def __init__(self, rank: int, device: torch.device, load: Load, slowdown: float):
+    def __init__(self, rank: int, device: torch.device, load: Load, slowdown: float, progress: Callable[[float], None]):
         """Loads the rank's own part of the checkpoint. Collective over all ranks (it builds the mesh's groups).
 
-        `slowdown`: see rank.RankSettings.
+        `slowdown`: see rank.RankSettings. `progress`: see weights.fill_weights.
         """
         self.rank, self.device, self.slowdown = rank, device, slowdown
         if device.type == "cuda":
@@ -70,7 +70,7 @@ class Engine:
             family.tensor_plan, family.heads(config), family.head_size(config), self.tensor, family.key_heads(config)
         )
         span = load.stage_blocks[self.pipe.index]
-        stage = build_stage(checkpoint, span, device, load.dtype, plan)
+        stage = build_stage(checkpoint, span, device, load.dtype, plan, progress)
         self.model, self.flow = stage.model, stage.flow
         plan.apply(self.model, self.traffic)
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype)

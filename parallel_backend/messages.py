@@ -61,6 +61,14 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """Rank -> client, for every percent while it loads: the share of its weights, in bytes, that are in place."""
+
+    rank: int
+    fraction: float
+
+
+@dataclass(frozen=True)
 class Loaded:
     """Rank -> client: the model is in place; `weight_bytes` is what this rank holds of it, `parameters` are their names."""
 
@@ -226,7 +234,7 @@ class Stop:
 _TYPES = {
     cls.__name__: cls
     for cls in (
-        *(Ready, Probe, Probed, Load, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
+        *(Ready, Probe, Probed, Load, Loading, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
         *(DropAdapters, Adapt, Rescale, AdaptersSent, Adapted),
         *(Step, Output, OpenRun, CloseRun, RunStats, Failure, Stop, Span),
     )

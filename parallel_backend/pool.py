@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 Poll = Callable[[], None]
 """Called every few ms while the client waits; raises to give up (ComfyUI's Cancel does)."""
 
+Progress = Callable[[str, float], None]
+"""Called now and then while a model is brought onto the ranks: what they are doing, and the share of it that is done."""
+
 POLL_SECONDS = 0.02
 BLAME_SECONDS = 1.0
 """How long to look for the root cause after a rank reports that a transfer failed: the rank that died explains more."""
@@ -84,6 +87,7 @@ class Pool:
         self.threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
         self.error: Exception | None = None
         self._on_output: Callable[[m.Output], None] = lambda output: None
+        self._on_loading: Callable[[m.Loading], None] = lambda loading: None
         self._on_failure: Callable[[Exception], None] = lambda error: None
         self._gathers: dict[_Key, tuple[Future, dict[int, Any]]] = {}
         self._lock = threading.Lock()
@@ -116,10 +120,18 @@ class Pool:
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
 
-    def take_over(self, on_output: Callable[[m.Output], None], on_failure: Callable[[Exception], None]) -> None:
-        """From now on these get every Output, and the pool's failure, on its own thread. Their predecessor is let go."""
+    def take_over(
+        self,
+        on_output: Callable[[m.Output], None],
+        on_loading: Callable[[m.Loading], None],
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        """From now on these get every Output and Loading, and the pool's failure, on its own thread.
+
+        Their predecessor is let go.
+        """
         self._on_failure(RuntimeError("Parallel DiT: another model has been loaded on these ranks"))
-        self._on_output, self._on_failure = on_output, on_failure
+        self._on_output, self._on_loading, self._on_failure = on_output, on_loading, on_failure
 
     def send(self, rank: int, message: Any) -> None:
         """Raises RankError if the pool has failed; a rank that is just gone is reported by the watcher."""
@@ -139,17 +151,21 @@ class Pool:
         for rank in range(len(self.devices)):
             self.send(rank, message)
 
-    def close(self) -> None:
-        """End all ranks: politely, then by force. Idempotent."""
+    def close(self, politely: bool = True) -> None:
+        """End all ranks: politely, then by force. Idempotent.
+
+        Not `politely`: by force at once. A rank that starts or loads would not hear the request until it is done.
+        """
         if self._closing:
             return
         self._closing = True
-        for channel in self._channels:
-            with contextlib.suppress(OSError):
-                channel.send(m.Stop())
-        deadline = time.monotonic() + STOP_SECONDS
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        if politely:
+            for channel in self._channels:
+                with contextlib.suppress(OSError):
+                    channel.send(m.Stop())
+            deadline = time.monotonic() + STOP_SECONDS
+            for process in self._processes:
+                process.join(max(0.0, deadline - time.monotonic()))
         self._watcher.join(STOP_SECONDS)  # before its connections are closed under it
         self._kill()
 
@@ -191,6 +207,8 @@ class Pool:
     def _receive(self, message: Any) -> None:
         if isinstance(message, m.Output):
             self._on_output(message)
+        elif isinstance(message, m.Loading):
+            self._on_loading(message)
         elif isinstance(message, m.Failure):
             self._failures.append(message)
             self._failed_at = self._failed_at or time.monotonic()

@@ -7,11 +7,12 @@ import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .checkpoint import open_checkpoint
 from .client import RemoteTransformer
 from .config import Degrees
-from .pool import Poll, Pool
+from .pool import Poll, Pool, Progress, RankError
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +37,21 @@ class Registry:
         self._pool: Pool | None = None
         self._key: ModelKey | None = None
         self._model: RemoteTransformer | None = None
+        self._owner: Any = None
 
-    def model(self, key: ModelKey, poll: Poll) -> RemoteTransformer:
-        """The model, loaded now if it is not, on ranks started now if there are none or they have failed."""
+    def model(
+        self, key: ModelKey, poll: Poll, progress: Progress = lambda doing, fraction: None, owner: Any = None
+    ) -> RemoteTransformer:
+        """The model, loaded now if it is not, on ranks started now if there are none or they have failed.
+
+        `owner` is kept alive until another takes its place: who is to free the weights must not be gone before them, nor
+        while it frees them.
+        """
         with self._lock:
             if self._pool is not None and (self._pool.error is not None or self._pool.devices != key.devices):
                 self._drop()
             if self._model is not None and self._key == key:
+                self._owner = owner
                 return self._model
             checkpoint = open_checkpoint(key.path)
             try:
@@ -51,22 +60,43 @@ class Registry:
                     self._pool = Pool(key.devices)
                 self._model = None
                 self._model = RemoteTransformer(
-                    self._pool, checkpoint, key.degrees, key.dtype, key.attention, poll, key.stage_split
+                    self._pool, checkpoint, key.degrees, key.dtype, key.attention, poll, key.stage_split, progress
                 )
-                self._key = key
+                self._key, self._owner = key, owner
             except BaseException:  # Cancel while loading too: ranks half loaded are of no use
-                self._drop()
+                self._drop(politely=False)
                 raise
             return self._model
+
+    def unload(self, key: ModelKey | None = None) -> None:
+        """Free what the ranks hold of the model, if it is `key`'s or no key is given. They stay, for the next one.
+
+        Returns when the memory is free: micro-steps that are under way finish first.
+        """
+        with self._lock:
+            if self._model is None or key not in (None, self._key):
+                return
+            model, self._model = self._model, None
+            try:
+                model.unload()
+            except RankError as error:  # its memory is free, and the next use starts new ranks
+                log.warning("%s", error)
+                self._drop()
+
+    def bytes_on(self, key: ModelKey, device: str) -> int:
+        """What ranks hold of the model of `key` on one device, such as 'cuda:0'; 0 while it is not loaded. Never waits."""
+        model = self._model
+        return model.bytes_on(device) if model is not None and self._key == key and model.pool.error is None else 0
 
     def close(self) -> None:
         """End the ranks and with them whatever they hold."""
         with self._lock:
             self._drop()
+            self._owner = None
 
-    def _drop(self) -> None:
+    def _drop(self, politely: bool = True) -> None:
         if self._pool is not None:
-            self._pool.close()
+            self._pool.close(politely)
         self._pool = self._model = self._key = None
 
 

@@ -37,12 +37,17 @@ class Stage:
 
 
 def build_stage(
-    checkpoint: Checkpoint, span: Span, device: torch.device, dtype_name: str, plan: TensorPlan | None = None
+    checkpoint: Checkpoint,
+    span: Span,
+    device: torch.device,
+    dtype_name: str,
+    plan: TensorPlan | None = None,
+    progress: Callable[[float], None] = lambda fraction: None,
 ) -> Stage:
     """The model with only blocks `span` materialised.
 
     Weights go straight from the mapped file to `device`; nothing that another rank owns is ever allocated. With `plan`
-    only this rank's shards of them; `plan.apply` then makes them work together.
+    only this rank's shards of them; `plan.apply` then makes them work together. `progress`: see fill_weights.
     """
     family, config = checkpoint.family, checkpoint.config
     first, last = span.start == 0, span.stop == family.block_count(config)
@@ -52,7 +57,7 @@ def build_stage(
     skipped = (() if first else family.prologue) + (() if last else family.epilogue)
     # The state dict, not the parameters: a table of positions may be a buffer. As loaded it counts as a parameter.
     targets = [name for name in model.state_dict() if _is_owned(name, owned, skipped)]
-    fill_weights(model, checkpoint, targets, plan, device, dtype_name)
+    fill_weights(model, checkpoint, targets, plan, device, dtype_name, progress)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

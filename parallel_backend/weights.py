@@ -1,6 +1,6 @@
 """A rank's own weights, from the mapped files to their places in the model: cut, converted or kept packed."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ def fill_weights(
     plan: TensorPlan | None,
     device: torch.device,
     dtype_name: str,
+    progress: Callable[[float], None] = lambda fraction: None,
 ) -> None:
     """Give these parameters of `model` (on the meta device until now) their values, on `device`.
 
     `plan`: of those it cuts, this rank gets its shard, or None where it has nothing of it. Linear layers become
     `RankLinear`s; their weights stay packed as `Checkpoint.storage` says, everything else is in the compute dtype.
+    `progress` is told the share of the bytes that are in place, before each parameter and at the end.
     ValueError for values of another shape than the parameter's; sides of 1 do not count, which GGUF's tools may drop.
     """
     RankLinear.adopt(model)
@@ -41,8 +43,12 @@ def fill_weights(
                 f"{list(checkpoint.shape(target))}, where {checkpoint.family.name} has {list(known[target].shape)}."
             )
     shards = {} if plan is None else plan.shards({target: checkpoint.shape(target) for target in targets})
+    sizes = {target: checkpoint.nbytes(target, dtype_name) for target in targets}
+    done, total = 0, sum(sizes.values())
     with reading(checkpoint) as reader:
         for target in targets:
+            progress(done / total)
+            done += sizes[target]
             name, _, leaf = target.rpartition(".")
             module, shard = model.get_submodule(name), shards.get(target)
             if shard is not None and not shard.spans:
@@ -56,6 +62,7 @@ def fill_weights(
                 setattr(module, leaf, nn.Parameter(values, requires_grad=False))
             else:
                 module.pack(*reader.packed(target, storage, shard, device), dtype)
+    progress(1.0)
 
 
 class Reader:

@@ -26,6 +26,9 @@ from .traffic import PeerError
 
 log = logging.getLogger(__name__)
 
+REPORT_STEP = 0.01
+"""Share of a rank's weights from one report of how far loading is to the next."""
+
 
 class Worker:
     """Receives in a thread of its own, so that a lost client is noticed even in the middle of a transfer."""
@@ -37,6 +40,7 @@ class Worker:
         self.current: int | None = None  # number of the micro-step under way
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ahead: list[Any] = []
+        self._reported = 0.0
 
     def serve(self) -> None:
         """Handle messages until Stop. Raises whatever went wrong."""
@@ -77,7 +81,7 @@ class Worker:
                 self.channel.send(found)
             case m.Load():
                 self._unload()
-                self.engine = Engine(self.settings.rank, self.device, message, self.settings.slowdown)
+                self.engine = Engine(self.settings.rank, self.device, message, self.settings.slowdown, self._report)
                 names = parameter_names(self.engine.model)
                 self.channel.send(m.Loaded(self.settings.rank, self.engine.weight_bytes, names))
             case m.Unload():
@@ -85,6 +89,12 @@ class Worker:
                 self.channel.send(m.Unloaded(self.settings.rank))
             case _:
                 raise m.BadMessage(f"{type(message).__name__} is not for a rank")
+
+    def _report(self, fraction: float) -> None:
+        """Tell the client how much of the weights is in place."""
+        if fraction == 0.0 or fraction - self._reported >= REPORT_STEP:
+            self._reported = fraction
+            self.channel.send(m.Loading(self.settings.rank, fraction))
 
     def _unload(self) -> None:
         if self.engine is not None:

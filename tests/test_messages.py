@@ -33,6 +33,7 @@ TENSORS = {
 MESSAGES = [
     m.Ready(3),
     m.Load("/a folder/ü.safetensors", "bf16", (1, 2, 1, 1, 2, 1), "none", (1.0,), (Span(0, 3), Span(3, 8)), "auto"),
+    m.Loading(1, 0.25),
     m.Loaded(1, 2**40, ("a.weight", "a.bias")),
     m.Unload(),
     m.Unloaded(0),

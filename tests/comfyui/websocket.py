@@ -4,14 +4,21 @@ import base64
 import json
 import os
 import socket
+import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 TEXT = 1
+TEXT_ON_NODE = 3
+"""First number of the binary frames in which ComfyUI sends a text: number, length of the node's id, id, text."""
 
 
 class Events:
-    """ComfyUI's events for `client_id`, as (type, data). Use as a context manager."""
+    """ComfyUI's events for `client_id`, as (type, data). Use as a context manager.
+
+    `texts`: (node, text) of the texts that were shown on nodes, as far as events have been read.
+    """
 
     def __init__(self, port: int, client_id: str):
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
@@ -26,6 +33,7 @@ class Events:
         )
         self._socket.sendall("\r\n".join((*lines, "", "")).encode())
         self._file = self._socket.makefile("rb")
+        self.texts: list[tuple[str, str]] = []
         assert b" 101 " in self._file.readline()
         while self._file.readline() != b"\r\n":
             pass
@@ -37,14 +45,16 @@ class Events:
         self._file.close()
         self._socket.close()
 
-    def until(self, kind: str, prompt_id: str, seconds: float = 120.0) -> list[tuple[str, dict[str, Any]]]:
-        """This prompt's events up to and with the first of type `kind`."""
+    def until(
+        self, kind: str, prompt_id: str, seconds: float = 120.0, where: Callable[[dict[str, Any]], bool] = lambda data: True
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """This prompt's events up to and with the first of type `kind` whose data are as `where` asks."""
         deadline, seen = time.monotonic() + seconds, []
         while time.monotonic() < deadline:
             event = self._next()
             if event is not None and event[1].get("prompt_id") == prompt_id:
                 seen.append(event)
-                if event[0] == kind:
+                if event[0] == kind and where(event[1]):
                     return seen
         raise TimeoutError(f"no {kind} within {seconds} s, but {[name for name, _ in seen]}")
 
@@ -55,6 +65,13 @@ class Events:
             length = int.from_bytes(self._file.read(2 if length == 126 else 8), "big")
         payload = self._file.read(length)
         if opcode & 15 != TEXT:
+            self._note(payload)
             return None
         message = json.loads(payload)
         return message["type"], message["data"]
+
+    def _note(self, frame: bytes) -> None:
+        kind, length = struct.unpack_from(">II", frame)
+        if kind == TEXT_ON_NODE:
+            node, text = frame[8 : 8 + length], frame[8 + length :]
+            self.texts.append((node.decode(), text.decode()))

@@ -1,0 +1,31 @@
+"""What the ranks do before the first step, shown on the node that waits for it."""
+
+import comfy.utils
+from comfy_execution.utils import get_executing_context
+
+
+class LoadingBar:
+    """A pool.Progress: the node's bar, and a line of text on it. Says nothing as long as nothing is loaded."""
+
+    def __init__(self) -> None:
+        self._bar = comfy.utils.ProgressBar(100)
+        self._shown: tuple[str, int] | None = None
+
+    def __call__(self, doing: str, fraction: float) -> None:
+        """Raises ComfyUI's InterruptProcessingException once the user has pressed Cancel."""
+        percent = int(100 * fraction)
+        if self._shown == (doing, percent):
+            return
+        self._shown = (doing, percent)
+        self._bar.update_absolute(percent)
+        say(f"Parallel DiT: {doing}" + f", {percent} %" * (0 < percent < 100))
+
+
+def say(text: str) -> None:
+    """Show a line of text on the node that is being executed."""
+    context = get_executing_context()
+    if context is None:  # no server: somebody runs nodes from Python
+        return
+    from server import PromptServer
+
+    PromptServer.instance.send_progress_text(text, context.node_id)

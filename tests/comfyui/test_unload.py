@@ -1,0 +1,213 @@
+"""Loading and unloading as users meet them: the button, the node, other models that need room, the bar, and Cancel."""
+
+import copy
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from scripts.comfyui_server import ComfyUIServer
+from tests.comfyui.conftest import FLUX
+from tests.comfyui.test_server import LOADER, SAMPLER, pixels, small
+from tests.comfyui.websocket import Events
+from tests.test_memory import private_bytes, write_random
+
+pytestmark = pytest.mark.comfyui
+
+LARGE = FLUX | {
+    "num_layers": 1,
+    "num_single_layers": 4,
+    "num_attention_heads": 7,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 16,
+}
+"""About 300 MB in fp32, for the prompts of the quickstart."""
+LEFT = 0.05
+"""Share of the weights' bytes that may be left once they are unloaded."""
+BAR = 100
+"""Steps of the loading bar; no sampler here makes as many."""
+UNLOAD, DECODE = "20", "6"
+
+
+@pytest.fixture(scope="module")
+def found(comfyui, base):
+    return comfyui.run("inside_unload.py", base)[0]
+
+
+FREED = ("all", "room for a little more", "room for a lot more", "the node", "all, ranks on another GPU")
+KEPT = ("clone swapped", "room that is there", "room on another GPU")
+
+
+@pytest.mark.parametrize("case", FREED)
+def test_the_ranks_give_way_and_load_again(found, case):
+    got = found[case]
+    assert "error" not in got, got
+    assert got["before"][0] > 0
+    assert got["left"][0] == 0
+    assert got["again"] == got["before"][0]
+    assert got["pids"] == 2
+    assert got["difference"] == 0
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_the_ranks_keep_their_weights_where_nothing_asks_for_them(found, case):
+    got = found[case]
+    assert "error" not in got, got
+    assert got["before"][0] == got["left"][0] > 0
+    assert got["difference"] == 0
+
+
+@pytest.mark.parametrize("case", ["all", "room for a little more", "room for a lot more"])
+def test_comfyui_takes_an_unloaded_model_off_its_list(found, case):
+    assert (found[case]["before"][1], found[case]["left"][1]) == (True, False)
+
+
+def test_comfyui_sees_what_ranks_hold_on_its_own_gpu(found):
+    before, cpu, gpu = (
+        found[case] for case in ("before loading", "loaded, on CPU ranks", "loaded, on the GPU that ComfyUI uses")
+    )
+    own = before["own"]
+    assert own < 1e5
+    assert before["held"] == before["loaded"] == 0
+    held = gpu["held"]
+    assert held > 1e6
+    assert cpu == {"loaded": own, "size": own, "held": held}
+    assert gpu == {"loaded": own + held, "size": own + held, "held": held}
+    assert before["size"] == pytest.approx(held, rel=0.1)  # the small time embedding is on every rank
+
+
+def test_the_node_hands_its_input_through(found):
+    assert found["handed through"] is True
+
+
+def test_a_model_frees_nothing_of_the_model_that_took_its_place(found):
+    got = found["another model on the ranks"]
+    assert "error" not in got, got
+    assert got["loaded"][0] == got["own"]
+    assert got["loaded"][1] > 1e6
+    assert got["kept"]
+    assert got["freed"]
+
+
+def test_a_model_that_nobody_has_any_more_is_still_unloaded(found):
+    got = found["dropped"]
+    assert "error" not in got, got
+    assert got["before"] > 0
+    assert got["after"] == 0
+
+
+@pytest.fixture(scope="module")
+def large(base):
+    """Name and bytes of a model that takes a while to load."""
+    path = base / "models" / "diffusion_models" / "large.safetensors"
+    yield path.name, write_random(path, LARGE)
+    path.unlink()
+
+
+def prompt(name: str, **widgets: Any) -> dict[str, Any]:
+    """Nothing in it is left to what ranks measure, which may differ from one loading to the next."""
+    whole = small(model_name=name, num_pipeline_patch=2, **widgets)
+    whole[LOADER]["inputs"]["stage_split"] = "even"
+    return whole
+
+
+def unload(server: ComfyUIServer) -> None:
+    """By the node, with nothing before or behind it."""
+    outcome = server.run({UNLOAD: {"class_type": "UnloadParallelDiT", "inputs": {}}})
+    assert outcome.status == "success", outcome.error
+
+
+def unloading(whole: dict[str, Any]) -> dict[str, Any]:
+    """With the node between sampler and decoder."""
+    whole = copy.deepcopy(whole)
+    whole[UNLOAD] = {"class_type": "UnloadParallelDiT", "inputs": {"anything": [SAMPLER, 0]}}
+    whole[DECODE]["inputs"]["samples"] = [UNLOAD, 0]
+    return whole
+
+
+def test_unloading_gives_the_memory_back_and_the_next_prompt_the_same_picture(server, rank_processes, large, measured):
+    name, size = large
+
+    def ours() -> int:
+        return private_bytes(tuple(process.pid for process in rank_processes()))
+
+    def run(which: dict[str, Any]) -> np.ndarray:
+        outcome = server.run(which)
+        assert outcome.status == "success", outcome.error
+        return pixels(outcome.images[0])
+
+    def button() -> None:
+        """Sets a flag, at which ComfyUI looks next."""
+        server.post("/free", {"unload_models": True, "free_memory": True})
+        deadline = time.monotonic() + 60
+        while ours() - before >= LEFT * size and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    ways = {
+        "button": button,
+        "node alone": lambda: unload(server),
+        "node behind the sampler": lambda: run(unloading(prompt(name, seed=53))),
+    }
+    run(small(seed=50))  # what is imported at first use
+    ways["node alone"]()
+    before, pids = ours(), [process.pid for process in rank_processes()]
+    picture = None
+    for way, free in ways.items():
+        again = run(prompt(name, seed=51))
+        picture = again if picture is None else picture
+        run(prompt(name, seed=52))  # so that it is not ComfyUI's cache that knows the picture
+        assert np.array_equal(picture, again)
+        assert ours() - before > 0.95 * size
+        free()
+        left = ours() - before
+        measured(f"memory left on two ranks / their weights, {way}", left / size)
+        assert left < LEFT * size
+        assert [process.pid for process in rank_processes()] == pids
+    assert np.array_equal(run(unloading(prompt(name, seed=51))), picture)
+    assert picture.std() > 0
+
+
+def test_loading_shows_a_bar_and_words_on_the_node_that_waits(server, large):
+    unload(server)
+    with Events(server.port, "loading-test") as events:
+        prompt_id = server.queue(prompt(large[0], seed=60), client_id="loading-test")
+        seen = events.until("execution_success", prompt_id)
+    bars = [data for kind, data in seen if kind == "progress" and data["node"] == SAMPLER]
+    loading = [data["value"] for data in bars if data["max"] == BAR]
+    assert loading == sorted(loading)
+    assert len(loading) >= 3
+    assert (loading[0], loading[-1]) == (0, BAR)
+    assert [data["max"] for data in bars[len(loading) :]] == [2] * (len(bars) - len(loading))  # then the sampler's own
+    texts = [text for node, text in events.texts if node == SAMPLER]
+    assert any(text.startswith("Parallel DiT: loading, ") for text in texts)
+    assert texts[-1] == "Parallel DiT: 0.3 GB of weights on 2 ranks"
+
+
+@pytest.mark.parametrize(("phase", "ranks", "least"), [("starting", 3, 0), ("loading", 2, 1)])
+def test_cancel_before_the_first_step(server, rank_processes, large, measured, phase, ranks, least):
+    """Ranks that are stopped stand for ranks that have much to do and do not listen."""
+    expected = server.run(prompt(large[0], seed=70))
+    assert expected.status == "success", expected.error
+    unload(server)
+    devices = {"pipefusion_degree": ranks, "devices": ",".join(["cpu"] * ranks)}  # 3: others than before, so new ones
+    with Events(server.port, "cancel-test") as events:
+        prompt_id = server.queue(prompt(large[0], seed=71, steps=3000, **devices), client_id="cancel-test")
+        events.until("progress", prompt_id, where=lambda data: data["max"] == BAR and data["value"] >= least)
+        busy = rank_processes()
+        for process in busy:
+            process.suspend()
+        cancelled = time.monotonic()
+        server.post("/interrupt", {})
+        outcome = server.wait(prompt_id, 60)
+        seconds = time.monotonic() - cancelled
+    assert len(busy) == ranks
+    assert outcome.status == "interrupted"
+    measured(f"seconds from Cancel to the end while {phase}", seconds)
+    assert seconds < 2.5
+    _, alive = psutil.wait_procs(busy, timeout=5)
+    assert not alive
+    after = server.run(prompt(large[0], seed=70))
+    assert after.status == "success", after.error
+    assert np.array_equal(pixels(after.images[0]), pixels(expected.images[0]))
