@@ -45,7 +45,7 @@ def row(case, figures: dict[str, float]) -> str | None:
         case.name,
         modes(case),
         f"{exact:.1e}",
-        "none" if warm is None else f"{warm:.1e}",
+        f"{warm:.1e}" if warm is not None else "not measured" if any(d.pipe > 1 for d in case.modes) else "none",
         case.notes.get("native", "not measured") if native is None else f"{native:.1e}",
     )
     return "| " + " | ".join(cells) + " |"
