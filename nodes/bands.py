@@ -22,6 +22,7 @@ from parallel_backend.report import RunReport
 from parallel_backend.schedule import choose_bands
 
 from .band_guider import band_guider, controls_of, sharing
+from .node_text import say
 from .noise import WholeNoise, takes_noise_sampler, whole_noise
 from .remote_model import BAND_KEY, Band, RemoteDiffusionModel, check_cancelled
 
@@ -202,6 +203,7 @@ class PipeFusion:
             reason,
             tuple(stats),
         )
+        say(f"Parallel DiT: {self.last.summary}")
         return result
 
     def _rows(self, model: RemoteTransformer, sampling: Sampling) -> tuple[Span, ...]:

@@ -1,7 +1,8 @@
 """What the ranks do before the first step, shown on the node that waits for it."""
 
 import comfy.utils
-from comfy_execution.utils import get_executing_context
+
+from .node_text import say
 
 
 class LoadingBar:
@@ -19,13 +20,3 @@ class LoadingBar:
         self._shown = (doing, percent)
         self._bar.update_absolute(percent)
         say(f"Parallel DiT: {doing}" + f", {percent} %" * (0 < percent < 100))
-
-
-def say(text: str) -> None:
-    """Show a line of text on the node that is being executed."""
-    context = get_executing_context()
-    if context is None:  # no server: somebody runs nodes from Python
-        return
-    from server import PromptServer
-
-    PromptServer.instance.send_progress_text(text, context.node_id)

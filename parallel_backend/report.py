@@ -38,6 +38,11 @@ class RunReport:
         how = "in displaced patches" if self.degrees.displaced else f"pipelined in {self.bands} bands"
         return f"{exact} model calls exact (warm-up), {banded} {how} with keys one step old"
 
+    @property
+    def summary(self) -> str:
+        """One line, for the sampler's node."""
+        return f"{self.degrees}, {self.what}"
+
     def __str__(self) -> str:
         busy, waited, under_way = (
             sum(getattr(rank, name) for rank in self.ranks)
@@ -45,7 +50,7 @@ class RunReport:
         )
         moved = ", ".join(f"{axis} {count / 1e6:.1f} MB" for axis, count in self.bytes_sent.items()) or "nothing"
         lines = [
-            f"{self.degrees}, {self.what}",
+            self.summary,
             f"{self.seconds:.2f} s, {self.seconds / max(1, self.steps):.3f} s per step",
             f"moved between ranks: {moved} ({sum(self.bytes_sent.values()) / max(1, self.steps) / 1e6:.2f} MB per step)",
         ]
