@@ -129,10 +129,11 @@ class ComfyUIServer:
     def object_info(self) -> dict[str, Any]:
         return json.loads(self.get("/object_info"))
 
-    def queue(self, prompt: dict[str, Any], client_id: str = "") -> str:
-        """Queue a prompt in API form; its id. Raises PromptRefused."""
+    def queue(self, prompt: dict[str, Any], client_id: str = "", **extra_data: Any) -> str:
+        """Queue a prompt in API form; its id. `extra_data`: such as `preview_method`. Raises PromptRefused."""
+        body = {"prompt": prompt, "client_id": client_id, "extra_data": extra_data}
         try:
-            return json.loads(self.post("/prompt", {"prompt": prompt, "client_id": client_id}))["prompt_id"]
+            return json.loads(self.post("/prompt", body))["prompt_id"]
         except urllib.error.HTTPError as refusal:
             raise PromptRefused(_validation_text(json.loads(refusal.read()))) from refusal
 

@@ -4,88 +4,16 @@ Each case is built four times in one prompt, on four MODELs: ComfyUI's own, the 
 warm-up step, and pipelined. The latents are compared as floats.
 """
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from parallel_backend.quickstart.model import WEIGHTS
+from tests.comfyui.graph import NATIVE, PIPELINED, PLAIN, SEED, WARM, Graph, Link, copy_of_bundled
 from tests.comfyui.websocket import Events
 
 pytestmark = pytest.mark.comfyui
-
-COPY = "digits.safetensors"
-STEPS, SEED = 4, 42
-NATIVE, PLAIN, WARM, PIPELINED = "native", "plain", "all warm-up", "pipelined"
-Link = list
-
-
-class Graph:
-    """A prompt in API form that grows node by node."""
-
-    def __init__(self):
-        self.prompt: dict[str, Any] = {}
-
-    def add(self, kind: str, slot: int = 0, /, **inputs: Any) -> Link:
-        """The node's output `slot`."""
-        name = str(len(self.prompt) + 1)
-        self.prompt[name] = {"class_type": kind, "inputs": inputs}
-        return [name, slot]
-
-    def models(self) -> dict[str, Link]:
-        """One MODEL of each kind, of the same weights."""
-        widgets = {"model_name": COPY, "weight_dtype": "fp32", "tensor_parallel_degree": 1, "split_batch_degree": 1}
-        loader = self.add("ParallelDiTLoader", **widgets, pipefusion_degree=2, devices="cpu,cpu", stage_split="even")
-        warm, pipelined = (
-            self.add("ApplyPipeFusion", model=loader, num_pipeline_patch=3, warmup_steps=steps, overlap=True)
-            for steps in (1000, 1)
-        )
-        native = self.add("UNETLoader", unet_name=COPY, weight_dtype="default")
-        return {NATIVE: native, PLAIN: loader, WARM: warm, PIPELINED: pipelined}
-
-    def text(self, text: str) -> Link:
-        return self.add("QuickstartPrompt", text=text)
-
-    def empty(self, size: int = 128, batch: int = 1) -> Link:
-        return self.add("EmptySD3LatentImage", width=size, height=size, batch_size=batch)
-
-    def mask(self) -> Link:
-        """In the middle, over several bands."""
-        background, hole = (self.add("SolidMask", value=value, width=128, height=128) for value in (0.0, 1.0))
-        hole = self.add("SolidMask", value=1.0, width=64, height=72)
-        return self.add("MaskComposite", destination=background, source=hole, x=24, y=32, operation="add")
-
-    def ksampler(self, model: Link, latent: Link | None = None, **widgets: Any) -> Link:
-        given = {
-            "model": model,
-            "seed": SEED,
-            "steps": STEPS,
-            "cfg": 3.0,
-            "sampler_name": "euler",
-            "scheduler": "simple",
-            "positive": self.text("3 1 4 1"),
-            "negative": self.text(""),
-            "denoise": 1.0,
-            "latent_image": latent or self.empty(),
-        }
-        return self.add("KSampler", **given | widgets)
-
-    def picture(self, model: Link) -> Link:
-        """Something to start from; of the native model, so that all start from the same."""
-        return self.ksampler(model, seed=7, steps=6)
-
-    def custom(self, model: Link, guider: Link, latent: Link | None = None, denoise: float = 1.0, slot: int = 0) -> Link:
-        return self.add(
-            "SamplerCustomAdvanced",
-            slot,
-            noise=self.add("RandomNoise", noise_seed=SEED),
-            guider=guider,
-            sampler=self.add("KSamplerSelect", sampler_name="dpmpp_2m"),
-            sigmas=self.add("BasicScheduler", model=model, scheduler="simple", steps=STEPS, denoise=denoise),
-            latent_image=latent or self.empty(),
-        )
 
 
 def cfg_guider(graph: Graph, model: Link) -> Link:
@@ -225,10 +153,8 @@ PARITY = 2e-4
 
 @pytest.fixture(scope="module")
 def models(base):
-    copy = base / "models" / "diffusion_models" / COPY
-    shutil.copy(WEIGHTS, copy)
-    yield
-    copy.unlink()
+    with copy_of_bundled(base):
+        yield
 
 
 @pytest.fixture

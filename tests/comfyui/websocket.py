@@ -10,14 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 TEXT = 1
-TEXT_ON_NODE = 3
-"""First number of the binary frames in which ComfyUI sends a text: number, length of the node's id, id, text."""
+PREVIEW, TEXT_ON_NODE = 1, 3
+"""First numbers of ComfyUI's binary frames: of a picture (number, kind of file, file) and of a text (number, length of the
+node's id, id, text)."""
 
 
 class Events:
     """ComfyUI's events for `client_id`, as (type, data). Use as a context manager.
 
-    `texts`: (node, text) of the texts that were shown on nodes, as far as events have been read.
+    `texts`: (node, text) of the texts that were shown on nodes, `previews`: the previews' files, as far as events have been
+    read.
     """
 
     def __init__(self, port: int, client_id: str):
@@ -34,6 +36,7 @@ class Events:
         self._socket.sendall("\r\n".join((*lines, "", "")).encode())
         self._file = self._socket.makefile("rb")
         self.texts: list[tuple[str, str]] = []
+        self.previews: list[bytes] = []
         assert b" 101 " in self._file.readline()
         while self._file.readline() != b"\r\n":
             pass
@@ -75,3 +78,5 @@ class Events:
         if kind == TEXT_ON_NODE:
             node, text = frame[8 : 8 + length], frame[8 + length :]
             self.texts.append((node.decode(), text.decode()))
+        elif kind == PREVIEW:
+            self.previews.append(frame[8:])
