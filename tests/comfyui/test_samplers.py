@@ -43,6 +43,10 @@ def test_every_sampler_gives_finite_latents(samplers):
     assert not [name for name, got in samplers.items() if not got["finite"]]
 
 
+def test_no_sampler_warns_on_the_plain_model(samplers):
+    assert not {name: got["plain warnings"] for name, got in samplers.items() if got["plain warnings"]}
+
+
 def test_every_sampler_but_the_adaptive_one_is_pipelined(samplers):
     said = {name: got["warnings"] for name, got in samplers.items() if got["warnings"]}
     assert said.keys() == {"dpm_adaptive"}
