@@ -183,6 +183,39 @@ class Output:
 
 
 @dataclass(frozen=True)
+class PutDecoder:
+    """Client -> rank: hold this VAE decoder, in place of another one, until a model is loaded or unloaded.
+
+    `name` stands for the weights. `tensors`: all of them, by diffusers' names (vae/keys.py), in the dtype to compute in.
+    """
+
+    name: str
+    tensors: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Client -> rank: decode your rows of `latent` [B, C, H, W] by the decoder `name`. The reply repeats the number `run`."""
+
+    run: int
+    name: str
+    latent: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Rank -> client: the rank's rows [B, 3, rows, W] of the picture; None if it does not hold that decoder.
+
+    `bytes_sent`: payload that left this rank for it.
+    """
+
+    rank: int
+    run: int
+    pixels: torch.Tensor | None
+    bytes_sent: dict[str, int]
+
+
+@dataclass(frozen=True)
 class OpenRun:
     """Client -> rank: how the steps of this run are to be done.
 
@@ -220,7 +253,7 @@ class Failure:
     """Rank -> client: the rank is about to end. `peer`: it failed in a transfer, so the cause may lie with another rank."""
 
     rank: int
-    seq: int | None
+    doing: str
     peer: bool
     summary: str
     traceback: str
@@ -236,6 +269,7 @@ _TYPES = {
     for cls in (
         *(Ready, Probe, Probed, Load, Loading, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
         *(DropAdapters, Adapt, Rescale, AdaptersSent, Adapted),
+        *(PutDecoder, Decode, Decoded),
         *(Step, Output, OpenRun, CloseRun, RunStats, Failure, Stop, Span),
     )
 }

@@ -233,8 +233,7 @@ class Pool:
         late = time.monotonic() - self._failed_at > BLAME_SECONDS
         if own:
             failure = own[0]
-            doing = "loading" if failure.seq is None else f"micro-step {failure.seq}"
-            text = f"{self._name(failure.rank)} failed in {doing}: {failure.summary}\n{failure.traceback}"
+            text = f"{self._name(failure.rank)} failed in {failure.doing}: {failure.summary}\n{failure.traceback}"
         elif died:
             code = self._processes[died[0]].exitcode
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

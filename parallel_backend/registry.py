@@ -12,7 +12,7 @@ from typing import Any
 from .checkpoint import open_checkpoint
 from .client import RemoteTransformer
 from .config import Degrees
-from .pool import Poll, Pool, Progress, RankError
+from .pool import Poll, Pool, Progress, RankError, wait_for
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,18 @@ class Registry:
         """What ranks hold of the model of `key` on one device, such as 'cuda:0'; 0 while it is not loaded. Never waits."""
         model = self._model
         return model.bytes_on(device) if model is not None and self._key == key and model.pool.error is None else 0
+
+    def pool_for(self, devices: tuple[str, ...] | None, poll: Poll) -> Pool | None:
+        """The ranks on these devices, started now if other ones run or none. `devices` None: those that run, if any do."""
+        with self._lock:
+            if self._pool is not None and (self._pool.error is not None or devices not in (None, self._pool.devices)):
+                self._drop()
+            if self._pool is None and devices is not None:
+                log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
+                self._pool = Pool(devices)
+            if self._pool is not None:
+                wait_for(self._pool.ready, poll)
+            return self._pool
 
     def close(self) -> None:
         """End the ranks and with them whatever they hold."""

@@ -23,11 +23,14 @@ from .mesh import join, leave
 from .probe import probe
 from .rank import RankSettings
 from .traffic import PeerError
+from .vae.decoder import BandedDecoder
 
 log = logging.getLogger(__name__)
 
 REPORT_STEP = 0.01
 """Share of a rank's weights from one report of how far loading is to the next."""
+
+LOADING = "loading"
 
 
 class Worker:
@@ -37,7 +40,8 @@ class Worker:
         self.settings, self.channel = settings, channel
         self.device = torch.device(settings.devices[settings.rank])
         self.engine: Engine | None = None
-        self.current: int | None = None  # number of the micro-step under way
+        self.decoder: BandedDecoder | None = None
+        self.current = LOADING  # what is under way, in the words of an error
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ahead: list[Any] = []
         self._reported = 0.0
@@ -52,9 +56,9 @@ class Worker:
     def _handle(self, message: Any) -> None:
         match message:
             case m.Step():
-                self.current = message.seq
+                self.current = f"micro-step {message.seq}"
                 output = self.engine.step(message, self._upcoming())
-                self.current = None
+                self.current = LOADING
                 if output is not None:
                     self.channel.send(output)
             case m.DropAdapters():
@@ -71,6 +75,11 @@ class Worker:
                 self.engine.drop_conditioning(message.id)
             case m.CloseRun():
                 self.channel.send(self.engine.close_run(message.run))
+            case m.PutDecoder():
+                self.decoder = None  # before the new one is there
+                self.decoder = BandedDecoder(message, self.settings.rank, len(self.settings.devices), self.device)
+            case m.Decode():
+                self.channel.send(self._decode(message))
             case m.OpenRun():
                 self.engine.open_run(message)
             case m.Probe():
@@ -96,10 +105,18 @@ class Worker:
             self._reported = fraction
             self.channel.send(m.Loading(self.settings.rank, fraction))
 
+    def _decode(self, message: m.Decode) -> m.Decoded:
+        if self.decoder is None or self.decoder.name != message.name:
+            return m.Decoded(self.settings.rank, message.run, None, {})
+        self.current = "decoding a picture"
+        decoded = self.decoder.decode(message)
+        self.current = LOADING
+        return decoded
+
     def _unload(self) -> None:
         if self.engine is not None:
             self.engine.close()
-        self.engine = None
+        self.engine = self.decoder = None
         gc.collect()  # engine and model refer to each other: without this the old weights stay beside the new ones
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -143,10 +160,10 @@ def run(settings: RankSettings, connection: Connection) -> None:
         worker.serve()
         leave()
     except Exception as error:
-        seq = worker.current if worker is not None else None
+        doing = worker.current if worker is not None else LOADING
         summary = f"{type(error).__name__}: {error}"
         peer = isinstance(error, PeerError)
-        channel.send(m.Failure(settings.rank, seq, peer, summary, traceback.format_exc()))
+        channel.send(m.Failure(settings.rank, doing, peer, summary, traceback.format_exc()))
         # No clean-up of the process group: its other ranks are about to be ended, and it could wait for them.
         channel.close()
         os._exit(1)

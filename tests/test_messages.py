@@ -56,8 +56,12 @@ MESSAGES = [
     m.Probe("/a folder/ü", "fp32"),
     m.Probed(1, {"blocks": (0.25, 1e-9)}, (0.5, 0.0), None),
     m.RunStats(0, 4, 10, 0.25, 0.5, 1e-9, {"pipe": 2**40, "ulysses": 0}, 5, 6),
-    m.Failure(1, None, True, "OSError: ü", 'Traceback\n  File "a"'),
-    m.Failure(1, 12, False, "", ""),
+    m.PutDecoder("ü-1", TENSORS),
+    m.Decode(2**127, "ü-1", TENSORS["bf16"]),
+    m.Decoded(1, 2**127, TENSORS["bf16"], {"rows": 2**40}),
+    m.Decoded(0, 0, None, {}),
+    m.Failure(1, "loading", True, "OSError: ü", 'Traceback\n  File "a"'),
+    m.Failure(1, "micro-step 12", False, "", ""),
     m.Stop(),
 ]
 
