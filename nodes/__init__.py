@@ -5,6 +5,7 @@ from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
 from .tools import UnloadParallelDiT
 from .ulysses_config import UlyssesConfig
+from .vae import ParallelVAEDecode
 
 NODE_CLASS_MAPPINGS = {
     "ParallelDiTLoader": ParallelDiTLoader,
@@ -14,6 +15,7 @@ NODE_CLASS_MAPPINGS = {
     "QuickstartPrompt": QuickstartPrompt,
     "QuickstartDecode": QuickstartDecode,
     "UnloadParallelDiT": UnloadParallelDiT,
+    "ParallelVAEDecode": ParallelVAEDecode,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",
@@ -23,4 +25,5 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "QuickstartPrompt": "Quickstart Prompt",
     "QuickstartDecode": "Quickstart Decode",
     "UnloadParallelDiT": "Unload Parallel DiT",
+    "ParallelVAEDecode": "Parallel VAE Decode",
 }

@@ -195,23 +195,29 @@ class PutDecoder:
 
 @dataclass(frozen=True)
 class Decode:
-    """Client -> rank: decode your rows of `latent` [B, C, H, W] by the decoder `name`. The reply repeats the number `run`."""
+    """Client -> rank: decode your rows of `latent` [B, C, H, W] by the decoder `name`. The reply repeats the number `run`.
+
+    `bytes_needed`: of memory for one rank's rows, beside the weights.
+    """
 
     run: int
     name: str
     latent: torch.Tensor
+    bytes_needed: int
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Rank -> client: the rank's rows [B, 3, rows, W] of the picture; None if it does not hold that decoder.
+    """Rank -> client: the rank's rows [B, 3, rows, W] of the picture.
 
-    `bytes_sent`: payload that left this rank for it.
+    None if the ranks do not hold that decoder or, where `short_of_memory`, one of them has too little. `bytes_sent`:
+    payload that left this rank.
     """
 
     rank: int
     run: int
     pixels: torch.Tensor | None
+    short_of_memory: bool
     bytes_sent: dict[str, int]
 
 

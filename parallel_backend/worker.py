@@ -107,7 +107,7 @@ class Worker:
 
     def _decode(self, message: m.Decode) -> m.Decoded:
         if self.decoder is None or self.decoder.name != message.name:
-            return m.Decoded(self.settings.rank, message.run, None, {})
+            return m.Decoded(self.settings.rank, message.run, None, False, {})
         self.current = "decoding a picture"
         decoded = self.decoder.decode(message)
         self.current = LOADING

@@ -1,10 +1,13 @@
 """A rank's decoder: diffusers' own, its weights from a message, on this rank's rows of each latent."""
 
+import math
+import os
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from ..collectives import start_gather
 from ..layout import Span, split
 from ..mesh import Axis
 from ..messages import Decode, Decoded, PutDecoder
@@ -32,10 +35,28 @@ class BandedDecoder:
         """The pixels of the rank's rows."""
         spans = split(Span(0, message.latent.shape[2]), self.bands.axis.size)
         self.bands.rows = tuple(len(span) for span in spans)
-        own = message.latent[:, :, spans[self.rank].slice].to(self.device, self.dtype)
-        pixels = self.model(own)
-        bytes_sent, _, _ = self.traffic.report()
-        return Decoded(self.rank, message.run, pixels, bytes_sent)
+        pixels = None
+        if enough := self._all_have(message.bytes_needed):
+            pixels = self.model(message.latent[:, :, spans[self.rank].slice].to(self.device, self.dtype)).cpu()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what a picture takes is much, and not needed again before the next one
+        return Decoded(self.rank, message.run, pixels, not enough, self.traffic.report()[0])
+
+    def _all_have(self, needed: int) -> bool:
+        """The same on all ranks: a rank that ran out of memory half-way would leave the others waiting, and end the pool."""
+        own = torch.tensor([needed <= free_bytes(self.device)], dtype=torch.float32, device=self.device)
+        votes = start_gather(own, [1] * self.bands.axis.size, 0, self.bands.axis, self.traffic).wait()
+        return all(bool(vote) for vote in votes)
+
+
+def free_bytes(device: torch.device) -> float:
+    """What this process can still have; for CPU ranks, which share memory with everything else, all that is installed."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):  # Windows
+        return math.inf
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def build_decoder(tensors: Mapping[str, torch.Tensor]) -> nn.Module:

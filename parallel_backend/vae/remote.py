@@ -1,6 +1,7 @@
 """What the node calls: a latent goes to all ranks, their bands of pixels come back as one picture."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 import torch
@@ -8,30 +9,45 @@ import torch
 from .. import messages as m
 from ..pool import Poll, Pool, wait_for
 
-Weights = Callable[[], Mapping[str, torch.Tensor]]
-"""Gives the decoder's tensors (see keys.to_diffusers) in the dtype to compute in; asked only if the ranks lack them."""
+
+class TooLittleMemory(RuntimeError):
+    """A rank's device has too little memory for its rows. Nothing was computed, and the ranks go on."""
 
 
-def decode(
-    pool: Pool, name: str, latent: torch.Tensor, weights: Weights, poll: Poll
-) -> tuple[torch.Tensor, list[m.Decoded]]:
-    """[B, C, H, W], at least one row for each rank -> ([B, 3, 8 H, 8 W] on the CPU, what each rank said).
+@dataclass
+class RemoteDecoder:
+    """A decoder on the ranks of `pool`. `name` stands for its weights: ranks that hold it are not sent it again.
 
-    `name` stands for the weights: the ranks keep those of the last name, until another model is loaded on them. Equal to
-    one rank's decoder up to rounding. What `poll` raises ends the waiting; the ranks finish the picture, unheard.
-    RankError when a rank fails.
+    `weights` gives its tensors (see keys.to_diffusers) in the dtype to compute in; asked only when the ranks lack them, at
+    first and after another model was loaded. `bytes_sent`: what each rank sent to others for the last picture.
     """
-    wait_for(pool.ready, poll)
-    parts = _ask(pool, name, latent, poll)
-    if any(part.pixels is None for part in parts):
-        put = m.PutDecoder(name, dict(weights()))
-        for rank in range(len(pool.devices)):
-            pool.send(rank, put)
-            poll()
-        parts = _ask(pool, name, latent, poll)
-    return torch.cat([part.pixels for part in parts], dim=2), parts
 
+    pool: Pool
+    name: str
+    weights: Callable[[], Mapping[str, torch.Tensor]]
+    bytes_sent: list[dict[str, int]] = field(default_factory=list)
 
-def _ask(pool: Pool, name: str, latent: torch.Tensor, poll: Poll) -> list[m.Decoded]:
-    # A number of no order, since any caller may decode on these ranks: a reply must not be taken for another call's.
-    return wait_for(pool.ask(m.Decode(uuid4().int, name, latent), m.Decoded), poll)
+    def decode(self, latent: torch.Tensor, poll: Poll, bytes_needed: int = 0) -> torch.Tensor:
+        """[B, C, H, W], with a row for each rank at least -> [B, 3, 8 H, 8 W] on the CPU. Exact, up to rounding.
+
+        `bytes_needed`: for the rows of one rank; TooLittleMemory where a device has less. What `poll` raises ends the
+        waiting, and the ranks finish the picture unheard. RankError when a rank fails.
+        """
+        assert latent.shape[2] >= len(self.pool.devices), "a rank would have no rows"
+        wait_for(self.pool.ready, poll)
+        parts = self._ask(latent, bytes_needed, poll)
+        if any(part.pixels is None and not part.short_of_memory for part in parts):
+            put = m.PutDecoder(self.name, dict(self.weights()))
+            for rank in range(len(self.pool.devices)):
+                self.pool.send(rank, put)
+                poll()
+            parts = self._ask(latent, bytes_needed, poll)
+        if any(part.short_of_memory for part in parts):
+            raise TooLittleMemory(f"a device has less than the {bytes_needed / 1e9:.1f} GB that its rows need")
+        self.bytes_sent = [part.bytes_sent for part in parts]
+        return torch.cat([part.pixels for part in parts], dim=2)
+
+    def _ask(self, latent: torch.Tensor, bytes_needed: int, poll: Poll) -> list[m.Decoded]:
+        # A number of no order: the reply to a cancelled call must not be taken for this one's, whoever made it.
+        request = m.Decode(uuid4().int, self.name, latent, bytes_needed)
+        return wait_for(self.pool.ask(request, m.Decoded), poll)

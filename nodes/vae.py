@@ -1,0 +1,174 @@
+"""Parallel VAE Decode: ComfyUI's VAE, its decoder on the ranks in bands of rows."""
+
+import logging
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import torch
+import torch.nn.functional as F
+from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
+from comfy.ldm.modules.diffusionmodules.model import Decoder
+from comfy_execution.utils import get_executing_context
+from server import PromptServer
+
+from parallel_backend.config import Degrees
+from parallel_backend.layout import Span, split
+from parallel_backend.pool import Pool
+from parallel_backend.registry import registry
+from parallel_backend.vae.keys import to_diffusers
+from parallel_backend.vae.remote import RemoteDecoder, TooLittleMemory
+
+from .loader import choose_devices
+from .remote_model import check_cancelled
+from .widgets import CATEGORY
+
+log = logging.getLogger(__name__)
+
+
+class ParallelVAEDecode:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = ("IMAGE",)
+    FUNCTION = "decode"
+    DESCRIPTION = (
+        "VAE Decode on several GPUs: each decodes a band of the picture, the result is that of one GPU. Image VAEs; others "
+        "are decoded whole by ComfyUI, and the node says so."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "samples": ("LATENT", {"tooltip": "The latent to decode."}),
+                "vae": ("VAE", {"tooltip": "The model's VAE, from Load VAE or a checkpoint loader."}),
+            },
+            "optional": {
+                "devices": (
+                    "STRING",
+                    {
+                        "default": "auto",
+                        "tooltip": "auto (those of the loaded model, or all GPUs), or a list such as cuda:0,cuda:1. Other "
+                        "devices than the loaded model's end its processes.",
+                    },
+                ),
+            },
+        }
+
+    def decode(self, samples, vae, devices="auto"):
+        latent = samples["samples"]
+        if latent.is_nested:
+            latent = latent.unbind()[0]
+        if vae.latent_dim == 2 and latent.ndim == 5:
+            latent = latent[:, :, 0]
+        reason = why_whole(vae, latent)
+        if reason is None:
+            pool = find_ranks(devices)
+            if pool is None or len(pool.devices) == 1:
+                reason = "there is only one device for it"
+            elif latent.shape[2] < len(pool.devices):
+                reason = f"the latent has {latent.shape[2]} rows, too few for {len(pool.devices)} ranks"
+            else:
+                try:
+                    images = decode_in_bands(vae, latent, pool)
+                    say(f"Decoded in {len(pool.devices)} bands on {', '.join(pool.devices)}.")
+                    return (images,)
+                except TooLittleMemory as short:
+                    reason = str(short)
+        log.info("Parallel VAE Decode: decoding whole in ComfyUI, since %s", reason)
+        say(f"Decoded whole by ComfyUI, since {reason}.")
+        images = vae.decode(latent)
+        return (images.reshape(-1, *images.shape[-3:]) if images.ndim == 5 else images,)
+
+
+def say(text: str) -> None:
+    """Show `text` on the node that runs. Nothing where no server runs, or no node."""
+    context, server = get_executing_context(), getattr(PromptServer, "instance", None)
+    if context is not None and server is not None:
+        server.send_progress_text(text, context.node_id)
+
+
+def find_ranks(devices: str) -> Pool | None:
+    """Those that `devices` names, started if they do not run; None where `auto` finds a single device."""
+    if auto := devices.strip().lower() in ("auto", ""):
+        pool = registry().pool_for(None, check_cancelled)
+        if pool is not None:
+            return pool
+    count = max(1, torch.cuda.device_count()) if auto else devices.count(",") + 1
+    chosen = choose_devices(devices, Degrees(batch=count))
+    return None if auto and count == 1 else registry().pool_for(chosen, check_cancelled)
+
+
+def why_whole(vae: comfy.sd.VAE, latent: torch.Tensor) -> str | None:
+    """Why this VAE cannot be cut, in words that follow 'since'; None if it can.
+
+    What can is AutoencoderKL's decoder as ComfyUI has it: with anything else the picture would be wrong. ValueError for a
+    latent of another model.
+    """
+    vae.throw_exception_if_invalid()
+    model = vae.first_stage_model
+    decoder = getattr(model, "decoder", None)
+    kind = f"a VAE of this kind ({type(model).__name__}) cannot be cut"
+    if type(model) not in (AutoencoderKL, AutoencodingEngine) or type(decoder) is not Decoder or latent.ndim != 4:
+        return kind
+    if decoder.tanh_out or to_diffusers(vae.get_sd()) is None:
+        return kind
+    if vae.patcher.patches or type(vae) is not comfy.sd.VAE or "decode" in vars(vae) or "decode" in vars(model):
+        return "another node has changed this VAE"
+    if any(changed(module) for module in (model, *decoder.modules())):
+        return "another node has changed this VAE's layers"
+    needed = latent_channels(model)
+    if latent.shape[1] != needed:
+        raise ValueError(
+            f"samples: the latent has {latent.shape[1]} channels, this VAE needs {needed}. Use the VAE that belongs to the "
+            "latent's model."
+        )
+    return None
+
+
+def changed(module: torch.nn.Module) -> bool:
+    """Something of it is not as its class has it: nodes for tiling, seamless textures and the like do so."""
+    own = vars(module)
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return "forward" in own or "_conv_forward" in own or bool(hooked) or own.get("padding_mode", "zeros") != "zeros"
+
+
+def latent_channels(model: AutoencodingEngine) -> int:
+    """That its decode takes. Flux.2's has each 2 x 2 of its latent in the channels."""
+    first = getattr(model, "post_quant_conv", model.decoder.conv_in)
+    return first.weight.shape[1] * (4 if getattr(model, "bn", None) is not None else 1)
+
+
+def unpacked(model: AutoencodingEngine, latent: torch.Tensor) -> torch.Tensor:
+    """What AutoencoderKL.decode does before its layers: Flux.2's [B, 4 C, H, W] -> [B, C, 2 H, 2 W]; others as they are."""
+    bn = getattr(model, "bn", None)
+    if bn is None:
+        return latent
+    mean, variance = (value.to(latent).view(1, -1, 1, 1) for value in (bn.running_mean, bn.running_var))
+    return F.pixel_shuffle(latent * torch.sqrt(variance + model.bn_eps) + mean, 2)
+
+
+def decode_in_bands(vae: comfy.sd.VAE, latent: torch.Tensor, pool: Pool) -> torch.Tensor:
+    """[B, C, H, W] -> [B, 8 H, 8 W, 3] as vae.decode gives it, one batch entry after the other."""
+    model = vae.first_stage_model
+    on_gpus = all(device.startswith("cuda") for device in pool.devices)
+    dtype = vae.vae_dtype if on_gpus else torch.float32
+    # Older versions of ComfyUI have float32 always.
+    out_dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: tensor.to("cpu", dtype) for name, tensor in to_diffusers(vae.get_sd()).items()}
+
+    decoder = RemoteDecoder(pool, f"{vae.patcher.patches_uuid} {id(model)} {dtype}", weights)
+    largest = split(Span(0, latent.shape[2]), len(pool.devices))[0]
+    needed = int(vae.memory_used_decode((1, latent.shape[1], len(largest), latent.shape[3]), dtype))
+    for device in sorted(set(pool.devices)) if on_gpus else ():
+        comfy.model_management.free_memory(needed, torch.device(device))  # of ComfyUI's own models there
+    images, progress = None, comfy.utils.ProgressBar(len(latent))
+    for index, entry in enumerate(latent.split(1)):
+        entry = unpacked(model, entry.to("cpu", dtype))
+        pixels = decoder.decode(entry, check_cancelled, needed).to(vae.output_device, out_dtype)
+        if images is None:
+            images = pixels.new_empty(len(latent), *pixels.shape[1:])
+        images[index] = vae.process_output(pixels)[0]
+        progress.update(1)
+    return images.movedim(1, -1)
