@@ -37,10 +37,8 @@ class RemoteDecoder:
         wait_for(self.pool.ready, poll)
         parts = self._ask(latent, bytes_needed, poll)
         if any(part.pixels is None and not part.short_of_memory for part in parts):
-            put = m.PutDecoder(self.name, dict(self.weights()))
-            for rank in range(len(self.pool.devices)):
-                self.pool.send(rank, put)
-                poll()
+            # No look at Cancel between ranks: if only some of them held it, the others would wait for those in vain.
+            self.pool.tell(m.PutDecoder(self.name, dict(self.weights())))
             parts = self._ask(latent, bytes_needed, poll)
         if any(part.short_of_memory for part in parts):
             raise TooLittleMemory(f"a device has less than the {bytes_needed / 1e9:.1f} GB that its rows need")
