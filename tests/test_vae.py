@@ -25,9 +25,9 @@ from parallel_backend.vae.remote import RemoteDecoder, TooLittleMemory
 from tests import tiny
 
 LIMIT = 1e-5
-"""Of the largest pixel difference in fp32; pixels reach about 2."""
+"""Of the largest difference in fp32, as a part of the largest pixel."""
 WIDTHS = (32, 32, 64)
-WRONG = 1e-2
+WRONG = 1e-3
 """What a missing exchange moves some pixel by, at least."""
 
 
@@ -58,8 +58,9 @@ def whole(vae: diffusers.AutoencoderKL, x: torch.Tensor) -> torch.Tensor:
     return vae.decode(x).sample
 
 
-def largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.float() - b.float()).abs().max())
+def largest(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Difference, as a part of the largest value expected."""
+    return float((found.double() - expected.double()).abs().max() / expected.abs().max())
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_bands_equal_the_whole(remote_decoder, ranks, shape, post_quant, measure
     expected = whole(vae, x)
     assert found.shape == expected.shape
     assert expected.std() > 0.1
-    measured(f"VAE in bands, largest pixel difference, {ranks} ranks", largest(found, expected))
+    measured(f"VAE in bands, largest difference, {ranks} ranks", largest(found, expected))
     assert largest(found, expected) <= LIMIT
 
 
@@ -270,7 +271,7 @@ def test_each_exchange_is_needed(threads, without, equal, measured):
         return decoder.decode(m.Decode(1, "vae", x, 0)).pixels
 
     found = torch.cat(threads(2, without).run(part), dim=2)
-    measured(f"VAE in bands, largest pixel difference without {without}", largest(found, whole(vae, x)))
+    measured(f"VAE in bands, largest difference without {without}", largest(found, whole(vae, x)))
     assert largest(found, whole(vae, x)) <= LIMIT if equal else largest(found, whole(vae, x)) > WRONG
 
 
@@ -289,7 +290,7 @@ def test_a_group_norm_loses_no_digits_to_a_large_mean(threads, offset):
 
     with torch.no_grad():
         found = torch.cat(threads(3).run(part), dim=2)
-    assert largest(found, exact) <= 2 * largest(norm(x), exact) + 1e-6
+    assert largest(found, exact) <= 2 * largest(norm(x), exact) + 1e-7
     assert largest(apart(norm, x, rows), exact) > 0.1
 
 
