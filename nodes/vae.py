@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 from comfy.ldm.modules.diffusionmodules.model import Decoder
-from comfy_execution.utils import get_executing_context
-from server import PromptServer
 
 from parallel_backend.config import Degrees
 from parallel_backend.layout import Span, split
@@ -20,6 +18,7 @@ from parallel_backend.vae.keys import to_diffusers
 from parallel_backend.vae.remote import RemoteDecoder, TooLittleMemory
 
 from .loader import choose_devices
+from .node_text import say
 from .remote_model import check_cancelled
 from .widgets import CATEGORY
 
@@ -78,13 +77,6 @@ class ParallelVAEDecode:
         say(f"Decoded whole by ComfyUI, since {reason}.")
         images = vae.decode(latent)
         return (images.reshape(-1, *images.shape[-3:]) if images.ndim == 5 else images,)
-
-
-def say(text: str) -> None:
-    """Show `text` on the node that runs. Nothing where no server runs, or no node."""
-    context, server = get_executing_context(), getattr(PromptServer, "instance", None)
-    if context is not None and server is not None:
-        server.send_progress_text(text, context.node_id)
 
 
 def find_ranks(devices: str) -> Pool | None:

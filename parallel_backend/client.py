@@ -184,15 +184,10 @@ class RemoteTransformer:
             self.adapter_bytes = [reply.adapter_bytes for reply in replies]
             self._adapters = name
 
-    def unload(self) -> None:
-        """Free what the ranks hold: weights, adapters, conditioning, K/V buffers. They stay; calls fail from now on.
-
-        Waits for the micro-steps that are under way, a window at most, and for the ranks' word that the memory is free.
-        RankError if a rank fails, which frees it too.
-        """
+    def retire(self) -> None:
+        """Calls fail from now on: the ranks are about to free the weights, adapters, conditioning and K/V buffers."""
         self._on_failure(RuntimeError("Parallel DiT: the model has been unloaded from its ranks"))
         self._conditionings.clear()
-        wait_for(self.pool.ask(m.Unload(), m.Unloaded), lambda: None)
 
     def bytes_on(self, device: str) -> int:
         """Of weights and adapters that the ranks on this device hold between them."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import messages as m
 from .checkpoint import open_checkpoint
 from .client import RemoteTransformer
 from .config import Degrees
@@ -48,16 +49,13 @@ class Registry:
         while it frees them.
         """
         with self._lock:
-            if self._pool is not None and (self._pool.error is not None or self._pool.devices != key.devices):
-                self._drop()
+            self._drop_other_than(key.devices)
             if self._model is not None and self._key == key:
                 self._owner = owner
                 return self._model
             checkpoint = open_checkpoint(key.path)
             try:
-                if self._pool is None:
-                    log.info("Parallel DiT: starting %d ranks on %s", len(key.devices), ", ".join(key.devices))
-                    self._pool = Pool(key.devices)
+                self._start(key.devices)
                 self._model = None
                 self._model = RemoteTransformer(
                     self._pool, checkpoint, key.degrees, key.dtype, key.attention, poll, key.stage_split, progress
@@ -69,16 +67,19 @@ class Registry:
             return self._model
 
     def unload(self, key: ModelKey | None = None) -> None:
-        """Free what the ranks hold of the model, if it is `key`'s or no key is given. They stay, for the next one.
+        """Free what the ranks hold, if it is the model of `key` or no key is given. They stay, for the next one.
 
         Returns when the memory is free: micro-steps that are under way finish first.
         """
         with self._lock:
-            if self._model is None or key not in (None, self._key):
+            present = self._key if self._model is not None else None
+            if self._pool is None or key not in (None, present):
                 return
             model, self._model = self._model, None
             try:
-                model.unload()
+                if model is not None:
+                    model.retire()
+                wait_for(self._pool.ask(m.Unload(), m.Unloaded), lambda: None)  # without a model, a VAE's decoder
             except RankError as error:  # its memory is free, and the next use starts new ranks
                 log.warning("%s", error)
                 self._drop()
@@ -91,11 +92,9 @@ class Registry:
     def pool_for(self, devices: tuple[str, ...] | None, poll: Poll) -> Pool | None:
         """The ranks on these devices, started now if other ones run or none. `devices` None: those that run, if any do."""
         with self._lock:
-            if self._pool is not None and (self._pool.error is not None or devices not in (None, self._pool.devices)):
-                self._drop()
-            if self._pool is None and devices is not None:
-                log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
-                self._pool = Pool(devices)
+            self._drop_other_than(devices)
+            if devices is not None:
+                self._start(devices)
             if self._pool is not None:
                 wait_for(self._pool.ready, poll)
             return self._pool
@@ -105,6 +104,16 @@ class Registry:
         with self._lock:
             self._drop()
             self._owner = None
+
+    def _drop_other_than(self, devices: tuple[str, ...] | None) -> None:
+        """End ranks that have failed, and those on other devices where any are named."""
+        if self._pool is not None and (self._pool.error is not None or devices not in (None, self._pool.devices)):
+            self._drop()
+
+    def _start(self, devices: tuple[str, ...]) -> None:
+        if self._pool is None:
+            log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
+            self._pool = Pool(devices)
 
     def _drop(self, politely: bool = True) -> None:
         if self._pool is not None:
