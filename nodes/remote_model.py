@@ -211,6 +211,8 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
         super().pre_run()
         stub = self.model.diffusion_model
         stub.patches, stub.patches_uuid, stub.patcher = self.patches, self.patches_uuid, weakref.ref(self)
+        if (model := registry().present()) is not None:  # or it begins when it is loaded
+            model.begin_timeline()
 
     def model_size(self):
         """Bytes in this process, and of ranks on the GPU that ComfyUI uses; before they are loaded, what they will take."""

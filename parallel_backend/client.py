@@ -298,6 +298,14 @@ class RemoteTransformer:
         self._check()
         return wait_for(self.pool.ask(m.CloseRun(run), m.RunStats), poll)
 
+    def begin_timeline(self) -> None:
+        """A sampling run begins: `timeline` is about what the ranks do from now on."""
+        self.pool.tell(m.BeginTimeline())
+
+    def timeline(self, poll: Poll) -> list[m.Timeline]:
+        """What each rank did when since the last `begin_timeline`, or since it was loaded, in rank order."""
+        return wait_for(self.pool.ask(m.ReadTimeline(next(self._runs)), m.Timeline), poll)
+
     def discard_run(self, run: int) -> None:
         """Give the run up without waiting: what was sent (the window at most) still finishes on the ranks, unheard."""
         self.abandon(run)

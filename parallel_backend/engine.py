@@ -18,13 +18,14 @@ from .kv_buffer import KVBuffer
 from .layout import SequenceCut, Span
 from .linear_attention import install_linear
 from .mesh import close_axes, make_axes
-from .messages import Load, OpenRun, Output, PutConditioning, RunStats, Step
+from .messages import Load, OpenRun, Output, PutConditioning, RunStats, Step, Timeline
 from .schedule import Op, stage_ops
 from .slots import StageDone
 from .stage import build_stage, keep_timestep_exact
 from .stage_link import StageLink
 from .stream import Stream
 from .tensor_parallel import TensorPlan
+from .timeline import OUTSIDE, WORK, StepLabel
 from .traffic import Elapsed, Traffic
 
 KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE)
@@ -120,6 +121,7 @@ class Engine:
         `upcoming`: the next micro-step if it is known already, whose receive is posted before this one is computed.
         """
         began, waited = self.traffic.clock.now(), self.traffic.waited.seconds() if self.slowdown > 1 else 0.0
+        self.traffic.recorder.step = label = self._label(step)
         received = output = None
         for op in self.ops:
             if op is Op.RECEIVE:
@@ -135,7 +137,10 @@ class Engine:
             else:
                 self.link.send(output, step.overlap)
         self.micro_steps += 1
-        self.working.add(began, self.traffic.clock.now())
+        ended = self.traffic.clock.now()
+        self.working.add(began, ended)
+        self.traffic.recorder.add(WORK, label, began, ended)
+        self.traffic.recorder.step = OUTSIDE
         return Output(self.rank, step.seq, output) if Op.SEND not in self.ops and self.tensor.index == 0 else None
 
     def open_run(self, run: OpenRun) -> None:
@@ -151,6 +156,18 @@ class Engine:
         micro_steps, self.micro_steps = self.micro_steps, 0
         busy = self.working.take() - waited
         return RunStats(self.rank, run, micro_steps, busy, under_way, waited, bytes_sent, buffer_bytes, self._peak_bytes())
+
+    def begin_timeline(self) -> None:
+        """What is recorded from now on is the last run's. Sends of the one before are over, or would count from then."""
+        self.link.await_sends()
+        self.traffic.recorder.restart()
+
+    def timeline(self, run: int) -> Timeline:
+        return Timeline(self.rank, run, *self.traffic.recorder.read())
+
+    def _label(self, step: Step) -> StepLabel:
+        exact = not step.stale and step.tokens == self.conditionings[step.conditioning].stream.span
+        return step.seq, step.tokens.start, step.tokens.stop, int(exact)
 
     def _slow_down(self, began, waited: float) -> None:
         """Sleep as long as the slower device that this rank stands in for would still compute."""

@@ -255,6 +255,29 @@ class RunStats:
 
 
 @dataclass(frozen=True)
+class BeginTimeline:
+    """Client -> rank: a sampling run begins; forget the spans of the one before."""
+
+
+@dataclass(frozen=True)
+class ReadTimeline:
+    """Client -> rank: send the spans since the last BeginTimeline. `run`: a number that the reply repeats."""
+
+    run: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Rank -> client: `times` and `labels` as timeline.Recorder.read gives them; `lost`: older spans that were not kept."""
+
+    rank: int
+    run: int
+    times: torch.Tensor
+    labels: torch.Tensor
+    lost: int
+
+
+@dataclass(frozen=True)
 class Failure:
     """Rank -> client: the rank is about to end. `peer`: it failed in a transfer, so the cause may lie with another rank."""
 
@@ -277,6 +300,7 @@ _TYPES = {
         *(DropAdapters, Adapt, Rescale, AdaptersSent, Adapted),
         *(PutDecoder, Decode, Decoded),
         *(Step, Output, OpenRun, CloseRun, RunStats, Failure, Stop, Span),
+        *(BeginTimeline, ReadTimeline, Timeline),
     )
 }
 _DTYPES = {

@@ -99,6 +99,12 @@ class Registry:
                 wait_for(self._pool.ready, poll)
             return self._pool
 
+    def present(self) -> RemoteTransformer | None:
+        """The model that is on ranks now, if there is one and they work. Loads nothing and starts nothing."""
+        with self._lock:
+            working = self._pool is not None and self._pool.error is None
+            return self._model if working else None
+
     def close(self) -> None:
         """End the ranks and with them whatever they hold."""
         with self._lock:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from .timeline import TRANSFER, WAIT, Recorder
+
 
 class PeerError(RuntimeError):
     """A transfer failed: the other rank, or the link to it, is gone."""
@@ -73,6 +75,7 @@ class Traffic:
         self.clock = Clock(device)
         self.bytes_sent: Counter[str] = Counter()
         self.under_way, self.waited = Elapsed(self.clock), Elapsed(self.clock)
+        self.recorder = Recorder(self.clock.now if self.clock.on_stream else None)
 
     def start(self, operation: Callable[[], list[dist.Work] | dist.Work]) -> "Transfer":
         """`operation` starts the transfer. PeerError if it cannot even be started."""
@@ -95,6 +98,7 @@ class Transfer:
 
     def __init__(self, traffic: Traffic, works: list[dist.Work], started):
         self._traffic, self._works, self._started = traffic, works, started
+        self._step = traffic.recorder.step
 
     def wait(self) -> None:
         waiting = self._traffic.clock.now()
@@ -106,6 +110,8 @@ class Transfer:
         done = self._traffic.clock.now()
         self._traffic.under_way.add(self._started, done)
         self._traffic.waited.add(waiting, done)
+        self._traffic.recorder.add(TRANSFER, self._step, self._started, done)
+        self._traffic.recorder.add(WAIT, self._traffic.recorder.step, waiting, done)
 
 
 def staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:

@@ -82,6 +82,10 @@ class Worker:
                 self.channel.send(self._decode(message))
             case m.OpenRun():
                 self.engine.open_run(message)
+            case m.BeginTimeline():
+                self.engine.begin_timeline()
+            case m.ReadTimeline():
+                self.channel.send(self.engine.timeline(message.run))
             case m.Probe():
                 self._unload()
                 found = probe(

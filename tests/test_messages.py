@@ -62,6 +62,9 @@ MESSAGES = [
     m.Decoded(0, 0, None, True, {}),
     m.Failure(1, "loading", True, "OSError: ü", 'Traceback\n  File "a"'),
     m.Failure(1, "micro-step 12", False, "", ""),
+    m.BeginTimeline(),
+    m.ReadTimeline(9),
+    m.Timeline(1, 9, TENSORS["fp64"], TENSORS["int64"], 2**40),
     m.Stop(),
 ]
 

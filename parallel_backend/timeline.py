@@ -1,0 +1,76 @@
+"""What a rank did when: the spans of its micro-steps, transfers and waits since the last run began, in a bounded ring."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+WORK, TRANSFER, WAIT = range(3)
+"""Kinds of spans: a micro-step from its first to its last operation, waits included; a transfer from its start until it
+has been waited for; the rank standing still for one."""
+
+StepLabel = tuple[int, int, int, int]
+"""A micro-step's number, its tokens' start and stop, and 1 where it is whole and reads no old keys."""
+
+OUTSIDE: StepLabel = (0, 0, 0, 0)
+"""Between micro-steps."""
+
+
+class Recorder:
+    """Spans in the order of their ends, the newest KEPT of them.
+
+    Their times are seconds of `time.perf_counter`, which is one clock for all processes of a machine. On CUDA, where
+    `event` makes an event in the stream, points in time are such events, and are read in batches, long after they have
+    happened.
+    """
+
+    KEPT = 1 << 16
+    UNREAD = 4096
+
+    def __init__(self, event: Callable[[], "torch.cuda.Event"] | None):
+        self._event = event
+        self._spans: deque[tuple] = deque(maxlen=self.KEPT)
+        self._unread: list[tuple] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """A run begins: forget what was before it. On CUDA this waits for the stream, to know its time by the host's."""
+        self._spans.clear()
+        self._unread.clear()
+        self._recorded = 0
+        self.step = OUTSIDE
+        if self._event is not None:
+            self._anchor = self._event()
+            self._anchor.synchronize()
+            self._anchored = time.perf_counter()
+
+    def add(self, kind: int, step: StepLabel, start: Any, stop: Any) -> None:
+        """`step`: the micro-step in which the span began."""
+        self._recorded += 1
+        if self._event is None:
+            self._spans.append((kind, step, start, stop))
+            return
+        self._unread.append((kind, step, start, stop))
+        if len(self._unread) == self.UNREAD:
+            self._read_events()
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Starts and stops, float64 [n, 2]; kinds and StepLabels, int64 [n, 5]; how many older spans were not kept."""
+        self._read_events()
+        times = torch.tensor([span[2:] for span in self._spans], dtype=torch.float64).reshape(-1, 2)
+        labels = torch.tensor([(kind, *step) for kind, step, _, _ in self._spans], dtype=torch.int64).reshape(-1, 5)
+        return times, labels, self._recorded - len(self._spans)
+
+    def _read_events(self) -> None:
+        """Times by the last event that was read. CUDA gives differences in float32: small ones are exact enough."""
+        if not self._unread:
+            return
+        last = self._unread[-1][3]
+        last.synchronize()
+        for kind, step, start, stop in self._unread:
+            end = self._anchored + self._anchor.elapsed_time(stop) / 1000
+            self._spans.append((kind, step, end - start.elapsed_time(stop) / 1000, end))
+        self._anchor, self._anchored = last, self._spans[-1][3]
+        self._unread.clear()
