@@ -4,6 +4,7 @@ from .loader import ParallelDiTLoader
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
 from .tools import UnloadParallelDiT
+from .trace import ParallelTrace
 from .ulysses_config import UlyssesConfig
 from .vae import ParallelVAEDecode
 
@@ -16,6 +17,7 @@ NODE_CLASS_MAPPINGS = {
     "QuickstartDecode": QuickstartDecode,
     "UnloadParallelDiT": UnloadParallelDiT,
     "ParallelVAEDecode": ParallelVAEDecode,
+    "ParallelTrace": ParallelTrace,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",
@@ -26,4 +28,5 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "QuickstartDecode": "Quickstart Decode",
     "UnloadParallelDiT": "Unload Parallel DiT",
     "ParallelVAEDecode": "Parallel VAE Decode",
+    "ParallelTrace": "Parallel Trace",
 }

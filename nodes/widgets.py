@@ -7,3 +7,13 @@ MAX_DEGREE = 64
 def degree(tooltip: str) -> tuple[str, dict]:
     """An INT widget for a degree of parallelism."""
     return ("INT", {"default": 1, "min": 1, "max": MAX_DEGREE, "tooltip": tooltip})
+
+
+class AnyType(str):
+    """A type that every link fits: ComfyUI compares types by `!=` of their names."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+ANY = AnyType("*")

@@ -22,7 +22,7 @@ WIDTH = 1600
 LEFT, RIGHT, TOP, BOTTOM = 190, 216, 84, 62
 AXIS, GAP = 26, 46  # under a panel's lanes, and between the panels
 ROWS = ((64, 36, 8), (72, 42, 8))  # by panel: pixels of a rank's row, of its lane, of its lane of transfers
-ZOOM_STEPS, ZOOM_PIECES, ZOOM_SHARE = 40, 100, 0.6
+ZOOM_STEPS, ZOOM_PIECES, ZOOM_SHARE = 24, 60, 0.6
 
 Layer = tuple[np.ndarray, str]
 """Spans (trace.SPAN [n]) that do not overlap among themselves or with another layer's, and their colour."""
@@ -103,9 +103,7 @@ def draw(trace: Trace, width: int = WIDTH) -> np.ndarray:
 
 
 def _title(figure, trace: Trace, height: int) -> None:
-    figure.text(
-        24 / WIDTH, 1 - 30 / height, f"{trace.model}, {trace.degrees}", size=15, weight="bold", color=INK, va="center"
-    )
+    figure.text(24 / WIDTH, 1 - 30 / height, trace.title, size=15, weight="bold", color=INK, va="center")
     said = [f"{trace.seconds:.2f} s", f"{max(len(rank.work) for rank in trace.ranks)} micro-steps per rank"]
     if trace.hidden is not None:
         said.append(f"{100 * trace.hidden:.0f} % of the transfers' time hidden behind computing")
@@ -188,6 +186,8 @@ def _marks(axes, trace: Trace, rank: RankTrace, time: tuple[float, float], top: 
         parts = rank.computing[rank.computing["step"] == span["step"]]
         part = parts[np.argmax(parts["stop"] - parts["start"])]
         text = "exact" if band < 0 else str(band + 1)
+        if band >= 0 and len(trace.bands) == 1:
+            continue
         middle = (part["start"] + part["stop"]) / 2
         if part["stop"] - part["start"] > (12 + 8 * len(text)) * per_pixel and middle < time[1]:
             dark = band >= 0 and band < len(trace.bands) * 0.7

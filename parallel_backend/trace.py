@@ -86,6 +86,11 @@ class Trace:
     ranks: tuple[RankTrace, ...]
     zero: float
 
+    @property
+    def title(self) -> str:
+        mode = f" ({self.degrees.patch_mode})" if self.degrees.patch > 1 else ""
+        return f"{self.model}, {self.degrees}{mode}"
+
     @cached_property
     def seconds(self) -> float:
         """From the first span of any rank to the last."""
@@ -106,7 +111,7 @@ class Trace:
         return np.where(spans["exact"] == 1, -1, np.searchsorted(self.bands, spans["first"]))
 
     def __str__(self) -> str:
-        lines = [f"{self.model}, {self.degrees}: {self.seconds:.3f} s from the first micro-step to the last"]
+        lines = [f"{self.title}: {self.seconds:.3f} s from the first micro-step to the last"]
         if self.hidden is not None:
             lines.append(f"{100 * self.hidden:.0f} % of the transfers' time was hidden behind computing")
         for rank in self.ranks:
@@ -116,9 +121,7 @@ class Trace:
             hidden = "no transfers" if rank.hidden is None else f"{100 * rank.hidden:.0f} % of its transfers' time hidden"
             lines.append(f"rank {rank.rank} ({rank.device}): {len(rank.work)} micro-steps, {text}, {hidden}")
             if rank.lost:
-                lines.append(
-                    f"rank {rank.rank}: its first {rank.lost} spans were not kept, so its figures are about the rest"
-                )
+                lines.append(f"rank {rank.rank}: {rank.lost} earlier spans were not kept, so its figures are about the rest")
         return "\n".join(lines)
 
 

@@ -1,0 +1,68 @@
+"""What the ranks did in the last run, as a picture, in figures, and as a file for a trace viewer."""
+
+from pathlib import Path
+
+import folder_paths
+import torch
+
+from parallel_backend.registry import registry
+from parallel_backend.timeline_picture import draw
+from parallel_backend.trace import nothing_has_run, read_trace, write_chrome_trace
+
+from .remote_model import check_cancelled
+from .widgets import ANY, CATEGORY
+
+
+class ParallelTrace:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = ("IMAGE", "STRING")
+    RETURN_NAMES = ("IMAGE", "report")
+    FUNCTION = "trace"
+    OUTPUT_NODE = True
+    DESCRIPTION = (
+        "The last run's timeline: when each GPU computed, waited and had nothing to do, and the share of transfer time that "
+        "was hidden behind computing. Also saves it for chrome://tracing and Perfetto."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "width": (
+                    "INT",
+                    {"default": 1600, "min": 800, "max": 4800, "step": 100, "tooltip": "The picture's width in pixels."},
+                ),
+                "filename_prefix": (
+                    "STRING",
+                    {
+                        "default": "parallel_dit_trace",
+                        "tooltip": "Name of the trace file in ComfyUI's output folder, to which a number is added.",
+                    },
+                ),
+            },
+            "optional": {
+                "after": (
+                    ANY,
+                    {"tooltip": "Any output of the sampler or of a node behind it, so that this one runs after it."},
+                ),
+            },
+        }
+
+    @classmethod
+    def IS_CHANGED(cls, **_):
+        return float("nan")  # equal to nothing: each prompt may have run the ranks
+
+    def trace(self, width, filename_prefix, after=None):
+        from nodes import PreviewImage  # ComfyUI's nodes.py; this package is `.nodes` of the pack
+
+        model = registry().present()
+        if model is None:
+            raise nothing_has_run()
+        found = read_trace(model, check_cancelled)
+        image = torch.from_numpy(draw(found, width)).float().div(255).unsqueeze(0)
+        output = folder_paths.get_output_directory()
+        folder, name, number, *_ = folder_paths.get_save_image_path(filename_prefix, output, *image.shape[2:0:-1])
+        path = Path(folder) / f"{name}_{number:05}_.json"
+        write_chrome_trace(found, path)
+        report = f"{found}\n{path} opens in chrome://tracing and ui.perfetto.dev"
+        return {**PreviewImage().save_images(image), "result": (image, report)}
