@@ -1,0 +1,101 @@
+"""Parallel Trace in a running ComfyUI: behind a sampler, by itself, and where there is nothing to show yet."""
+
+import io
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from parallel_backend.timeline_picture import BANDED, EXACT, TRANSFERRING, rgb
+from scripts.comfyui_server import ComfyUIServer, Outcome
+from tests.comfyui.test_server import SAMPLER, small, workflow
+
+pytestmark = pytest.mark.comfyui
+
+TRACE, SHOWN = "40", "41"
+
+
+@pytest.fixture(scope="module")
+def fresh(comfyui, tmp_path_factory):
+    """A ComfyUI of its own, on whose ranks nothing has run."""
+    code = "import importlib.util; print(importlib.util.find_spec('matplotlib') is None)"
+    if subprocess.run([comfyui.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "True":
+        pytest.skip(f"{comfyui.python} lacks matplotlib, which the pack needs")
+    with ComfyUIServer(comfyui.checkout, tmp_path_factory.mktemp("trace"), comfyui.python) as server:
+        yield server
+
+
+def nodes(**inputs: Any) -> dict[str, Any]:
+    """Parallel Trace, and a node that shows its report."""
+    given = {"width": 1200, "filename_prefix": "traces/of_this_test", **inputs}
+    return {
+        TRACE: {"class_type": "ParallelTrace", "inputs": given},
+        SHOWN: {"class_type": "PreviewAny", "inputs": {"source": [TRACE, 1]}},
+    }
+
+
+def shown(server: ComfyUIServer, outcome: Outcome) -> tuple[np.ndarray, str, dict[str, Any]]:
+    """The picture on the node, the report, and the trace file."""
+    assert outcome.status == "success", outcome.error
+    (file,) = outcome.outputs[TRACE]["images"]
+    image = Image.open(io.BytesIO(server.get("/view", **file)))
+    (report,) = outcome.outputs[SHOWN]["text"]
+    path = Path(re.search(r"^(.*\.json) opens in", report, re.MULTILINE)[1])
+    assert path.parent == server.base / "output" / "traces"
+    return np.asarray(image.convert("RGB")), report, json.loads(path.read_text())
+
+
+def steps(trace: dict[str, Any]) -> list[int]:
+    """Micro-steps by rank."""
+    found = [event["pid"] for event in trace["traceEvents"] if event.get("cat") == "compute"]
+    return [found.count(rank) for rank in sorted(set(found))]
+
+
+def test_before_any_sampler_it_says_what_to_do(fresh):
+    outcome = fresh.run(nodes())
+    assert outcome.status == "error"
+    assert "ParallelTrace: after: nothing has run on Parallel DiT's ranks yet" in outcome.error
+
+
+def test_it_shows_the_run_before_it_and_then_the_next_one(fresh):
+    prompt = workflow(seed=51, num_pipeline_patch=2, width=128, height=128, steps=6) | nodes(after=[SAMPLER, 0])
+    picture, report, trace = shown(fresh, fresh.run(prompt))
+    assert picture.shape[1] == 1200
+    for colour in (EXACT, BANDED, TRANSFERRING):
+        assert (picture == rgb(colour)).all(-1).sum() > 50, colour
+    assert "quickstart-digits, pipefusion_degree 2: " in report
+    assert "hidden behind computing" in report
+    # An exact call takes the positive and the negative prompt one by one, a band both at once.
+    assert steps(trace) == [2 + 5 * 2] * 2
+
+    _, again, same = shown(fresh, fresh.run(prompt))
+    assert again.splitlines()[:-1] == report.splitlines()[:-1]  # the sampler was not run again, so it was still the last
+    assert again.splitlines()[-1] != report.splitlines()[-1]
+    assert same == trace
+
+    _, alone, same = shown(fresh, fresh.run(nodes()))
+    assert alone.splitlines()[:-1] == report.splitlines()[:-1]
+    assert same == trace
+
+    prompt[SAMPLER]["inputs"] |= {"seed": 52, "steps": 3}
+    assert steps(shown(fresh, fresh.run(prompt))[2]) == [2 + 2 * 2] * 2
+
+
+def test_plain_ksampler(fresh):
+    """Without PipeFusion: runs are told apart all the same."""
+    for count in (4, 2):
+        prompt = small("native_ksampler", seed=60 + count, steps=count) | nodes(after=["6", 0])
+        prompt["6"]["inputs"]["model"] = ["1", 0]
+        del prompt["5"]
+        assert steps(shown(fresh, fresh.run(prompt))[2]) == [2 * count] * 2
+
+
+def test_trace_file_elsewhere_is_refused(fresh):
+    outcome = fresh.run(nodes(filename_prefix="../../elsewhere"))
+    assert outcome.status == "error"
+    assert "outside the output folder" in outcome.error
