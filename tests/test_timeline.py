@@ -174,7 +174,7 @@ def test_a_registry_that_has_loaded_nothing_starts_nothing():
 
 
 class Short(Recorder):
-    KEPT, UNREAD = 8, 3
+    KEPT, UNREAD, BATCH = 8, 4, 2
 
 
 def test_the_ring_keeps_the_newest_and_counts_the_others():
@@ -195,18 +195,20 @@ def test_the_ring_keeps_the_newest_and_counts_the_others():
 
 
 class Event:
-    """A CUDA event on a stream whose time is `clock`, in milliseconds. Like a real one it only tells differences."""
+    """A CUDA event on a stream whose time is `clock`, in milliseconds. Like a real one it only tells differences, and
+    only of what the host knows to be over, which is what it waited for last, and all before it."""
 
     clock = 0.0
-    read_too_early = 0
+    over = 0.0
 
     def __init__(self):
-        self._at, self._reached = Event.clock, False
+        self._at = Event.clock
 
     def synchronize(self) -> None:
-        self._reached = True
+        Event.over = max(Event.over, self._at)
 
     def elapsed_time(self, stop: "Event") -> float:
+        assert max(self._at, stop._at) <= Event.over
         return float(np.float32(stop._at - self._at))
 
 
@@ -224,7 +226,8 @@ def test_stream_times_become_the_hosts(monkeypatch):
         recorder.add(WAIT, OUTSIDE, start, stop)
         end = 100.0 + (Event.clock - 3_600_000.0) / 1000
         expected.append((end - 1000.00001, end))
-        assert len(recorder._unread) == (number + 1) % Short.UNREAD  # events are not kept for ever
+        assert len(recorder._unread) == [1, 2, 3, 4, 5, 4, 5][number]  # events are not kept for ever
+        assert Event.over <= stop._at - 4 * 1_000_000.0 or number < 5  # and the host waits for old ones only
     assert recorder.read()[0].tolist() == [pytest.approx(pair, abs=1e-4) for pair in expected]
     recorder.restart()
     start = Event()
