@@ -132,12 +132,12 @@ def _panel(figure, trace: Trace, time: tuple[float, float], top: int, panel: int
     axes.set(xlim=time, ylim=(panel, 0), yticks=[])
     unit, factor = ("ms", 1000) if time[1] < 2 else ("s", 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value * factor:g} {unit}" if value else f"0 {unit}")
-    axes.tick_params(axis="x", labelsize=10, colors=PALE, length=4)
+    axes.tick_params(axis="x", labelsize=11, colors=PALE, length=4)
     for side in ("top", "left", "right"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#BBBBBB")
     if zoomed:
-        axes.set_title("the first steps", size=11, color=PALE, loc="left", pad=7)
+        axes.set_title("the first steps", size=12, color=PALE, loc="left", pad=7)
     return axes
 
 
@@ -157,19 +157,20 @@ def _name(axes, trace: Trace, rank: RankTrace, top: int, row: int, figures: bool
     at = axes.get_yaxis_transform()  # x in parts of the panel, y in its pixels
     wide = WIDTH - LEFT - RIGHT
     left = (24 - LEFT) / wide
-    where = ", ".join(filter(None, (rank.device, rank.place.replace(" of ", "/"))))
-    lines = textwrap.wrap(where, 25)[:2]
-    axes.text(left, top + 15, f"rank {rank.rank}", transform=at, size=12, weight="bold", color=INK, va="center")
+    # No line ends between an axis and its number. All of it is in the trace's text, should two lines not do.
+    where = rank.where.replace(" of ", "/").replace(" ", "\u00a0").replace(",\u00a0", ", ")
+    lines = textwrap.wrap(where, 22)[:2]
+    axes.text(left, top + 15, f"rank {rank.rank}", transform=at, size=13, weight="bold", color=INK, va="center")
     for index, line in enumerate(lines):
-        axes.text(left, top + 32 + 15 * index, line, transform=at, size=9, color=PALE, va="center")
+        axes.text(left, top + 32 + 15 * index, line, transform=at, size=10, color=PALE, va="center")
     if not figures:
         return
     computing, waiting = (
         float((spans["stop"] - spans["start"]).sum()) / trace.seconds for spans in (rank.computing, rank.waits)
     )
-    said = [(f"computing {100 * computing:.0f} %", INK, 11)]
-    said.append((f"waiting {100 * waiting:.0f} %, idle {100 * max(0.0, 1 - computing - waiting):.0f} %", PALE, 9))
-    said.append(("no transfers" if rank.hidden is None else f"{100 * rank.hidden:.0f} % of transfers hidden", PALE, 9))
+    said = [(f"computing {100 * computing:.0f} %", INK, 12)]
+    said.append((f"waiting {100 * waiting:.0f} %, idle {100 * max(0.0, 1 - computing - waiting):.0f} %", PALE, 10))
+    said.append(("no transfers" if rank.hidden is None else f"{100 * rank.hidden:.0f} % of transfers hidden", PALE, 10))
     for index, (text, colour, size) in enumerate(said):
         axes.text(1 + 14 / wide, top + 14 + 17 * index, text, transform=at, size=size, color=colour, va="center")
 
@@ -224,7 +225,7 @@ def _legend(figure, trace: Trace, height: int) -> None:
         bbox_to_anchor=(16 / WIDTH, 6 / height),
         ncols=len(handles),
         frameon=False,
-        fontsize=11,
+        fontsize=12,
         labelcolor=INK,
         handlelength=1.2,
         handleheight=1.0,

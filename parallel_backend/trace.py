@@ -46,6 +46,10 @@ class RankTrace:
     spans: np.ndarray
     lost: int
 
+    @property
+    def where(self) -> str:
+        return ", ".join(filter(None, (self.device, self.place)))
+
     @cached_property
     def work(self) -> np.ndarray:
         return self.spans[self.spans["kind"] == WORK]
@@ -119,7 +123,7 @@ class Trace:
             parts = {"computing": computing, "waiting": waiting, "idle": self.seconds - computing - waiting}
             text = ", ".join(f"{name} {part:.3f} s ({100 * part / self.seconds:.0f} %)" for name, part in parts.items())
             hidden = "no transfers" if rank.hidden is None else f"{100 * rank.hidden:.0f} % of its transfers' time hidden"
-            lines.append(f"rank {rank.rank} ({rank.device}): {len(rank.work)} micro-steps, {text}, {hidden}")
+            lines.append(f"rank {rank.rank} ({rank.where}): {len(rank.work)} micro-steps, {text}, {hidden}")
             if rank.lost:
                 lines.append(f"rank {rank.rank}: {rank.lost} earlier spans were not kept, so its figures are about the rest")
         return "\n".join(lines)
@@ -182,7 +186,7 @@ def chrome_events(trace: Trace) -> list[dict[str, Any]]:
     first = min((int(rank.work["step"].min()) for rank in trace.ranks if len(rank.work)), default=0)
     for rank in trace.ranks:
         number = rank.rank
-        name("process_name", number, 0, ", ".join(filter(None, (f"rank {number} ({rank.device})", rank.place))))
+        name("process_name", number, 0, f"rank {number} ({rank.where})")
         events.append({"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}})
         name("thread_name", number, 0, "micro-steps")
         taken = lanes(rank.transfers)
