@@ -213,22 +213,21 @@ class Event:
 
 
 def test_stream_times_become_the_hosts(monkeypatch):
-    """After hours on the stream's clock a float32 of milliseconds is a tenth of one apart from the next."""
+    """After an hour float32 knows a quarter of a millisecond only: so times are made of short differences."""
     ticks = count(100.0, 50.0)
     monkeypatch.setattr("parallel_backend.timeline.time.perf_counter", lambda: next(ticks))
-    Event.clock = 3_600_000.0
-    recorder = Short(Event)  # the host's 100 s are the stream's hour
+    first = Event.clock = 7_200_000.0
+    recorder = Short(Event)  # the host's 100 s are two hours on the stream
     expected = []
-    for number in range(7):
+    for number in range(4000):
         start = Event()
-        Event.clock += 1_000_000.01
-        stop = Event()
-        recorder.add(WAIT, OUTSIDE, start, stop)
-        end = 100.0 + (Event.clock - 3_600_000.0) / 1000
-        expected.append((end - 1000.00001, end))
-        assert len(recorder._unread) == [1, 2, 3, 4, 5, 4, 5][number]  # events are not kept for ever
-        assert Event.over <= stop._at - 4 * 1_000_000.0 or number < 5  # and the host waits for old ones only
-    assert recorder.read()[0].tolist() == [pytest.approx(pair, abs=1e-4) for pair in expected]
+        Event.clock += 1000.125
+        recorder.add(WAIT, OUTSIDE, start, Event())
+        end = 100.0 + (Event.clock - first) / 1000
+        expected.append((end - 1.000125, end))
+        assert len(recorder._unread) == (number + 1 if number < 4 else 5 - number % 2)  # events are not kept for ever
+        assert Event.over <= max(first, Event.clock - 4 * 1000.125)  # and the host waits for old ones only
+    assert recorder.read()[0].tolist() == [pytest.approx(pair, abs=1e-6) for pair in expected[-Short.KEPT :]]
     recorder.restart()
     start = Event()
     Event.clock += 2.0
