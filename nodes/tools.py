@@ -2,17 +2,7 @@
 
 from parallel_backend.registry import registry
 
-from .widgets import CATEGORY
-
-
-class AnyType(str):
-    """Fits every type: ComfyUI compares the types of a link by `!=`. Older versions know no other way to say so."""
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-
-ANY = AnyType("*")
+from .widgets import ANY, CATEGORY
 
 
 class UnloadParallelDiT:
