@@ -15,7 +15,8 @@ from ..traffic import Traffic
 from .halo import start_halo
 
 STATISTICS_PIECES = 8
-"""GroupNorm's statistics widen an activation to float32 piece by piece: whole, it would be the decoder's largest tensor."""
+"""GroupNorm's statistics take an activation's deviations, in float32, piece by piece: whole, they would be the decoder's
+largest tensor."""
 
 
 @dataclass
@@ -105,7 +106,9 @@ class BandedGroupNorm(nn.GroupNorm):
 
 def statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, C, ...] -> mean and variance of each group of channels, [B x groups] float32 each."""
-    flat = x.reshape(len(x) * groups, -1)
-    pieces = flat.split(-(-len(flat) // STATISTICS_PIECES))
-    found = [torch.var_mean(piece.float(), dim=1, correction=0) for piece in pieces]
-    return torch.cat([mean for _, mean in found]), torch.cat([variance for variance, _ in found])
+    flat, means, variances = x.reshape(len(x) * groups, -1), [], []
+    for piece in flat.split(-(-len(flat) // STATISTICS_PIECES)):
+        mean = piece.mean(dim=1, keepdim=True, dtype=torch.float32)
+        means.append(mean[:, 0])
+        variances.append((piece - mean).square_().mean(dim=1))  # torch.var_mean is ten times as slow on a CPU
+    return torch.cat(means), torch.cat(variances)
