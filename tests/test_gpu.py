@@ -26,7 +26,8 @@ from parallel_backend.messages import RunStats, Unload, Unloaded
 from parallel_backend.packings import BLOCKS, FP8_KINDS, Blocks, Fp8
 from parallel_backend.pool import Pool, RankError
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
-from tests import tiny
+from parallel_backend.vae.remote import RemoteDecoder, TooLittleMemory
+from tests import test_vae, tiny
 from tests.families import all_cases
 from tests.test_failures import LIMIT, After, many_steps, wait_until_gone
 from tests.test_formats import encode
@@ -403,3 +404,16 @@ def test_every_family_equals_diffusers_on_the_cpu(ranks, case, tmp_path, measure
         error = tiny.relative(remote.predict(*given, lambda: None), case.reference(model, *given))
     measured(f"relative difference between a GPU and the CPU, {case.name}", error)
     assert error <= 1e-3
+
+
+@pytest.mark.parametrize("devices", PAIRS)
+def test_a_vae_in_bands_equals_the_whole_on_a_cpu(ranks, devices):
+    vae, x = test_vae.autoencoder(), test_vae.latent(1, 4, 13, 9)
+    decoder = RemoteDecoder(ranks(devices), "vae", lambda: test_vae.weights(vae))
+    assert test_vae.largest(decoder.decode(x, lambda: None), test_vae.whole(vae, x)) <= TOLERANCE
+    with pytest.raises(TooLittleMemory):
+        decoder.decode(x, lambda: None, bytes_needed=torch.cuda.get_device_properties(0).total_memory + 1)
+    half = {name: tensor.bfloat16() for name, tensor in test_vae.weights(vae).items()}
+    found = RemoteDecoder(ranks(devices), "bf16", lambda: half).decode(x, lambda: None)
+    assert found.dtype == torch.bfloat16
+    assert test_vae.largest(found, test_vae.whole(vae, x)) <= 0.05
