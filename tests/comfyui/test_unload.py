@@ -182,7 +182,7 @@ def test_loading_shows_a_bar_and_words_on_the_node_that_waits(server, large):
     assert [data["max"] for data in bars[len(loading) :]] == [2] * (len(bars) - len(loading))  # then the sampler's own
     texts = [text for node, text in events.texts if node == SAMPLER]
     assert any(text.startswith("Parallel DiT: loading, ") for text in texts)
-    assert texts[-1] == "Parallel DiT: 0.3 GB of weights on 2 ranks"
+    assert "Parallel DiT: 0.3 GB of weights on 2 ranks" in texts
 
 
 @pytest.mark.parametrize(("phase", "ranks", "least"), [("starting", 3, 0), ("loading", 2, 1)])
