@@ -59,9 +59,18 @@ class Outcome:
 class ComfyUIServer:
     """Use as a context manager: the server is ready inside it, and stopped, ranks included, after it."""
 
-    def __init__(self, checkout: Path, base: Path, python: Path | None = None, arguments: tuple[str, ...] = ("--cpu",)):
+    def __init__(
+        self,
+        checkout: Path,
+        base: Path,
+        python: Path | None = None,
+        arguments: tuple[str, ...] = ("--cpu",),
+        packs: tuple[Path, ...] = (),
+    ):
+        """`packs`: folders of further custom node packs."""
         self.checkout, self.base, self.python = Path(checkout), Path(base), python or find_python(Path(checkout))
         self.arguments = arguments
+        self.packs = {PACK_FOLDER: PACK} | {pack.name: pack for pack in packs}
         self.log = self.base / "comfyui.log"
         self.process: subprocess.Popen | None = None
         self.port = 0
@@ -82,15 +91,16 @@ class ComfyUIServer:
         packs = self.base / "custom_nodes"
         for folder in (packs, self.base / "models" / "diffusion_models", self.base / "input"):
             folder.mkdir(parents=True, exist_ok=True)
-        if not (packs / PACK_FOLDER).exists():
-            (packs / PACK_FOLDER).symlink_to(PACK, target_is_directory=True)
+        for name, folder in self.packs.items():
+            if not (packs / name).exists():
+                (packs / name).symlink_to(folder, target_is_directory=True)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         command = [
             *(self.python, "main.py", "--listen", "127.0.0.1", "--port", str(self.port)),
             *("--base-directory", self.base, "--database-url", "sqlite:///:memory:", "--disable-api-nodes"),
-            *("--disable-all-custom-nodes", "--whitelist-custom-nodes", PACK_FOLDER, *self.arguments),
+            *("--disable-all-custom-nodes", "--whitelist-custom-nodes", *self.packs, *self.arguments),
         ]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

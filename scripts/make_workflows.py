@@ -5,228 +5,366 @@ committed files with what this script writes.
 """
 
 import json
-import uuid
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.workflow_form import NOTE, Graph, Group, Link, Node, Unconnected, api_form, ui_form  # noqa: E402
+
+WORKFLOWS = ROOT / "workflows"
+MODEL, CONDITIONING, LATENT = ((kind, kind) for kind in ("MODEL", "CONDITIONING", "LATENT"))
+PIPEFUSION = {"num_pipeline_patch": 0, "warmup_steps": 1, "overlap": True, "extrapolate": True}
 
 
-@dataclass(frozen=True)
-class Link:
-    """An input that comes from output `slot` of another node."""
-
-    node: "Node"
-    slot: int
-
-
-@dataclass(frozen=True)
-class Unconnected:
-    """An optional input that is left open."""
-
-    type: str
-
-
-@dataclass(frozen=True, eq=False)
-class Node:
-    """`inputs`: in the node's own order, a Link, an Unconnected, or a widget's value. `outputs`: (name, type).
-
-    Notes have no outputs and no API form.
-    """
-
-    type: str
-    position: tuple[int, int]
-    size: tuple[int, int]
-    inputs: dict[str, Any] = field(default_factory=dict)
-    outputs: tuple[tuple[str, str], ...] = ()
-    title: str | None = None
-
-    def __getitem__(self, output: str) -> Link:
-        return Link(self, [name for name, _ in self.outputs].index(output))
-
-
-def ui_form(name: str, nodes: list[Node]) -> dict[str, Any]:
-    """The graph as ComfyUI's editor stores it (litegraph 0.4)."""
-    links: list[list[Any]] = []
-    placed = [_ui_node(node, nodes, links) for node in nodes]
-    for link_id, source, slot, *_ in links:
-        placed[source - 1]["outputs"][slot]["links"].append(link_id)
-    return {
-        "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"parallel-dit/workflows/{name}")),
-        "revision": 0,
-        "last_node_id": len(nodes),
-        "last_link_id": len(links),
-        "nodes": placed,
-        "links": links,
-        "groups": [],
-        "config": {},
-        "extra": {"ds": {"scale": 0.8, "offset": [40, 80]}},
-        "version": 0.4,
+def _loader(model_name: str, config: Node | None = None, **widgets: Any) -> Node:
+    inputs = {
+        "model_name": model_name,
+        "weight_dtype": "default",
+        "pipefusion_degree": 1,
+        "tensor_parallel_degree": 1,
+        "split_batch_degree": 1,
+        "devices": "auto",
+        "parallel_config": config["parallel_config"] if config else Unconnected("PARALLEL_CONFIG"),
+        "stage_split": "auto",
     }
+    return Node("ParallelDiTLoader", (320, 206), inputs | widgets, (MODEL,))
 
 
-def _ui_node(node: Node, nodes: list[Node], links: list[list[Any]]) -> dict[str, Any]:
-    node_id, sockets, widgets = nodes.index(node) + 1, [], []
-    for name, value in node.inputs.items():
-        if isinstance(value, Link):
-            kind = value.node.outputs[value.slot][1]
-            links.append([len(links) + 1, nodes.index(value.node) + 1, value.slot, node_id, len(sockets), kind])
-            # PreviewAny's input takes any type.
-            sockets.append({"name": name, "type": "*" if name == "source" else kind, "link": len(links)})
-        elif isinstance(value, Unconnected):
-            sockets.append({"name": name, "type": value.type, "shape": 7, "link": None})
-        else:
-            widgets.append(value)
-            if name == "seed":  # the editor adds its control_after_generate widget behind every seed
-                widgets.append("fixed")
-    entry = {
-        "id": node_id,
-        "type": node.type,
-        "pos": list(node.position),
-        "size": list(node.size),
-        "flags": {},
-        "order": node_id - 1,
-        "mode": 0,
-        "inputs": sockets,
-        "outputs": [{"name": name, "type": kind, "links": []} for name, kind in node.outputs],
-        "properties": {"Node name for S&R": node.type},
-        "widgets_values": widgets,
-    }
-    if node.title:
-        entry["title"] = node.title
-    return entry
-
-
-def api_form(nodes: list[Node]) -> dict[str, Any]:
-    """The graph as POST /prompt takes it."""
-    prompt = {}
-    for index, node in enumerate(nodes, 1):
-        if node.type == "MarkdownNote":
-            continue
-        inputs = {
-            name: [str(nodes.index(value.node) + 1), value.slot] if isinstance(value, Link) else value
-            for name, value in node.inputs.items()
-            if not isinstance(value, Unconnected)
-        }
-        prompt[str(index)] = {"class_type": node.type, "inputs": inputs}
-    return prompt
-
-
-def _note(position: tuple[int, int], size: tuple[int, int], text: str) -> Node:
-    return Node("MarkdownNote", position, size, {"text": text}, title="What to turn")
-
-
-def _loader() -> Node:
-    return Node(
-        "ParallelDiTLoader",
-        (0, 0),
-        (320, 190),
-        {
-            "model_name": "quickstart-digits (bundled)",
-            "weight_dtype": "default",
-            "pipefusion_degree": 2,
-            "tensor_parallel_degree": 1,
-            "split_batch_degree": 1,
-            "devices": "cpu,cpu",
-            "parallel_config": Unconnected("PARALLEL_CONFIG"),
-        },
-        (("MODEL", "MODEL"),),
-    )
-
-
-def _prompt(text: str, y: int, title: str) -> Node:
-    return Node("QuickstartPrompt", (0, y), (320, 70), {"text": text}, (("CONDITIONING", "CONDITIONING"),), title)
-
-
-def _latent() -> Node:
-    sizes = {"width": 256, "height": 256, "batch_size": 1}
-    return Node("EmptySD3LatentImage", (0, 540), (320, 110), sizes, (("LATENT", "LATENT"),))
-
-
-def _sampler_widgets(model: Link, positive: Node, negative: Node, latent: Node) -> dict[str, Any]:
-    return {
+def _sampling(model: Link, positive: Link, negative: Link, latent: Node, **widgets: Any) -> dict[str, Any]:
+    """KSampler's inputs, which PipeFusion Sampler has too."""
+    inputs = {
         "model": model,
         "seed": 42,
         "steps": 20,
         "cfg": 3.0,
         "sampler_name": "euler",
         "scheduler": "simple",
-        "positive": positive["CONDITIONING"],
-        "negative": negative["CONDITIONING"],
+        "positive": positive,
+        "negative": negative,
         "latent_image": latent["LATENT"],
         "denoise": 1.0,
     }
+    return inputs | widgets
 
 
-PIPEFUSION = {"num_pipeline_patch": 0, "warmup_steps": 1, "overlap": True, "extrapolate": True}
+def _pipefusion_sampler(inputs: dict[str, Any], **settings: Any) -> Node:
+    outputs = (LATENT, ("report", "STRING"))
+    return Node("PipeFusionSampler", (320, 366), inputs | PIPEFUSION | settings, outputs)
 
-DEVICES_NOTE = """\
+
+def _apply_pipefusion(model: Link) -> Node:
+    return Node("ApplyPipeFusion", (320, 130), {"model": model} | PIPEFUSION, (MODEL,))
+
+
+def _ksampler(inputs: dict[str, Any]) -> Node:
+    return Node("KSampler", (320, 262), inputs, (LATENT,))
+
+
+def _report(sampler: Node, width: int) -> Node:
+    return Node("PreviewAny", (width, 200), {"source": sampler["report"]}, (), "What the ranks did")
+
+
+def _latent(width: int, height: int, batch_size: int = 1, node: str = "EmptySD3LatentImage") -> Node:
+    return Node(node, (320, 106), {"width": width, "height": height, "batch_size": batch_size}, (LATENT,))
+
+
+def _note(title: str, size: tuple[int, int], text: str) -> Group:
+    return Group(None, (Node(NOTE, size, {"text": text}, title=title),))
+
+
+# The bundled model.
+
+
+def _digits(text: str, which: str) -> Node:
+    return Node("QuickstartPrompt", (320, 58), {"text": text}, (CONDITIONING,), f"Quickstart Prompt ({which})")
+
+
+def _digits_picture(samples: Node, height: int) -> tuple[Node, Node]:
+    decode = Node("QuickstartDecode", (340, 26), {"samples": samples["LATENT"]}, (("IMAGE", "IMAGE"),))
+    save = Node("SaveImage", (340, height), {"images": decode["IMAGE"], "filename_prefix": "parallel-dit"}, ())
+    return decode, save
+
+
+BUNDLED_NOTE = """\
 Runs on any machine, with no file to download: the bundled model is tiny, so `devices` is `cpu,cpu`, two processes on \
 the CPU that hold half of the model each.
 
 - **Your own GPUs**: set `devices` to `auto` and `pipefusion_degree` to the number of GPUs. The product of all degrees \
 is the number of devices.
-- **Your own model**: pick it in `model_name`, and replace the Quickstart nodes by the model's CLIP, VAE and empty \
-latent.
+- **Your own model**: open this pack's template of its family, such as flux_schnell_pipefusion.
 - **Prompt**: up to four digits, `_` for an empty cell.
 """
 
 
-def quickstart() -> list[Node]:
+def quickstart() -> Graph:
     """Bundled model, PipeFusion Sampler, and its report as text."""
-    loader, latent = _loader(), _latent()
-    positive = _prompt("3 1 4 1", 260, "Quickstart Prompt (positive)")
-    negative = _prompt("", 400, "Quickstart Prompt (negative)")
-    sampler = Node(
-        "PipeFusionSampler",
-        (400, 0),
-        (320, 365),
-        _sampler_widgets(loader["MODEL"], positive, negative, latent) | PIPEFUSION,
-        (("LATENT", "LATENT"), ("report", "STRING")),
-    )
-    decode = Node("QuickstartDecode", (800, 0), (300, 40), {"samples": sampler["LATENT"]}, (("IMAGE", "IMAGE"),))
-    save = Node("SaveImage", (1180, 0), (300, 365), {"images": decode["IMAGE"], "filename_prefix": "parallel-dit"}, ())
-    report = Node("PreviewAny", (800, 430), (680, 220), {"source": sampler["report"]}, (), "What the ranks did")
-    text = DEVICES_NOTE + (
+    loader = _loader("quickstart-digits (bundled)", pipefusion_degree=2, devices="cpu,cpu")
+    positive, negative, latent = _digits("3 1 4 1", "positive"), _digits("", "negative"), _latent(256, 256)
+    inputs = _sampling(loader["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent)
+    sampler = _pipefusion_sampler(inputs)
+    decode, save = _digits_picture(sampler, 400)
+    text = BUNDLED_NOTE + (
         "- **`warmup_steps`**: as many as `steps` makes every step exact, to compare the pictures.\n"
         "- **`num_pipeline_patch`**: bands that the latent is cut into; 0 chooses.\n"
     )
-    return [loader, positive, negative, latent, sampler, decode, save, report, _note((400, 430), (320, 220), text)]
-
-
-def native_ksampler() -> list[Node]:
-    """The same through Apply PipeFusion and ComfyUI's own KSampler."""
-    loader, latent = _loader(), _latent()
-    positive = _prompt("3 1 4 1", 260, "Quickstart Prompt (positive)")
-    negative = _prompt("", 400, "Quickstart Prompt (negative)")
-    apply = Node("ApplyPipeFusion", (400, 0), (300, 135), {"model": loader["MODEL"]} | PIPEFUSION, (("MODEL", "MODEL"),))
-    sampler = Node(
-        "KSampler",
-        (780, 0),
-        (320, 270),
-        _sampler_widgets(apply["MODEL"], positive, negative, latent),
-        (("LATENT", "LATENT"),),
+    return Graph(
+        (
+            (Group("Model, on two processes", (loader,)), Group("Prompt and size", (positive, negative, latent))),
+            (Group("Sampling", (sampler, _report(sampler, 460))),),
+            (Group("Picture", (decode, save)),),
+            (_note("What to turn", (320, 400), text),),
+        )
     )
-    decode = Node("QuickstartDecode", (1180, 0), (240, 40), {"samples": sampler["LATENT"]}, (("IMAGE", "IMAGE"),))
-    save = Node("SaveImage", (1500, 0), (300, 340), {"images": decode["IMAGE"], "filename_prefix": "parallel-dit"}, ())
-    text = DEVICES_NOTE + (
+
+
+def native_ksampler() -> Graph:
+    """The same through Apply PipeFusion and ComfyUI's own KSampler."""
+    loader = _loader("quickstart-digits (bundled)", pipefusion_degree=2, devices="cpu,cpu")
+    positive, negative, latent = _digits("3 1 4 1", "positive"), _digits("", "negative"), _latent(256, 256)
+    apply = _apply_pipefusion(loader["MODEL"])
+    inputs = _sampling(apply["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent)
+    sampler = _ksampler(inputs)
+    text = BUNDLED_NOTE + (
         "- **Apply PipeFusion** may be followed by any sampler, guider or scheduler of ComfyUI; bypassed, every step is "
         "exact.\n"
     )
-    return [loader, positive, negative, latent, apply, sampler, decode, save, _note((780, 430), (640, 220), text)]
+    return Graph(
+        (
+            (Group("Model, on two processes", (loader,)), Group("Prompt and size", (positive, negative, latent))),
+            (Group("Sampling, by ComfyUI's own KSampler", (apply, sampler)),),
+            (Group("Picture", _digits_picture(sampler, 400)),),
+            (_note("What to turn", (320, 400), text),),
+        )
+    )
 
 
-GRAPHS: dict[str, Callable[[], list[Node]]] = {"quickstart": quickstart, "native_ksampler": native_ksampler}
+# Models whose files users bring: ComfyUI's own nodes for text and picture.
+
+
+def _dual_clip(first: str, second: str) -> Node:
+    widgets = {"clip_name1": first, "clip_name2": second, "type": "flux", "device": "default"}
+    return Node("DualCLIPLoader", (320, 130), widgets, (("CLIP", "CLIP"),))
+
+
+def _vae(name: str) -> Node:
+    return Node("VAELoader", (320, 58), {"vae_name": name}, (("VAE", "VAE"),))
+
+
+def _text(clip: Node, text: str, title: str = "Prompt", height: int = 150) -> Node:
+    return Node("CLIPTextEncode", (320, height), {"text": text, "clip": clip["CLIP"]}, (CONDITIONING,), title)
+
+
+def _picture(samples: Link, vae: Node, prefix: str, size: int = 440) -> tuple[Node, Node]:
+    decode = Node("VAEDecode", (size, 46), {"samples": samples, "vae": vae["VAE"]}, (("IMAGE", "IMAGE"),))
+    save = Node("SaveImage", (size, size + 60), {"images": decode["IMAGE"], "filename_prefix": prefix}, ())
+    return decode, save
+
+
+FLUX_FILES = """\
+Needs **your own files**, by these names or picked in the loaders:
+- `models/diffusion_models/{model}`
+- `models/text_encoders/clip_l.safetensors`
+- `models/text_encoders/t5xxl_fp8_e4m3fn.safetensors`
+- `models/vae/ae.safetensors`
+
+"""
+
+
+def flux_schnell_pipefusion() -> Graph:
+    """FLUX.1 schnell on two GPUs that hold half of it each, by PipeFusion Sampler."""
+    loader = _loader("flux1-schnell.safetensors", pipefusion_degree=2)
+    clip, vae = _dual_clip("clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors"), _vae("ae.safetensors")
+    prompt = _text(clip, "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph")
+    nothing = Node("ConditioningZeroOut", (320, 26), {"conditioning": prompt["CONDITIONING"]}, (CONDITIONING,))
+    latent = _latent(1024, 1024)
+    inputs = _sampling(loader["MODEL"], prompt["CONDITIONING"], nothing["CONDITIONING"], latent, steps=4, cfg=1.0)
+    sampler = _pipefusion_sampler(inputs, num_pipeline_patch=2)
+    text = FLUX_FILES.format(model="flux1-schnell.safetensors") + (
+        "Made for **2 GPUs** without NVLink, 16 GB each: each holds half of the 24 GB model.\n"
+        "- **4 GPUs**: `pipefusion_degree` 4. With four steps the pipeline is filled and emptied often, so it is for "
+        "cards that hold no half of the model.\n"
+        "- **2 GPUs with NVLink that hold all of it**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` "
+        "2: exact.\n"
+        "- **1 GPU**: `pipefusion_degree` 1, `weight_dtype` fp8_e4m3fn.\n"
+        "- `num_pipeline_patch` is 2 because four steps are few: more patches stray further from the picture of one GPU.\n"
+    )
+    return Graph(
+        (
+            (_note("Files, GPUs, what to turn", (340, 560), text),),
+            (Group("Files", (loader, clip, vae)),),
+            (Group("Prompt and size", (prompt, nothing, latent)),),
+            (Group("Sampling", (sampler, _report(sampler, 400))),),
+            (Group("Picture", _picture(sampler["LATENT"], vae, "flux-schnell")),),
+        )
+    )
+
+
+def flux_dev_ulysses_pipefusion() -> Graph:
+    """FLUX.1 dev on four GPUs, two stages of two that share the tokens, by ComfyUI's custom sampling nodes."""
+    config = Node(
+        "UlyssesConfig",
+        (320, 206),
+        {
+            "ulysses_degree": 2,
+            "ring_degree": 1,
+            "patch_mode": "none",
+            "patch_degree": 1,
+            "attention": "auto",
+            "comm_overlap": True,
+            "patch_warmup_steps": 1,
+        },
+        (("parallel_config", "PARALLEL_CONFIG"),),
+    )
+    loader = _loader("flux1-dev.safetensors", config, pipefusion_degree=2)
+    clip, vae = _dual_clip("clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors"), _vae("ae.safetensors")
+    prompt = _text(clip, "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph")
+    guidance = Node("FluxGuidance", (320, 58), {"conditioning": prompt["CONDITIONING"], "guidance": 3.5}, (CONDITIONING,))
+    latent = _latent(1024, 1024)
+    apply = _apply_pipefusion(loader["MODEL"])
+    shift = {"max_shift": 1.15, "base_shift": 0.5, "width": 1024, "height": 1024}
+    shifted = Node("ModelSamplingFlux", (320, 130), {"model": apply["MODEL"]} | shift, (MODEL,))
+    noise = Node("RandomNoise", (320, 82), {"noise_seed": 42}, (("NOISE", "NOISE"),))
+    guider = Node(
+        "BasicGuider",
+        (320, 46),
+        {"model": shifted["MODEL"], "conditioning": guidance["CONDITIONING"]},
+        (("GUIDER", "GUIDER"),),
+    )
+    select = Node("KSamplerSelect", (320, 58), {"sampler_name": "euler"}, (("SAMPLER", "SAMPLER"),))
+    steps = {"model": shifted["MODEL"], "scheduler": "simple", "steps": 20, "denoise": 1.0}
+    sigmas = Node("BasicScheduler", (320, 106), steps, (("SIGMAS", "SIGMAS"),))
+    sampler = Node(
+        "SamplerCustomAdvanced",
+        (320, 106),
+        {
+            "noise": noise["NOISE"],
+            "guider": guider["GUIDER"],
+            "sampler": select["SAMPLER"],
+            "sigmas": sigmas["SIGMAS"],
+            "latent_image": latent["LATENT"],
+        },
+        (("output", "LATENT"), ("denoised_output", "LATENT")),
+    )
+    text = FLUX_FILES.format(model="flux1-dev.safetensors") + (
+        "Made for **4 GPUs** in two pairs with fast links: `pipefusion_degree` 2 (a pair holds half of the 24 GB model) "
+        "times `ulysses_degree` 2 (its cards share the picture). In `devices` a pair's cards are neighbours.\n"
+        "- **2 GPUs**: `ulysses_degree` 1 keeps the pipeline (any links, half of the model on each); "
+        "`pipefusion_degree` 1 keeps Ulysses (fast links, all of the model on each; exact).\n"
+        "- **8 GPUs**: `ulysses_degree` 4.\n"
+        "- **1 GPU**: both 1.\n"
+        "- Another size: write it into ModelSamplingFlux too.\n"
+    )
+    return Graph(
+        (
+            (_note("Files, GPUs, what to turn", (340, 560), text),),
+            (Group("Files and GPUs", (config, loader, clip, vae)),),
+            (Group("Prompt and size", (prompt, guidance, latent)), Group("Model", (apply, shifted))),
+            (Group("Sampling", (noise, guider, select, sigmas, sampler)),),
+            (Group("Picture", _picture(sampler["output"], vae, "flux-dev")),),
+        )
+    )
+
+
+def sd3_split_batch() -> Graph:
+    """Stable Diffusion 3.5 large on two GPUs, one for each prompt, by KSampler."""
+    loader = _loader("sd3.5_large.safetensors", split_batch_degree=2)
+    names = {f"clip_name{place}": f"{name}.safetensors" for place, name in enumerate(SD3_ENCODERS, 1)}
+    clip = Node("TripleCLIPLoader", (320, 106), names, (("CLIP", "CLIP"),))
+    vae = _vae("sd3.5_vae.safetensors")
+    positive = _text(clip, "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph")
+    negative = _text(clip, "blurry, low quality, text, watermark", "Negative prompt", 100)
+    latent = _latent(1024, 1024)
+    shifted = Node("ModelSamplingSD3", (320, 58), {"model": loader["MODEL"], "shift": 3.0}, (MODEL,))
+    inputs = _sampling(
+        shifted["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent, cfg=4.0, scheduler="sgm_uniform"
+    )
+    sampler = _ksampler(inputs)
+    text = (
+        "Needs **your own files**, by these names or picked in the loaders:\n"
+        "- `models/diffusion_models/sd3.5_large.safetensors`\n"
+        "- `models/text_encoders/`: `clip_l`, `clip_g`, `t5xxl_fp8_e4m3fn` (`.safetensors`)\n"
+        "- `models/vae/sd3.5_vae.safetensors`: from the model's own `vae` folder, renamed\n\n"
+        "Made for **2 GPUs** of 24 GB: each holds the whole model, one runs the prompt, the other the negative "
+        "prompt. Exact, and next to nothing moves between them.\n"
+        "- **16 GB cards**: `weight_dtype` fp8_e4m3fn.\n"
+        "- **4 GPUs**: also `pipefusion_degree` 2, and Apply PipeFusion in front of ModelSamplingSD3.\n"
+        "- **Several pictures**: `batch_size` is shared out as well.\n"
+        "- **1 GPU**: `split_batch_degree` 1.\n"
+        "- It needs `cfg` above 1: at 1 there is no negative prompt to share out.\n"
+    )
+    return Graph(
+        (
+            (_note("Files, GPUs, what to turn", (340, 520), text),),
+            (Group("Files", (loader, clip, vae)),),
+            (Group("Prompt and size", (positive, negative, latent)),),
+            (Group("Sampling", (shifted, sampler)),),
+            (Group("Picture", _picture(sampler["LATENT"], vae, "sd3")),),
+        )
+    )
+
+
+SD3_ENCODERS = ("clip_l", "clip_g", "t5xxl_fp8_e4m3fn")
+
+
+def pixart_2048() -> Graph:
+    """PixArt-Sigma at 2048 x 2048 on four GPUs, a pipeline of four."""
+    loader = _loader("PixArt-Sigma-XL-2-2K-MS", pipefusion_degree=4)
+    widgets = {"clip_name": "t5xxl_fp8_e4m3fn.safetensors", "type": "pixart", "device": "default"}
+    clip = Node("CLIPLoader", (320, 106), widgets, (("CLIP", "CLIP"),))
+    vae = _vae("sdxl_vae.safetensors")
+    positive = _text(clip, "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph")
+    negative = _text(clip, "blurry, low quality, text, watermark", "Negative prompt", 100)
+    latent = _latent(2048, 2048, node="EmptyLatentImage")
+    inputs = _sampling(
+        loader["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent, cfg=4.5, sampler_name="dpmpp_2m"
+    )
+    sampler = _pipefusion_sampler(inputs | {"scheduler": "normal"})
+    text = (
+        "Needs **your own files**, by these names or picked in the loaders:\n"
+        "- `models/diffusion_models/PixArt-Sigma-XL-2-2K-MS/`: that repository's `transformer` folder (`config.json` and "
+        "`diffusion_pytorch_model.safetensors`), renamed\n"
+        "- `models/text_encoders/t5xxl_fp8_e4m3fn.safetensors`\n"
+        "- `models/vae/sdxl_vae.safetensors`\n\n"
+        "Made for **4 GPUs** of any kind and link. The model is small; at 2048 x 2048 its time goes into 16,384 tokens.\n"
+        "- **Other machines**: `pipefusion_degree` is the number of GPUs; 1 for one.\n"
+        "- **Fast links**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` 4: exact.\n"
+        "- `split_batch_degree` does nothing here: prompts of different lengths reach PixArt one after the other.\n"
+        "- 1024 x 1024: the model PixArt-Sigma-XL-2-1024-MS in the same way.\n"
+    )
+    return Graph(
+        (
+            (_note("Files, GPUs, what to turn", (340, 540), text),),
+            (Group("Files", (loader, clip, vae)),),
+            (Group("Prompt and size", (positive, negative, latent)),),
+            (Group("Sampling", (sampler, _report(sampler, 400))),),
+            (Group("Picture", _picture(sampler["LATENT"], vae, "pixart-2048")),),
+        )
+    )
+
+
+GRAPHS: dict[str, Callable[[], Graph]] = {
+    graph.__name__: graph
+    for graph in (
+        quickstart,
+        native_ksampler,
+        flux_schnell_pipefusion,
+        sd3_split_batch,
+        flux_dev_ulysses_pipefusion,
+        pixart_2048,
+    )
+}
 
 
 def files() -> dict[str, str]:
     """Path below workflows/ -> content."""
     out = {}
-    for name, graph in GRAPHS.items():
-        nodes = graph()
-        for path, form in ((f"{name}.json", ui_form(name, nodes)), (f"api/{name}.json", api_form(nodes))):
+    for name, make in GRAPHS.items():
+        graph = make()
+        for path, form in ((f"{name}.json", ui_form(name, graph)), (f"api/{name}.json", api_form(graph))):
             out[path] = json.dumps(form, indent=2) + "\n"
     return out
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from scripts.comfyui_server import PACK, ComfyUIServer, find_python, missing_requirements
 from tests import tiny
+from tests.comfyui import standins
 
 HERE = Path(__file__).parent
 FLUX = tiny.FLUX | {
@@ -97,12 +98,13 @@ def base(tmp_path_factory) -> Path:
         save_file({f"{layer}.{name}": value for name, value in (lora | more).items()}, loras / f"tiny-{kind}.safetensors")
     latent = {"latent_tensor": torch.ones(1, 4, 16, 16), "latent_format_version_0": torch.tensor([])}
     save_file(latent, inputs / "four-channels.latent")
+    standins.write(base / "models")
     return base
 
 
 @pytest.fixture(scope="session")
 def session_server(comfyui, base) -> Iterator[ComfyUIServer]:
-    with ComfyUIServer(comfyui.checkout, base, comfyui.python) as server:
+    with ComfyUIServer(comfyui.checkout, base, comfyui.python, packs=(standins.ENCODERS_PACK,)) as server:
         yield server
         left = ranks(server)
     _, alive = psutil.wait_procs(left, timeout=10)

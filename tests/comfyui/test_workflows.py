@@ -2,14 +2,19 @@
 
 import itertools
 import json
+import math
 
 import pytest
 
 from scripts import make_workflows
 from scripts.comfyui_server import PACK, PACK_FOLDER
+from scripts.workflow_form import GROUP_TITLE, SEEDS, TITLE
 
 WORKFLOWS = PACK / "workflows"
-NAMES = sorted(make_workflows.GRAPHS)
+OURS = f"custom_nodes.{PACK_FOLDER}"
+NAMES = tuple(make_workflows.GRAPHS)  # in this order: those on as many ranks one after the other
+BUNDLED = ("quickstart", "native_ksampler")
+WITH_FILES = tuple(name for name in NAMES if name not in BUNDLED)
 
 
 def ui(name):
@@ -20,20 +25,67 @@ def api(name):
     return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text())
 
 
+def world(prompt):
+    """Devices that the graph is made for: the product of its degrees."""
+    return math.prod(
+        value for node in prompt.values() for widget, value in node["inputs"].items() if widget.endswith("_degree")
+    )
+
+
+def on_cpu_ranks(prompt, **widgets):
+    """The graph on as many CPU ranks as it wants devices, its picture small."""
+    values = {"devices": ",".join(["cpu"] * world(prompt)), "width": 128, "height": 128, "steps": 3} | widgets
+    for node in prompt.values():
+        node["inputs"] |= {widget: value for widget, value in values.items() if widget in node["inputs"]}
+    return prompt
+
+
 def test_committed_files_are_what_the_script_writes():
     written = {str(path.relative_to(WORKFLOWS)): path.read_text() for path in WORKFLOWS.rglob("*.json")}
     assert written == make_workflows.files()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_nodes_do_not_overlap(name):
-    title, gap = 30, 10
-    boxes = [
-        (x - gap, y - title - gap, x + width, y + height)
-        for (x, y), (width, height) in ((node["pos"], node["size"]) for node in ui(name)["nodes"])
+def boxes(graph):
+    """(left, top, right, bottom) of every node with its title bar, and of every group."""
+    nodes = [
+        (x, y - TITLE, x + width, y + height)
+        for (x, y), (width, height) in ((node["pos"], node["size"]) for node in graph["nodes"])
     ]
-    for a, b in itertools.combinations(boxes, 2):
-        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
+    return nodes, [(x, y, x + width, y + height) for x, y, width, height in (box["bounding"] for box in graph["groups"])]
+
+
+def apart(a, b, gap=10):
+    return a[2] + gap <= b[0] or b[2] + gap <= a[0] or a[3] + gap <= b[1] or b[3] + gap <= a[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nodes_and_groups_do_not_overlap(name):
+    nodes, groups = boxes(ui(name))
+    assert groups
+    for same_kind in (nodes, groups):
+        for a, b in itertools.combinations(same_kind, 2):
+            assert apart(a, b), (a, b)
+    for node, group in itertools.product(nodes, groups):
+        inside = group[0] < node[0] and group[1] + GROUP_TITLE < node[1] and node[2] < group[2] and node[3] < group[3]
+        assert inside or apart(node, group), (node, group)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_note_names_every_file_and_the_number_of_gpus(name):
+    note = next(node["widgets_values"][0] for node in ui(name)["nodes"] if node["type"] == "MarkdownNote")
+    files = [
+        value
+        for node in api(name).values()
+        for widget, value in node["inputs"].items()
+        if widget.endswith("_name") or "clip_name" in widget
+        if widget != "sampler_name" and "(bundled)" not in str(value)
+    ]
+    assert bool(files) == (name in WITH_FILES)
+    for file in files:
+        assert file.removesuffix(".safetensors") in note
+    if files:
+        assert "your own files" in note
+        assert f"Made for **{world(api(name))} GPUs**" in note
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +119,7 @@ def fits(value, kind, settings):
 
 @pytest.mark.comfyui
 def test_every_input_has_a_tooltip_and_later_ones_are_optional(definitions):
-    ours = {name: node for name, node in definitions.items() if node["python_module"] == f"custom_nodes.{PACK_FOLDER}"}
+    ours = {name: node for name, node in definitions.items() if node["python_module"] == OURS}
     assert {"ParallelDiTLoader", "UlyssesConfig", "PipeFusionSampler", "ApplyPipeFusion"} <= ours.keys()
     bare = [(node, name) for node in ours for name, _, said, _ in declared(ours[node]) if len(said.get("tooltip", "")) < 10]
     assert not bare
@@ -113,11 +165,13 @@ def test_ui_form_says_the_same_as_the_api_form(definitions, name):
         found = {}
         for input_name, kind, settings, required in declared(definition):
             if is_widget(kind, settings):
-                if not widgets:  # a workflow from before this input existed; the editor then shows the default
+                if not widgets:  # an input that a later ComfyUI has given its node; the editor then shows the default
+                    assert definition["python_module"] != OURS, f"{node['type']}: no value for {input_name}"
                     assert not required and "default" in settings, f"{node['type']}: no value for {input_name}"
                     continue
                 found[input_name] = widgets.pop(0)
-                if settings.get("control_after_generate"):
+                assert bool(settings.get("control_after_generate")) == (input_name in SEEDS)
+                if input_name in SEEDS:
                     assert widgets.pop(0) == "fixed"
             elif sockets[input_name]["link"] is not None:
                 _, source, slot, target, index, _ = links[sockets[input_name]["link"]]
@@ -128,9 +182,49 @@ def test_ui_form_says_the_same_as_the_api_form(definitions, name):
         assert found == expected
 
 
-@pytest.mark.comfyui
-@pytest.mark.parametrize("name", NAMES)
-def test_bundled_workflow_runs_as_it_is(session_server, name):
-    outcome = session_server.run(api(name))
+def succeed(server, prompt):
+    """What the run shows. Nothing in ComfyUI's log says that a file was not as expected or a mode not possible."""
+    start = server.log.stat().st_size
+    outcome = server.run(prompt)
     assert outcome.status == "success", outcome.error
     assert outcome.images
+    with server.log.open("rb") as log:
+        log.seek(start)
+        said = log.read().decode(errors="replace")
+    assert "clip missing" not in said
+    assert "this run is exact" not in said
+    assert "Missing VAE keys ['decoder" not in said
+    return outcome
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_workflow_runs_as_it_is(session_server, name):
+    succeed(session_server, api(name))
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("name", WITH_FILES)
+def test_workflow_for_own_files_runs_with_tiny_ones(session_server, name):
+    """Its own nodes and degrees, ComfyUI's own text encoders and VAE; another prompt makes another picture."""
+    first = succeed(session_server, on_cpu_ranks(api(name)))
+    reports = [shown["text"][0] for shown in first.outputs.values() if "text" in shown]
+    for report in reports:
+        assert "pipelined in" in report
+        assert report.count("\nrank ") == world(api(name))
+        assert ": 0 micro-steps" not in report
+    other = on_cpu_ranks(api(name), text="a red bicycle")
+    assert succeed(session_server, other).images != first.images
+
+
+@pytest.mark.comfyui
+def test_sd3s_prompts_run_side_by_side(session_server):
+    prompt = on_cpu_ranks(api("sd3_split_batch"), text="another prompt, of another length than the negative one")
+    sampler = next(node_id for node_id, node in prompt.items() if node["class_type"] == "KSampler")
+    prompt[sampler]["class_type"] = "PipeFusionSampler"
+    prompt[sampler]["inputs"] |= make_workflows.PIPEFUSION
+    prompt["90"] = {"class_type": "PreviewAny", "inputs": {"source": [sampler, 1]}}
+    outcome = session_server.run(prompt)
+    report = outcome.outputs["90"]["text"][0]
+    assert "split_batch_degree 2" in report
+    assert all(f"rank {rank}: 3 micro-steps" in report for rank in (0, 1)), report

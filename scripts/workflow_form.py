@@ -1,0 +1,163 @@
+"""A ComfyUI graph as data: nodes in titled groups, groups in columns, and the two forms that ComfyUI reads it in."""
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+TITLE, BADGE, GROUP_TITLE = 30, 26, 38
+"""Heights in pixels: a node's title bar, the pack's name above it, a group's title."""
+MARGIN, GAP = 20, 24
+"""Between a group's edge and its nodes; between nodes or groups."""
+SEEDS = ("seed", "noise_seed")
+"""Widgets behind which the editor adds control_after_generate."""
+CONTROL = "fixed"
+NOTE = "MarkdownNote"
+ANY_TYPE = {("PreviewAny", "source")}
+
+
+@dataclass(frozen=True)
+class Link:
+    """An input that comes from output `slot` of another node."""
+
+    node: "Node"
+    slot: int
+
+
+@dataclass(frozen=True)
+class Unconnected:
+    """An optional input that is left open."""
+
+    type: str
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """`inputs`: in the node's own order, a Link, an Unconnected, or a widget's value. `outputs`: (name, type).
+
+    `size`: width and height below the title bar. Notes have no outputs and no API form.
+    """
+
+    type: str
+    size: tuple[int, int]
+    inputs: dict[str, Any] = field(default_factory=dict)
+    outputs: tuple[tuple[str, str], ...] = ()
+    title: str | None = None
+
+    def __getitem__(self, output: str) -> Link:
+        return Link(self, [name for name, _ in self.outputs].index(output))
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Nodes on top of each other, in a box with a title or, without one, on the canvas."""
+
+    title: str | None
+    nodes: tuple[Node, ...]
+
+    @property
+    def margin(self) -> int:
+        return MARGIN if self.title else 0
+
+
+Column = tuple[Group, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Groups in columns, from left to right. A node's id is its place in this order, from 1."""
+
+    columns: tuple[Column, ...]
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [node for column in self.columns for group in column for node in group.nodes]
+
+    def id(self, node: Node) -> int:
+        return self.nodes.index(node) + 1
+
+
+def place(graph: Graph) -> tuple[dict[Node, tuple[int, int]], list[dict[str, Any]]]:
+    """Where every node's upper left corner below its title bar is, and the groups' boxes."""
+    positions, boxes, x = {}, [], 0
+    for column in graph.columns:
+        y, column_width = 0, 0
+        for group in column:
+            width, top = max(node.size[0] for node in group.nodes) + 2 * group.margin, y
+            y += GROUP_TITLE if group.title else 0
+            for node in group.nodes:
+                y += TITLE + (BADGE if node.type != NOTE else 0)
+                positions[node] = (x + group.margin, y)
+                y += node.size[1] + GAP
+            y -= GAP - group.margin
+            if group.title:
+                boxes.append({"title": group.title, "bounding": [x, top, width, y - top]})
+            column_width, y = max(column_width, width), y + GAP
+        x += column_width + GAP
+    return positions, boxes
+
+
+def ui_form(name: str, graph: Graph) -> dict[str, Any]:
+    """The graph as ComfyUI's editor stores it (litegraph 0.4)."""
+    links: list[list[Any]] = []
+    positions, boxes = place(graph)
+    placed = [_ui_node(node, positions[node], graph, links) for node in graph.nodes]
+    for link_id, source, slot, *_ in links:
+        placed[source - 1]["outputs"][slot]["links"].append(link_id)
+    return {
+        "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"parallel-dit/workflows/{name}")),
+        "revision": 0,
+        "last_node_id": len(placed),
+        "last_link_id": len(links),
+        "nodes": placed,
+        "links": links,
+        "groups": [
+            {"id": index, **box, "color": "#3f789e", "font_size": 24, "flags": {}} for index, box in enumerate(boxes, 1)
+        ],
+        "config": {},
+        "extra": {"ds": {"scale": 0.75, "offset": [90, 110]}},
+        "version": 0.4,
+    }
+
+
+def _ui_node(node: Node, position: tuple[int, int], graph: Graph, links: list[list[Any]]) -> dict[str, Any]:
+    node_id, sockets, widgets = graph.id(node), [], []
+    for name, value in node.inputs.items():
+        if isinstance(value, Link):
+            kind = value.node.outputs[value.slot][1]
+            links.append([len(links) + 1, graph.id(value.node), value.slot, node_id, len(sockets), kind])
+            sockets.append({"name": name, "type": "*" if (node.type, name) in ANY_TYPE else kind, "link": len(links)})
+        elif isinstance(value, Unconnected):
+            sockets.append({"name": name, "type": value.type, "shape": 7, "link": None})
+        else:
+            widgets += [value, CONTROL] if name in SEEDS else [value]
+    entry = {
+        "id": node_id,
+        "type": node.type,
+        "pos": list(position),
+        "size": list(node.size),
+        "flags": {},
+        "order": node_id - 1,
+        "mode": 0,
+        "inputs": sockets,
+        "outputs": [{"name": name, "type": kind, "links": []} for name, kind in node.outputs],
+        "properties": {"Node name for S&R": node.type},
+        "widgets_values": widgets,
+    }
+    if node.title:
+        entry["title"] = node.title
+    return entry
+
+
+def api_form(graph: Graph) -> dict[str, Any]:
+    """The graph as POST /prompt takes it."""
+    prompt = {}
+    for node in graph.nodes:
+        if node.type == NOTE:
+            continue
+        inputs = {
+            name: [str(graph.id(value.node)), value.slot] if isinstance(value, Link) else value
+            for name, value in node.inputs.items()
+            if not isinstance(value, Unconnected)
+        }
+        prompt[str(graph.id(node))] = {"class_type": node.type, "inputs": inputs}
+    return prompt

@@ -1,0 +1,155 @@
+"""Tiny random files under the names that the bundled workflows use, in the key layouts of the real ones.
+
+Transformers are diffusers' own classes. A VAE is a decoder alone and a quarter as wide, which ComfyUI reads from it.
+Text encoders have the real number of layers and vocabulary; `tiny_encoders` makes ComfyUI read their widths.
+"""
+
+from pathlib import Path
+
+import torch
+from diffusers import PixArtTransformer2DModel
+from safetensors.torch import save_file
+
+from tests import tiny
+
+Tensors = dict[str, torch.Tensor]
+ENCODERS_PACK = Path(__file__).parent / "tiny_encoders"
+CLIP_WIDTH, T5_WIDTH = 64, 16
+T5_OUTPUT = 4096
+"""What `tiny_encoders` pads T5's output to."""
+FLUX = tiny.FLUX | {
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "attention_head_dim": 128,
+    "num_attention_heads": 2,
+    "joint_attention_dim": T5_OUTPUT,
+    "pooled_projection_dim": CLIP_WIDTH,
+    "axes_dims_rope": (16, 56, 56),
+}
+SD3 = tiny.SD3 | {
+    "num_layers": 3,
+    "attention_head_dim": 64,
+    "num_attention_heads": 3,
+    "caption_projection_dim": 192,
+    "joint_attention_dim": T5_OUTPUT,
+    "pooled_projection_dim": 2 * CLIP_WIDTH,
+}
+PIXART = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 72,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 4,
+    "cross_attention_dim": 144,
+    "attention_bias": True,
+    "sample_size": 256,
+    "patch_size": 2,
+    "use_additional_conditions": False,
+    "caption_channels": T5_OUTPUT,
+}
+
+
+def write(models: Path) -> None:
+    """All files, below ComfyUI's `models` folder: 150 MB, mostly vocabularies and the projection of 4,096-wide text."""
+    transformers, encoders, vaes = (models / name for name in ("diffusion_models", "text_encoders", "vae"))
+    for folder in (transformers, encoders, vaes):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, guidance in {"flux1-schnell": False, "flux1-dev": True}.items():
+        config = FLUX | {"guidance_embeds": guidance}
+        tiny.save_original(tiny.random_flux(config), config, transformers / f"{name}.safetensors")
+    tiny.save_original(tiny.random_sd3(SD3), SD3, transformers / "sd3.5_large.safetensors", family="sd3")
+    tiny.randomise(PixArtTransformer2DModel(**PIXART), 0).save_pretrained(transformers / "PixArt-Sigma-XL-2-2K-MS")
+    save_file(clip(layers=12), encoders / "clip_l.safetensors")
+    save_file(clip(layers=32), encoders / "clip_g.safetensors")
+    save_file(t5(), encoders / "t5xxl_fp8_e4m3fn.safetensors")
+    for name in ("ae", "sd3.5_vae"):
+        save_file(vae(channels=16), vaes / f"{name}.safetensors")
+    save_file(vae(channels=4) | {"post_quant_conv.weight": torch.eye(4)[:, :, None, None]}, vaes / "sdxl_vae.safetensors")
+
+
+class Random:
+    """Layers' tensors by the layer's name. Weights keep the size of what runs through them."""
+
+    def __init__(self):
+        self.tensors: Tensors = {}
+        self._generator = torch.Generator().manual_seed(0)
+
+    def weight(self, name: str, *shape: int, scale: float | None = None) -> None:
+        scale = scale or torch.Size(shape[1:]).numel() ** -0.5
+        self.tensors[f"{name}.weight"] = torch.randn(shape, generator=self._generator) * scale
+
+    def layer(self, name: str, *shape: int) -> None:
+        self.weight(name, *shape)
+        self.tensors[f"{name}.bias"] = torch.zeros(shape[0])
+
+    def norm(self, name: str, width: int, bias: bool = True) -> None:
+        self.tensors[f"{name}.weight"] = torch.ones(width)
+        if bias:
+            self.tensors[f"{name}.bias"] = torch.zeros(width)
+
+
+def clip(layers: int) -> Tensors:
+    """transformers' CLIPTextModelWithProjection, as clip_l and clip_g files have it."""
+    width, random = CLIP_WIDTH, Random()
+    random.weight("text_model.embeddings.token_embedding", 49408, width, scale=1.0)
+    random.weight("text_model.embeddings.position_embedding", 77, width, scale=0.1)
+    for index in range(layers):
+        layer = f"text_model.encoder.layers.{index}"
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            random.layer(f"{layer}.self_attn.{name}", width, width)
+        random.layer(f"{layer}.mlp.fc1", 2 * width, width)
+        random.layer(f"{layer}.mlp.fc2", width, 2 * width)
+        random.norm(f"{layer}.layer_norm1", width)
+        random.norm(f"{layer}.layer_norm2", width)
+    random.norm("text_model.final_layer_norm", width)
+    random.weight("text_projection", width, width)
+    return random.tensors
+
+
+def t5() -> Tensors:
+    """T5-XXL's encoder in fp8. ComfyUI knows it by block 23 and a feed-forward of 10,240, so it has both."""
+    width, hidden, random = T5_WIDTH, 10240, Random()
+    random.weight("shared", 32128, width, scale=1.0)
+    random.weight("encoder.block.0.layer.0.SelfAttention.relative_attention_bias", 32, 1, scale=1.0)
+    for index in range(24):
+        attention, feed_forward = (f"encoder.block.{index}.layer.{part}" for part in (0, 1))
+        for name in ("q", "k", "v", "o"):
+            random.weight(f"{attention}.SelfAttention.{name}", width, width)
+        for name in ("wi_0", "wi_1"):
+            random.weight(f"{feed_forward}.DenseReluDense.{name}", hidden, width)
+        random.weight(f"{feed_forward}.DenseReluDense.wo", width, hidden)
+        random.norm(f"{attention}.layer_norm", width, bias=False)
+        random.norm(f"{feed_forward}.layer_norm", width, bias=False)
+    random.norm("encoder.final_layer_norm", width, bias=False)
+    return {name: tensor.to(torch.float8_e4m3fn) for name, tensor in random.tensors.items()}
+
+
+def vae(channels: int) -> Tensors:
+    """The decoder of Stable Diffusion's and Flux's VAE with `channels` latent ones: 32 to 128 wide, not 128 to 512."""
+    base, random = 32, Random()
+    top = 4 * base
+
+    def block(name: str, before: int, after: int) -> None:
+        random.norm(f"{name}.norm1", before)
+        random.layer(f"{name}.conv1", after, before, 3, 3)
+        random.norm(f"{name}.norm2", after)
+        random.layer(f"{name}.conv2", after, after, 3, 3)
+        if before != after:
+            random.layer(f"{name}.nin_shortcut", after, before, 1, 1)
+
+    random.layer("decoder.conv_in", top, channels, 3, 3)
+    block("decoder.mid.block_1", top, top)
+    random.norm("decoder.mid.attn_1.norm", top)
+    for name in ("q", "k", "v", "proj_out"):
+        random.layer(f"decoder.mid.attn_1.{name}", top, top, 1, 1)
+    block("decoder.mid.block_2", top, top)
+    width = top
+    for level, factor in reversed(tuple(enumerate((1, 2, 4, 4)))):
+        for index in range(3):
+            block(f"decoder.up.{level}.block.{index}", width, factor * base)
+            width = factor * base
+        if level:
+            random.layer(f"decoder.up.{level}.upsample.conv", width, width, 3, 3)
+    random.norm("decoder.norm_out", width)
+    random.layer("decoder.conv_out", 3, width, 3, 3)
+    return random.tensors
