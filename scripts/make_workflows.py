@@ -64,8 +64,9 @@ def _ksampler(inputs: dict[str, Any]) -> Node:
     return Node("KSampler", (320, 262), inputs, (LATENT,))
 
 
-def _report(sampler: Node, width: int) -> Node:
-    return Node("PreviewAny", (width, 200), {"source": sampler["report"]}, (), "What the ranks did")
+def _report(sampler: Node, width: int, height: int = 180) -> Group:
+    text = Node("PreviewAny", (width, height), {"source": sampler["report"]}, (), "What the ranks did")
+    return Group("Report", ((text,),))
 
 
 def _latent(width: int, height: int, batch_size: int = 1, node: str = "EmptySD3LatentImage") -> Node:
@@ -73,7 +74,7 @@ def _latent(width: int, height: int, batch_size: int = 1, node: str = "EmptySD3L
 
 
 def _note(title: str, size: tuple[int, int], text: str) -> Group:
-    return Group(None, (Node(NOTE, size, {"text": text}, title=title),))
+    return Group(None, ((Node(NOTE, size, {"text": text}, title=title),),))
 
 
 # The bundled model.
@@ -83,10 +84,10 @@ def _digits(text: str, which: str) -> Node:
     return Node("QuickstartPrompt", (320, 58), {"text": text}, (CONDITIONING,), f"Quickstart Prompt ({which})")
 
 
-def _digits_picture(samples: Node, height: int) -> tuple[Node, Node]:
-    decode = Node("QuickstartDecode", (340, 26), {"samples": samples["LATENT"]}, (("IMAGE", "IMAGE"),))
-    save = Node("SaveImage", (340, height), {"images": decode["IMAGE"], "filename_prefix": "parallel-dit"}, ())
-    return decode, save
+def _digits_picture(samples: Node) -> Group:
+    decode = Node("QuickstartDecode", (190, 26), {"samples": samples["LATENT"]}, (("IMAGE", "IMAGE"),))
+    save = Node("SaveImage", (340, 400), {"images": decode["IMAGE"], "filename_prefix": "parallel-dit"}, ())
+    return Group("Picture", ((decode,), (save,)))
 
 
 BUNDLED_NOTE = """\
@@ -106,17 +107,15 @@ def quickstart() -> Graph:
     positive, negative, latent = _digits("3 1 4 1", "positive"), _digits("", "negative"), _latent(256, 256)
     inputs = _sampling(loader["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent)
     sampler = _pipefusion_sampler(inputs)
-    decode, save = _digits_picture(sampler, 400)
     text = BUNDLED_NOTE + (
         "- **`warmup_steps`**: as many as `steps` makes every step exact, to compare the pictures.\n"
         "- **`num_pipeline_patch`**: bands that the latent is cut into; 0 chooses.\n"
     )
     return Graph(
         (
-            (Group("Model, on two processes", (loader,)), Group("Prompt and size", (positive, negative, latent))),
-            (Group("Sampling", (sampler, _report(sampler, 460))),),
-            (Group("Picture", (decode, save)),),
-            (_note("What to turn", (320, 400), text),),
+            (Group("Model, on two processes", ((loader,),)), Group("Prompt and size", ((positive, negative, latent),))),
+            (Group("Sampling", ((sampler,),)), _note("What to turn", (360, 286), text)),
+            (_digits_picture(sampler), _report(sampler, 554)),
         )
     )
 
@@ -134,10 +133,10 @@ def native_ksampler() -> Graph:
     )
     return Graph(
         (
-            (Group("Model, on two processes", (loader,)), Group("Prompt and size", (positive, negative, latent))),
-            (Group("Sampling, by ComfyUI's own KSampler", (apply, sampler)),),
-            (Group("Picture", _digits_picture(sampler, 400)),),
-            (_note("What to turn", (320, 400), text),),
+            (Group("Model, on two processes", ((loader,),)), _note("What to turn", (360, 300), text)),
+            (Group("Pipeline", ((apply,),)), Group("Prompt and size", ((positive, negative, latent),))),
+            (Group("Sampling, by ComfyUI's own node", ((sampler,),)),),
+            (_digits_picture(sampler),),
         )
     )
 
@@ -158,10 +157,10 @@ def _text(clip: Node, text: str, title: str = "Prompt", height: int = 150) -> No
     return Node("CLIPTextEncode", (320, height), {"text": text, "clip": clip["CLIP"]}, (CONDITIONING,), title)
 
 
-def _picture(samples: Link, vae: Node, prefix: str, size: int = 440) -> tuple[Node, Node]:
-    decode = Node("VAEDecode", (size, 46), {"samples": samples, "vae": vae["VAE"]}, (("IMAGE", "IMAGE"),))
-    save = Node("SaveImage", (size, size + 60), {"images": decode["IMAGE"], "filename_prefix": prefix}, ())
-    return decode, save
+def _picture(samples: Link, vae: Node, prefix: str, sampler: tuple[Node, ...] = (), height: int = 440) -> Group:
+    decode = Node("VAEDecode", (400, 46), {"samples": samples, "vae": vae["VAE"]}, (("IMAGE", "IMAGE"),))
+    save = Node("SaveImage", (400, height), {"images": decode["IMAGE"], "filename_prefix": prefix}, ())
+    return Group("Sampler and picture" if sampler else "Picture", ((*sampler, decode, save),))
 
 
 FLUX_FILES = """\
@@ -179,9 +178,9 @@ def flux_schnell_pipefusion() -> Graph:
     loader = _loader("flux1-schnell.safetensors", pipefusion_degree=2)
     clip, vae = _dual_clip("clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors"), _vae("ae.safetensors")
     prompt = _text(clip, "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph")
-    nothing = Node("ConditioningZeroOut", (320, 26), {"conditioning": prompt["CONDITIONING"]}, (CONDITIONING,))
+    negative = _text(clip, "", "Negative prompt (not used at cfg 1)", 88)
     latent = _latent(1024, 1024)
-    inputs = _sampling(loader["MODEL"], prompt["CONDITIONING"], nothing["CONDITIONING"], latent, steps=4, cfg=1.0)
+    inputs = _sampling(loader["MODEL"], prompt["CONDITIONING"], negative["CONDITIONING"], latent, steps=4, cfg=1.0)
     sampler = _pipefusion_sampler(inputs, num_pipeline_patch=2)
     text = FLUX_FILES.format(model="flux1-schnell.safetensors") + (
         "Made for **2 GPUs** without NVLink, 16 GB each: each holds half of the 24 GB model.\n"
@@ -194,11 +193,11 @@ def flux_schnell_pipefusion() -> Graph:
     )
     return Graph(
         (
-            (_note("Files, GPUs, what to turn", (340, 560), text),),
-            (Group("Files", (loader, clip, vae)),),
-            (Group("Prompt and size", (prompt, nothing, latent)),),
-            (Group("Sampling", (sampler, _report(sampler, 400))),),
-            (Group("Picture", _picture(sampler["LATENT"], vae, "flux-schnell")),),
+            (_note("Files, GPUs, what to turn", (360, 340), text),),
+            (Group("Model and text encoders", ((loader, clip),)),),
+            (Group("Prompt and size", ((prompt, negative, latent),)),),
+            (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
+            (_picture(sampler["LATENT"], vae, "flux-schnell", height=360), _report(sampler, 400)),
         )
     )
 
@@ -260,11 +259,11 @@ def flux_dev_ulysses_pipefusion() -> Graph:
     )
     return Graph(
         (
-            (_note("Files, GPUs, what to turn", (340, 560), text),),
-            (Group("Files and GPUs", (config, loader, clip, vae)),),
-            (Group("Prompt and size", (prompt, guidance, latent)), Group("Model", (apply, shifted))),
-            (Group("Sampling", (noise, guider, select, sigmas, sampler)),),
-            (Group("Picture", _picture(sampler["output"], vae, "flux-dev")),),
+            (_note("Files, GPUs, what to turn", (360, 340), text), Group("GPUs that share the picture", ((config,),))),
+            (Group("Model and text encoders", ((loader, clip),)),),
+            (Group("Pipeline", ((apply, shifted),)), Group("Prompt and size", ((prompt, guidance, latent),))),
+            (Group("Sampling", ((noise, guider, select, sigmas),)), Group("VAE", ((vae,),))),
+            (_picture(sampler["output"], vae, "flux-dev", (sampler,)),),
         )
     )
 
@@ -298,11 +297,11 @@ def sd3_split_batch() -> Graph:
     )
     return Graph(
         (
-            (_note("Files, GPUs, what to turn", (340, 520), text),),
-            (Group("Files", (loader, clip, vae)),),
-            (Group("Prompt and size", (positive, negative, latent)),),
-            (Group("Sampling", (shifted, sampler)),),
-            (Group("Picture", _picture(sampler["LATENT"], vae, "sd3")),),
+            (_note("Files, GPUs, what to turn", (360, 340), text),),
+            (Group("Model and text encoders", ((loader, clip),)),),
+            (Group("Prompt and size", ((positive, negative, latent),)),),
+            (Group("Sampling", ((shifted, sampler),)), Group("VAE", ((vae,),))),
+            (_picture(sampler["LATENT"], vae, "sd3"),),
         )
     )
 
@@ -337,11 +336,11 @@ def pixart_2048() -> Graph:
     )
     return Graph(
         (
-            (_note("Files, GPUs, what to turn", (340, 540), text),),
-            (Group("Files", (loader, clip, vae)),),
-            (Group("Prompt and size", (positive, negative, latent)),),
-            (Group("Sampling", (sampler, _report(sampler, 400))),),
-            (Group("Picture", _picture(sampler["LATENT"], vae, "pixart-2048")),),
+            (_note("Files, GPUs, what to turn", (360, 340), text),),
+            (Group("Model and text encoder", ((loader, clip),)),),
+            (Group("Prompt and size", ((positive, negative, latent),)),),
+            (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
+            (_picture(sampler["LATENT"], vae, "pixart-2048", height=360), _report(sampler, 400)),
         )
     )
 

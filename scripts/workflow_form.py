@@ -8,6 +8,8 @@ TITLE, BADGE, GROUP_TITLE = 30, 26, 38
 """Heights in pixels: a node's title bar, the pack's name above it, a group's title."""
 MARGIN, GAP = 20, 24
 """Between a group's edge and its nodes; between nodes or groups."""
+SCREEN, TOOLBARS = (1510, 780), (70, 105)
+"""What a browser window of 1600 x 900 leaves for the graph, and what is left of it and above it."""
 SEEDS = ("seed", "noise_seed")
 """Widgets behind which the editor adds control_after_generate."""
 CONTROL = "fixed"
@@ -49,10 +51,10 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Nodes on top of each other, in a box with a title or, without one, on the canvas."""
+    """Columns of nodes side by side, in a box with a title or, without one, on the canvas."""
 
     title: str | None
-    nodes: tuple[Node, ...]
+    columns: tuple[tuple[Node, ...], ...]
 
     @property
     def margin(self) -> int:
@@ -70,7 +72,7 @@ class Graph:
 
     @property
     def nodes(self) -> list[Node]:
-        return [node for column in self.columns for group in column for node in group.nodes]
+        return [node for column in self.columns for group in column for nodes in group.columns for node in nodes]
 
     def id(self, node: Node) -> int:
         return self.nodes.index(node) + 1
@@ -82,16 +84,19 @@ def place(graph: Graph) -> tuple[dict[Node, tuple[int, int]], list[dict[str, Any
     for column in graph.columns:
         y, column_width = 0, 0
         for group in column:
-            width, top = max(node.size[0] for node in group.nodes) + 2 * group.margin, y
-            y += GROUP_TITLE if group.title else 0
-            for node in group.nodes:
-                y += TITLE + (BADGE if node.type != NOTE else 0)
-                positions[node] = (x + group.margin, y)
-                y += node.size[1] + GAP
-            y -= GAP - group.margin
+            left, bottom, first = x + group.margin, y, y + (GROUP_TITLE if group.title else 0)
+            for nodes in group.columns:
+                below = first
+                for node in nodes:
+                    below += TITLE + (BADGE if node.type != NOTE else 0)
+                    positions[node] = (left, below)
+                    below += node.size[1] + GAP
+                left += max(node.size[0] for node in nodes) + GAP
+                bottom = max(bottom, below - GAP + group.margin)
+            width = left - GAP + group.margin - x
             if group.title:
-                boxes.append({"title": group.title, "bounding": [x, top, width, y - top]})
-            column_width, y = max(column_width, width), y + GAP
+                boxes.append({"title": group.title, "bounding": [x, y, width, bottom - y]})
+            column_width, y = max(column_width, width), bottom + GAP
         x += column_width + GAP
     return positions, boxes
 
@@ -111,12 +116,20 @@ def ui_form(name: str, graph: Graph) -> dict[str, Any]:
         "nodes": placed,
         "links": links,
         "groups": [
-            {"id": index, **box, "color": "#3f789e", "font_size": 24, "flags": {}} for index, box in enumerate(boxes, 1)
+            {"id": index, **box, "color": "#8AA", "font_size": 24, "flags": {}} for index, box in enumerate(boxes, 1)
         ],
         "config": {},
-        "extra": {"ds": {"scale": 0.75, "offset": [90, 110]}},
+        "extra": {"ds": _view(positions)},
         "version": 0.4,
     }
+
+
+def _view(positions: dict[Node, tuple[int, int]]) -> dict[str, Any]:
+    """Scale and offset that show the whole graph on SCREEN, below its toolbars."""
+    right = max(x + node.size[0] for node, (x, _) in positions.items()) + MARGIN
+    bottom = max(y + node.size[1] for node, (_, y) in positions.items()) + MARGIN
+    scale = round(min(1.0, SCREEN[0] / right, SCREEN[1] / bottom), 2)
+    return {"scale": scale, "offset": [round(edge / scale) for edge in TOOLBARS]}
 
 
 def _ui_node(node: Node, position: tuple[int, int], graph: Graph, links: list[list[Any]]) -> dict[str, Any]:
