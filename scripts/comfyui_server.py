@@ -66,11 +66,12 @@ class ComfyUIServer:
         python: Path | None = None,
         arguments: tuple[str, ...] = ("--cpu",),
         packs: tuple[Path, ...] = (),
+        folder: str = PACK_FOLDER,
     ):
-        """`packs`: folders of further custom node packs."""
+        """`packs`: folders of further custom node packs. `folder`: this pack's own name under custom_nodes."""
         self.checkout, self.base, self.python = Path(checkout), Path(base), python or find_python(Path(checkout))
         self.arguments = arguments
-        self.packs = {PACK_FOLDER: PACK} | {pack.name: pack for pack in packs}
+        self.packs = {folder: PACK} | {pack.name: pack for pack in packs}
         self.log = self.base / "comfyui.log"
         self.process: subprocess.Popen | None = None
         self.port = 0

@@ -1,6 +1,6 @@
 """Writes workflows/*.jpg, which ComfyUI's template browser shows, from pictures that a real ComfyUI makes here on the CPU.
 
-    python scripts/make_thumbnails.py ~/ComfyUI
+    python scripts/make_thumbnails.py ~/ComfyUI [workflow ...]
 
 The bundled model's workflows show what they make. Those for users' own files show the bundled model in their mode, with
 their degrees, steps and patches, and say so.
@@ -30,7 +30,7 @@ CAPTIONS = {
     "quickstart": ("Bundled model · PipeFusion 2", "runs anywhere, no files needed"),
     "native_ksampler": ("Apply PipeFusion · KSampler", "runs anywhere, no files needed"),
     "flux_schnell_pipefusion": ("FLUX.1 schnell · PipeFusion 2", "shown: bundled mini model"),
-    "flux_dev_ulysses_pipefusion": ("FLUX.1 dev · PipeFusion 2 × Ulysses 2", "shown: bundled mini model"),
+    "flux_dev_ulysses_pipefusion": ("FLUX.1 dev · PipeFusion 2 x Ulysses 2", "shown: bundled mini model"),
     "sd3_split_batch": ("SD 3.5 · split batch 2", "shown: bundled mini model"),
     "pixart_2048": ("PixArt-Sigma 2K · PipeFusion 4", "shown: bundled mini model"),
 }
@@ -59,6 +59,7 @@ def in_mode_of(name: str, digits: str) -> Graph:
     sampler |= widgets(model, "steps", *SETTINGS)
     if not widgets(model, "warmup_steps"):
         sampler["warmup_steps"] = sampler["steps"]  # as KSampler: all exact
+    sampler["seed"] = list(CAPTIONS).index(name)
     positive["text"] = digits
     return graph
 
@@ -92,12 +93,14 @@ def thumbnail(pictures: list[Image.Image], title: str, line: str) -> Image.Image
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="folder with ComfyUI's main.py")
+    parser.add_argument("workflow", nargs="*", choices=CAPTIONS, help="all where none is named")
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="parallel-dit-thumbnails-") as base,
         ComfyUIServer(options.checkout.expanduser().resolve(), Path(base)) as server,
     ):
-        for name, (title, line) in CAPTIONS.items():
+        for name in options.workflow or CAPTIONS:
+            title, line = CAPTIONS[name]
             own = "(bundled)" in widgets(read(name), "model_name")["model_name"]
             graphs = [read(name)] if own else [in_mode_of(name, digits) for digits in PROMPTS]
             shown = thumbnail([picture(server, graph) for graph in graphs], title, line)

@@ -193,7 +193,7 @@ def flux_schnell_pipefusion() -> Graph:
     )
     return Graph(
         (
-            (_note("Files, GPUs, what to turn", (360, 340), text),),
+            (_note("Files, GPUs, what to turn", (360, 300), text),),
             (Group("Model and text encoders", ((loader, clip),)),),
             (Group("Prompt and size", ((prompt, negative, latent),)),),
             (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
@@ -259,10 +259,10 @@ def flux_dev_ulysses_pipefusion() -> Graph:
     )
     return Graph(
         (
-            (_note("Files, GPUs, what to turn", (360, 340), text), Group("GPUs that share the picture", ((config,),))),
+            (_note("Files, GPUs, what to turn", (360, 300), text), Group("GPUs that share the picture", ((config,),))),
             (Group("Model and text encoders", ((loader, clip),)),),
-            (Group("Pipeline", ((apply, shifted),)), Group("Prompt and size", ((prompt, guidance, latent),))),
-            (Group("Sampling", ((noise, guider, select, sigmas),)), Group("VAE", ((vae,),))),
+            (Group("Pipeline", ((apply, shifted),)), Group("Prompt", ((prompt, guidance),))),
+            (Group("Sampling and size", ((noise, latent, guider, select, sigmas),)), Group("VAE", ((vae,),))),
             (_picture(sampler["output"], vae, "flux-dev", (sampler,)),),
         )
     )
@@ -297,7 +297,7 @@ def sd3_split_batch() -> Graph:
     )
     return Graph(
         (
-            (_note("Files, GPUs, what to turn", (360, 340), text),),
+            (_note("Files, GPUs, what to turn", (360, 300), text),),
             (Group("Model and text encoders", ((loader, clip),)),),
             (Group("Prompt and size", ((positive, negative, latent),)),),
             (Group("Sampling", ((shifted, sampler),)), Group("VAE", ((vae,),))),
@@ -336,7 +336,7 @@ def pixart_2048() -> Graph:
     )
     return Graph(
         (
-            (_note("Files, GPUs, what to turn", (360, 340), text),),
+            (_note("Files, GPUs, what to turn", (360, 300), text),),
             (Group("Model and text encoder", ((loader, clip),)),),
             (Group("Prompt and size", ((positive, negative, latent),)),),
             (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
