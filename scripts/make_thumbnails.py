@@ -25,6 +25,8 @@ from scripts.comfyui_server import ComfyUIServer  # noqa: E402
 Graph = dict[str, dict[str, Any]]
 WORKFLOWS = ROOT / "workflows"
 SIDE, STRIP, QUALITY = 512, 84, 85
+BADGE = 60
+"""Height at the top that the template browser covers with a label of its own."""
 INK, PAPER, GREY = (255, 255, 255), (24, 28, 32), (150, 170, 180)
 CAPTIONS = {
     "quickstart": ("Bundled model · PipeFusion 2", "runs anywhere, no files needed"),
@@ -75,10 +77,10 @@ def thumbnail(pictures: list[Image.Image], title: str, line: str) -> Image.Image
     """The pictures in a square, 1 or 4 of them, above two lines of text."""
     out = Image.new("RGB", (SIDE, SIDE), PAPER)
     per_row = math.isqrt(len(pictures))
-    side = (SIDE - STRIP) // per_row
+    side = (SIDE - BADGE - STRIP) // per_row
     left = (SIDE - per_row * side) // 2
     for index, shown in enumerate(pictures):
-        place = (left + index % per_row * side, index // per_row * side)
+        place = (left + index % per_row * side, BADGE + index // per_row * side)
         out.paste(shown.resize((side, side), Image.Resampling.LANCZOS), place)
     draw = ImageDraw.Draw(out)
     size = 32
@@ -93,13 +95,13 @@ def thumbnail(pictures: list[Image.Image], title: str, line: str) -> Image.Image
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="folder with ComfyUI's main.py")
-    parser.add_argument("workflow", nargs="*", choices=CAPTIONS, help="all where none is named")
+    parser.add_argument("workflow", nargs="*", default=list(CAPTIONS), help="all where none is named")
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="parallel-dit-thumbnails-") as base,
         ComfyUIServer(options.checkout.expanduser().resolve(), Path(base)) as server,
     ):
-        for name in options.workflow or CAPTIONS:
+        for name in options.workflow:
             title, line = CAPTIONS[name]
             own = "(bundled)" in widgets(read(name), "model_name")["model_name"]
             graphs = [read(name)] if own else [in_mode_of(name, digits) for digits in PROMPTS]

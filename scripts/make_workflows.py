@@ -86,7 +86,7 @@ def _digits(text: str, which: str) -> Node:
 
 def _digits_picture(samples: Node) -> Group:
     decode = Node("QuickstartDecode", (190, 26), {"samples": samples["LATENT"]}, (("IMAGE", "IMAGE"),))
-    save = Node("SaveImage", (340, 400), {"images": decode["IMAGE"], "filename_prefix": "parallel-dit"}, ())
+    save = Node("SaveImage", (340, 370), {"images": decode["IMAGE"], "filename_prefix": "parallel-dit"}, ())
     return Group("Picture", ((decode,), (save,)))
 
 
@@ -115,7 +115,7 @@ def quickstart() -> Graph:
         (
             (Group("Model, on two processes", ((loader,),)), Group("Prompt and size", ((positive, negative, latent),))),
             (Group("Sampling", ((sampler,),)), _note("What to turn", (360, 286), text)),
-            (_digits_picture(sampler), _report(sampler, 554)),
+            (_digits_picture(sampler), _report(sampler, 554, 214)),
         )
     )
 

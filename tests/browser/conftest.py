@@ -1,0 +1,1 @@
+from tests.comfyui.conftest import comfyui  # noqa: F401 (a fixture)

@@ -1,0 +1,291 @@
+"""The pack in ComfyUI's own editor, in a real browser: the bundled workflows, a run, progress, help pages, Chinese.
+
+PARALLEL_DIT_SCREENSHOTS: a folder to put screenshots into, such as those of docs/images.
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+from PIL import Image
+
+from scripts.comfyui_server import PACK, ComfyUIServer
+from scripts.make_workflows import GRAPHS
+from tests.comfyui import standins
+
+pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FOLDER = "parallel-dit"
+"""ComfyUI finds templates and help pages only in folders without spaces."""
+SETTINGS = {
+    "Comfy.TutorialCompleted": True,  # its dialog would cover the canvas
+    "Comfy.Minimap.Visible": False,
+    "Comfy.Graph.CanvasInfo": False,
+}
+SECONDS = 300  # a limit, on a machine whose cores are shared
+READY = "() => window.app?.canvas && window.LiteGraph?.registered_node_types.ParallelDiTLoader && app.graph._nodes.length"
+CHINESE = json.loads((PACK / "locales" / "zh" / "nodeDefs.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def server(comfyui, tmp_path_factory) -> Iterator[ComfyUIServer]:
+    base = tmp_path_factory.mktemp("browser")
+    standins.write(base / "models")
+    with ComfyUIServer(comfyui.checkout, base, comfyui.python, folder=FOLDER) as server:
+        server.post("/settings", SETTINGS)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if chromium is None:
+        pytest.skip(f"no Chromium: none of {', '.join(CHROMIUM)} is on the path")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def shots(tmp_path_factory) -> Path:
+    given = os.environ.get("PARALLEL_DIT_SCREENSHOTS")
+    folder = Path(given) if given else tmp_path_factory.mktemp("screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def editor(browser, server) -> "Editor":
+    page = browser.new_page(viewport={"width": 1600, "height": 900})
+    page.set_default_timeout(1000 * SECONDS)
+    page.goto(f"http://127.0.0.1:{server.port}/")
+    page.wait_for_function(READY)
+    return Editor(page)
+
+
+class Editor:
+    """ComfyUI's page, and where the graph's nodes and widgets are on it."""
+
+    def __init__(self, page):
+        self.page = page
+
+    def node(self, kind: str, expression: str) -> Any:
+        """A JavaScript expression of `node`, the first one of this type."""
+        find = "const node = app.graph._nodes.find(n => n.type == kind)"
+        return self.page.evaluate(f"kind => {{ {find}; return {expression} }}", kind)
+
+    def widget(self, kind: str, name: str) -> Any:
+        return self.node(kind, f"node.widgets.find(w => w.name == {name!r}).value")
+
+    def open(self, graph: dict[str, Any]) -> None:
+        self.page.evaluate("graph => app.loadGraphData(graph)", graph)
+        self.shows(graph)
+
+    def shows(self, graph: dict[str, Any]) -> None:
+        """Wait until the canvas has this workflow's nodes, and is drawn."""
+        kinds = [node["type"] for node in graph["nodes"]]
+        self.page.wait_for_function("kinds => app.graph._nodes.map(n => n.type).join() == kinds.join()", arg=kinds)
+        self.page.wait_for_function("() => app.graph._nodes.every(n => !n.widgets?.length || n.widgets[0].last_y != null)")
+        self.page.evaluate("async () => { await document.fonts.ready; app.canvas.draw(true, true) }")
+
+    def click(self, kind: str, x: str, y: str) -> None:
+        """A mouse click on the canvas at this place of a node, in its own coordinates."""
+        place = (
+            f"(() => {{ const {{ scale, offset }} = app.canvas.ds, box = app.canvas.canvas.getBoundingClientRect(); "
+            f"return [box.left + (node.pos[0] + ({x}) + offset[0]) * scale, "
+            f"box.top + (node.pos[1] + ({y}) + offset[1]) * scale] }})()"
+        )
+        self.page.mouse.click(*self.node(kind, place))
+
+    def click_widget(self, kind: str, name: str, x: str) -> None:
+        self.click(kind, x, f"node.widgets.find(w => w.name == {name!r}).last_y + 10")
+
+    def lower(self, kind: str, name: str) -> None:
+        """By the widget's left arrow."""
+        self.click_widget(kind, name, "22")
+
+    def raise_(self, kind: str, name: str) -> None:
+        """By the widget's right arrow."""
+        self.click_widget(kind, name, "node.size[0] - 22")
+
+    def type(self, kind: str, name: str, value: Any) -> None:
+        """Into the field that opens at a click on the widget's middle."""
+        self.click_widget(kind, name, "node.size[0] / 2")
+        self.page.locator(".graphdialog input").wait_for()
+        self.page.keyboard.press("Control+a")
+        self.page.keyboard.type(str(value))
+        self.page.keyboard.press("Enter")
+        self.page.locator(".graphdialog").wait_for(state="detached")
+
+    def help(self, kind: str) -> None:
+        """Select the node by its title, and press the selection's info button."""
+        self.click(kind, "60", "-15")
+        self.page.wait_for_function("kind => Object.values(app.canvas.selected_nodes)[0]?.type == kind", arg=kind)
+        self.page.get_by_test_id("info-button").click()
+
+    def run(self) -> None:
+        self.page.get_by_test_id("queue-button").click()
+
+    def problems(self) -> list[str]:
+        """Nodes that ComfyUI does not know, that are marked red, or whose list lacks the file's choice."""
+        return self.page.evaluate(
+            """() => app.graph._nodes.flatMap(n => [
+                ...(n.type in LiteGraph.registered_node_types ? [] : [`unknown ${n.type}`]),
+                ...(n.has_errors ? [`error ${n.type}`] : []),
+                ...(n.widgets ?? []).filter(w => w.type == 'combo' && Array.isArray(w.options.values)
+                    && !w.options.values.includes(w.value)).map(w => `${n.type}: no ${w.value} in ${w.name}`),
+            ])"""
+        )
+
+
+def workflow(name: str) -> dict[str, Any]:
+    return json.loads((PACK / "workflows" / f"{name}.json").read_text())
+
+
+def ours(graph: dict[str, Any]) -> list[str]:
+    return sorted({node["type"] for node in graph["nodes"]} & CHINESE.keys())
+
+
+def first_sentence(page: Path) -> str:
+    """The beginning of a help page's text, as the panel shows it."""
+    return re.split(r"[.:：。]", page.read_text().splitlines()[1])[0].replace("`", "")
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_workflow_opens_with_the_values_of_its_file(editor, shots, name):
+    graph = workflow(name)
+    editor.open(graph)
+    assert not editor.problems()
+    for node in graph["nodes"]:
+        values = editor.page.evaluate("id => (app.graph.getNodeById(id).widgets ?? []).map(w => w.value)", node["id"])
+        assert values[: len(node["widgets_values"])] == node["widgets_values"], node["type"]
+        size = editor.page.evaluate("id => [...app.graph.getNodeById(id).size]", node["id"])
+        assert size == node["size"], f"{node['type']} does not fit into its size, so it may overlap others"
+    editor.page.screenshot(path=shots / f"{name}.png")
+
+
+def test_what_is_wrong_with_a_workflow_is_seen(editor):
+    graph = workflow("quickstart")
+    graph["nodes"][4]["type"] = "NoSuchSampler"
+    graph["nodes"][0]["widgets_values"][0] = "no-such-file.safetensors"
+    editor.open(graph)
+    missing = "ParallelDiTLoader: no no-such-file.safetensors in model_name"
+    assert {"unknown NoSuchSampler", missing} <= set(editor.problems())
+
+
+@pytest.fixture(scope="module")
+def from_templates(editor, shots) -> "Editor":
+    """quickstart, opened by clicks through the Templates dialog."""
+    page = editor.page
+    page.get_by_text("Templates", exact=True).first.click()
+    page.get_by_role("dialog").get_by_text(FOLDER, exact=True).click()
+    for name in GRAPHS:
+        card = page.get_by_test_id(f"template-workflow-{name}")
+        card.wait_for()
+        page.wait_for_function("card => card.querySelector('img')?.naturalWidth == 512", arg=card.element_handle())
+    page.screenshot(path=shots / "templates.png")
+    page.get_by_test_id("template-workflow-quickstart").click()
+    page.get_by_test_id("template-workflow-quickstart").wait_for(state="detached")
+    editor.shows(workflow("quickstart"))
+    return editor
+
+
+def shown_picture(server, editor, before: str = "") -> Image.Image:
+    """The picture on the Save Image node, once there is one other than `before`."""
+    image = "app.graph._nodes.find(n => n.type == 'SaveImage').imgs?.[0]"
+    page = editor.page
+    page.wait_for_function(f"before => {image}?.naturalWidth && {image}.src != before", arg=before)
+    query = dict(parse_qsl(urlsplit(page.evaluate(f"() => {image}.src")).query, keep_blank_values=True))
+    return Image.open(io.BytesIO(server.get("/view", **{key: query[key] for key in ("filename", "subfolder", "type")})))
+
+
+def wait_for_report(editor, text: str) -> None:
+    """Until a text on the canvas contains `text`."""
+    editor.page.wait_for_function(
+        "text => [...document.querySelectorAll('textarea')].some(area => area.value.includes(text))", arg=text
+    )
+
+
+def test_run_with_progress_then_with_other_degrees(from_templates, server, shots):
+    editor, page = from_templates, from_templates.page
+    page.evaluate(
+        """() => {
+            const sampler = app.graph._nodes.find(n => n.type == 'PipeFusionSampler');
+            window.progress = new Set();
+            setInterval(() => sampler.progress != null && window.progress.add(sampler.progress), 10);
+        }"""
+    )
+    editor.run()
+    page.wait_for_function("() => Math.max(...window.progress) > 0.4")
+    page.screenshot(path=shots / "progress.png")
+    picture = shown_picture(server, editor)
+    assert picture.size == (256, 256)
+    low, high = picture.convert("L").getextrema()
+    assert high - low > 200
+    wait_for_report(editor, "pipefusion_degree 2")
+    seen = sorted(page.evaluate("() => [...window.progress]"))
+    assert len(seen) > 3
+    assert all(round(20 * value, 6) == round(20 * value) for value in seen), "steps of 20"
+    page.screenshot(path=shots / "quickstart-workflow.png")
+
+    before = page.evaluate("() => app.graph._nodes.find(n => n.type == 'SaveImage').imgs[0].src")
+    editor.lower("ParallelDiTLoader", "pipefusion_degree")
+    editor.raise_("ParallelDiTLoader", "split_batch_degree")
+    editor.type("PipeFusionSampler", "steps", 4)
+    widgets = {name: editor.widget("ParallelDiTLoader", name) for name in ("pipefusion_degree", "split_batch_degree")}
+    assert widgets == {"pipefusion_degree": 1, "split_batch_degree": 2}
+    assert editor.widget("PipeFusionSampler", "steps") == 4
+    editor.run()
+    wait_for_report(editor, "split_batch_degree 2")
+    assert shown_picture(server, editor, before).size == (256, 256)
+    assert not editor.problems()
+
+
+def test_degrees_that_do_not_fit_are_shown_on_the_node(editor):
+    """A control of the run before: the same clicks, and a product that `devices` does not serve."""
+    editor.open(workflow("quickstart"))
+    editor.lower("ParallelDiTLoader", "pipefusion_degree")
+    editor.run()
+    editor.page.get_by_text(re.compile("the product of the degrees must equal the number of devices")).first.wait_for()
+    editor.page.keyboard.press("Escape")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "flux_dev_ulysses_pipefusion"])
+def test_help_panel_has_the_nodes_page(editor, shots, name):
+    graph = workflow(name)
+    editor.open(graph)
+    for kind in ours(graph):
+        editor.help(kind)
+        text = first_sentence(PACK / "web" / "docs" / f"{kind}.md")
+        editor.page.get_by_text(text).first.wait_for()
+        if kind == "ParallelDiTLoader":
+            editor.page.screenshot(path=shots / "help-panel.png")
+
+
+def test_names_are_chinese_in_the_chinese_editor(editor, server, shots):
+    server.post("/settings", {"Comfy.Locale": "zh"})
+    editor.page.reload()
+    editor.page.wait_for_function(READY)
+    for name in ("quickstart", "flux_dev_ulysses_pipefusion"):
+        graph = workflow(name)
+        editor.open(graph)
+        for kind in ours(graph):
+            title = editor.page.evaluate("kind => LiteGraph.registered_node_types[kind].title", kind)
+            assert title == CHINESE[kind]["display_name"]
+            said = dict(editor.node(kind, "node.widgets.map(w => [w.name, w.label])"))
+            names = {name: entry["name"] for name, entry in CHINESE[kind]["inputs"].items() if name in said}
+            assert {name: said[name] for name in names} == names
+    assert editor.node("ParallelDiTLoader", "node.title") == CHINESE["ParallelDiTLoader"]["display_name"]
+    editor.help("ParallelDiTLoader")
+    editor.page.get_by_text(first_sentence(PACK / "web" / "docs" / "ParallelDiTLoader" / "zh.md")).first.wait_for()
+    editor.page.screenshot(path=shots / "chinese.png")
