@@ -27,10 +27,11 @@ FOLDER = "parallel-dit"
 """ComfyUI finds templates and help pages only in folders without spaces."""
 SETTINGS = {
     "Comfy.TutorialCompleted": True,  # its dialog would cover the canvas
+    "Comfy.Workflow.Persist": False,
     "Comfy.Minimap.Visible": False,
     "Comfy.Graph.CanvasInfo": False,
 }
-SECONDS = 300  # a limit, on a machine whose cores are shared
+SECONDS, RUN_SECONDS = 60, 300  # limits, for a machine whose cores are shared
 READY = "() => window.app?.canvas && window.LiteGraph?.registered_node_types.ParallelDiTLoader && app.graph._nodes.length"
 CHINESE = json.loads((PACK / "locales" / "zh" / "nodeDefs.json").read_text())
 
@@ -96,7 +97,17 @@ class Editor:
         kinds = [node["type"] for node in graph["nodes"]]
         self.page.wait_for_function("kinds => app.graph._nodes.map(n => n.type).join() == kinds.join()", arg=kinds)
         self.page.wait_for_function("() => app.graph._nodes.every(n => !n.widgets?.length || n.widgets[0].last_y != null)")
-        self.page.evaluate("async () => { await document.fonts.ready; app.canvas.draw(true, true) }")
+        self.page.evaluate(
+            """async () => {
+                await document.fonts.ready;
+                const view = () => [app.canvas.ds.scale, ...app.canvas.ds.offset].join();
+                for (let seen = view(), same = 0; same < 8; seen = view()) {
+                    await new Promise(done => setTimeout(done, 50));
+                    same = view() == seen ? same + 1 : 0;
+                }
+                app.canvas.draw(true, true);
+            }"""
+        )
 
     def click(self, kind: str, x: str, y: str) -> None:
         """A mouse click on the canvas at this place of a node, in its own coordinates."""
@@ -110,13 +121,11 @@ class Editor:
     def click_widget(self, kind: str, name: str, x: str) -> None:
         self.click(kind, x, f"node.widgets.find(w => w.name == {name!r}).last_y + 10")
 
-    def lower(self, kind: str, name: str) -> None:
-        """By the widget's left arrow."""
-        self.click_widget(kind, name, "22")
-
-    def raise_(self, kind: str, name: str) -> None:
-        """By the widget's right arrow."""
-        self.click_widget(kind, name, "node.size[0] - 22")
+    def step(self, kind: str, name: str, by: int) -> None:
+        """One up or down, by the widget's right or left arrow."""
+        wanted = self.widget(kind, name) + by
+        self.click_widget(kind, name, "22" if by < 0 else "node.size[0] - 22")
+        assert self.widget(kind, name) == wanted
 
     def type(self, kind: str, name: str, value: Any) -> None:
         """Into the field that opens at a click on the widget's middle."""
@@ -158,7 +167,7 @@ def ours(graph: dict[str, Any]) -> list[str]:
 
 def first_sentence(page: Path) -> str:
     """The beginning of a help page's text, as the panel shows it."""
-    return re.split(r"[.:：。]", page.read_text().splitlines()[1])[0].replace("`", "")
+    return re.sub(r"[`*]", "", re.split(r"[.:：。]", page.read_text().splitlines()[1])[0])
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -185,18 +194,27 @@ def test_what_is_wrong_with_a_workflow_is_seen(editor):
 
 @pytest.fixture(scope="module")
 def from_templates(editor, shots) -> "Editor":
-    """quickstart, opened by clicks through the Templates dialog."""
+    """quickstart, opened by clicks through the Templates dialog, after another one."""
     page = editor.page
-    page.get_by_text("Templates", exact=True).first.click()
-    page.get_by_role("dialog").get_by_text(FOLDER, exact=True).click()
-    for name in GRAPHS:
+    page.reload()
+    page.wait_for_function(READY)
+    for name in ("flux_dev_ulysses_pipefusion", "quickstart"):
+        page.get_by_text("Templates", exact=True).first.click()
+        page.get_by_role("dialog").get_by_text(FOLDER, exact=True).click()
         card = page.get_by_test_id(f"template-workflow-{name}")
         card.wait_for()
-        page.wait_for_function("card => card.querySelector('img')?.naturalWidth == 512", arg=card.element_handle())
-    page.screenshot(path=shots / "templates.png")
-    page.get_by_test_id("template-workflow-quickstart").click()
-    page.get_by_test_id("template-workflow-quickstart").wait_for(state="detached")
-    editor.shows(workflow("quickstart"))
+        page.wait_for_function(
+            """count => {
+                const pictures = [...document.querySelectorAll('[data-testid^=template-workflow-] img')];
+                return pictures.length == count && pictures.every(picture => picture.naturalWidth == 512);
+            }""",
+            arg=len(GRAPHS),
+        )
+        page.screenshot(path=shots / "templates.png")
+        card.click()
+        card.wait_for(state="detached")
+        editor.shows(workflow(name))
+        page.screenshot(path=shots / f"{name}-workflow.png")
     return editor
 
 
@@ -204,7 +222,9 @@ def shown_picture(server, editor, before: str = "") -> Image.Image:
     """The picture on the Save Image node, once there is one other than `before`."""
     image = "app.graph._nodes.find(n => n.type == 'SaveImage').imgs?.[0]"
     page = editor.page
-    page.wait_for_function(f"before => {image}?.naturalWidth && {image}.src != before", arg=before)
+    page.wait_for_function(
+        f"before => {image}?.naturalWidth && {image}.src != before", arg=before, timeout=1000 * RUN_SECONDS
+    )
     query = dict(parse_qsl(urlsplit(page.evaluate(f"() => {image}.src")).query, keep_blank_values=True))
     return Image.open(io.BytesIO(server.get("/view", **{key: query[key] for key in ("filename", "subfolder", "type")})))
 
@@ -212,7 +232,9 @@ def shown_picture(server, editor, before: str = "") -> Image.Image:
 def wait_for_report(editor, text: str) -> None:
     """Until a text on the canvas contains `text`."""
     editor.page.wait_for_function(
-        "text => [...document.querySelectorAll('textarea')].some(area => area.value.includes(text))", arg=text
+        "text => [...document.querySelectorAll('textarea')].some(area => area.value.includes(text))",
+        arg=text,
+        timeout=1000 * RUN_SECONDS,
     )
 
 
@@ -226,7 +248,7 @@ def test_run_with_progress_then_with_other_degrees(from_templates, server, shots
         }"""
     )
     editor.run()
-    page.wait_for_function("() => Math.max(...window.progress) > 0.4")
+    page.wait_for_function("() => Math.max(...window.progress) > 0.4", timeout=1000 * RUN_SECONDS)
     page.screenshot(path=shots / "progress.png")
     picture = shown_picture(server, editor)
     assert picture.size == (256, 256)
@@ -239,11 +261,9 @@ def test_run_with_progress_then_with_other_degrees(from_templates, server, shots
     page.screenshot(path=shots / "quickstart-workflow.png")
 
     before = page.evaluate("() => app.graph._nodes.find(n => n.type == 'SaveImage').imgs[0].src")
-    editor.lower("ParallelDiTLoader", "pipefusion_degree")
-    editor.raise_("ParallelDiTLoader", "split_batch_degree")
+    editor.step("ParallelDiTLoader", "pipefusion_degree", -1)
+    editor.step("ParallelDiTLoader", "split_batch_degree", 1)
     editor.type("PipeFusionSampler", "steps", 4)
-    widgets = {name: editor.widget("ParallelDiTLoader", name) for name in ("pipefusion_degree", "split_batch_degree")}
-    assert widgets == {"pipefusion_degree": 1, "split_batch_degree": 2}
     assert editor.widget("PipeFusionSampler", "steps") == 4
     editor.run()
     wait_for_report(editor, "split_batch_degree 2")
@@ -251,13 +271,16 @@ def test_run_with_progress_then_with_other_degrees(from_templates, server, shots
     assert not editor.problems()
 
 
-def test_degrees_that_do_not_fit_are_shown_on_the_node(editor):
-    """A control of the run before: the same clicks, and a product that `devices` does not serve."""
+def test_degrees_that_do_not_fit_are_an_error_on_the_page(editor, shots):
+    """A control of the run before: one of its clicks, so that `devices` has more entries than the degrees need."""
     editor.open(workflow("quickstart"))
-    editor.lower("ParallelDiTLoader", "pipefusion_degree")
+    editor.step("ParallelDiTLoader", "pipefusion_degree", -1)
     editor.run()
-    editor.page.get_by_text(re.compile("the product of the degrees must equal the number of devices")).first.wait_for()
-    editor.page.keyboard.press("Escape")
+    editor.page.get_by_text("Parallel DiT Loader failed").first.wait_for()
+    editor.page.get_by_text("View details").click()
+    editor.page.screenshot(path=shots / "error.png")
+    said = re.compile("the product of the degrees must equal the number of devices")
+    editor.page.get_by_text(said).first.wait_for()
 
 
 @pytest.mark.parametrize("name", ["quickstart", "flux_dev_ulysses_pipefusion"])
