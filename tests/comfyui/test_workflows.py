@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from PIL import Image
 
 from scripts import make_workflows
 from scripts.comfyui_server import PACK, PACK_FOLDER
@@ -23,6 +24,14 @@ def ui(name):
 
 def api(name):
     return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_thumbnail_is_a_small_square(name):
+    path = WORKFLOWS / f"{name}.jpg"
+    assert path.stat().st_size < 60_000
+    with Image.open(path) as picture:
+        assert picture.size == (512, 512)
 
 
 def world(prompt):
