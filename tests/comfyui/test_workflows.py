@@ -6,6 +6,7 @@ import math
 
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from scripts import make_workflows
 from scripts.comfyui_server import PACK, PACK_FOLDER
@@ -237,3 +238,21 @@ def test_sd3s_prompts_run_side_by_side(session_server):
     report = outcome.outputs["90"]["text"][0]
     assert "split_batch_degree 2" in report
     assert all(f"rank {rank}: 3 micro-steps" in report for rank in (0, 1)), report
+
+
+@pytest.mark.comfyui
+@pytest.mark.slow
+def test_pixarts_latent_of_2048_by_2048(session_server):
+    """Its 16,384 tokens, sampled; decoding four million pixels on the CPU is left out."""
+    prompt = on_cpu_ranks(api("pixart_2048"), width=2048, height=2048, steps=2)
+    sampler = next(node_id for node_id, node in prompt.items() if node["class_type"] == "PipeFusionSampler")
+    picture = {node_id for node_id, node in prompt.items() if node["class_type"] in ("VAELoader", "VAEDecode", "SaveImage")}
+    prompt = {node_id: node for node_id, node in prompt.items() if node_id not in picture}
+    prompt["90"] = {"class_type": "SaveLatent", "inputs": {"samples": [sampler, 0], "filename_prefix": "2048"}}
+    outcome = session_server.run(prompt)
+    assert outcome.status == "success", outcome.error
+    assert "pipelined in" in next(shown["text"][0] for shown in outcome.outputs.values() if "text" in shown)
+    path = session_server.base / "output" / outcome.outputs["90"]["latents"][0]["filename"]
+    latent = load_file(path)["latent_tensor"]
+    assert latent.shape == (1, 4, 256, 256)
+    assert latent.isfinite().all()
