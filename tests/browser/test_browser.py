@@ -32,7 +32,7 @@ SETTINGS = {
     "Comfy.Graph.CanvasInfo": False,
 }
 SECONDS, RUN_SECONDS = 60, 300  # limits, for a machine whose cores are shared
-TABS, COLOURS = 40, 160
+TABS = 40
 READY = "() => window.app?.canvas && window.LiteGraph?.registered_node_types.ParallelDiTLoader && app.graph._nodes.length"
 CHINESE = json.loads((PACK / "locales" / "zh" / "nodeDefs.json").read_text())
 
@@ -60,14 +60,16 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shoot(tmp_path_factory, editor) -> Callable[[str], None]:
-    """`shoot(name)`: a screenshot below the bar of open workflows, in few colours."""
+    """`shoot(name)`: a screenshot below the bar of open workflows, in 256 colours that keep those of the links."""
     given = os.environ.get("PARALLEL_DIT_SCREENSHOTS")
     folder = Path(given) if given else tmp_path_factory.mktemp("screenshots")
     folder.mkdir(parents=True, exist_ok=True)
 
     def save(name: str) -> None:
         shown = Image.open(io.BytesIO(editor.page.screenshot())).convert("RGB")
-        shown.crop((0, TABS, *shown.size)).quantize(COLOURS).save(folder / f"{name}.png", optimize=True)
+        shown.crop((0, TABS, *shown.size)).quantize(method=Image.Quantize.FASTOCTREE).save(
+            folder / f"{name}.png", optimize=True
+        )
 
     return save
 

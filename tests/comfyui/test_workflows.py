@@ -214,6 +214,19 @@ def test_bundled_workflow_runs_as_it_is(session_server, name):
 
 
 @pytest.mark.comfyui
+def test_sd3s_prompts_run_side_by_side(session_server):
+    prompt = on_cpu_ranks(api("sd3_split_batch"), text="another prompt, of another length than the negative one")
+    sampler = next(node_id for node_id, node in prompt.items() if node["class_type"] == "KSampler")
+    prompt[sampler]["class_type"] = "PipeFusionSampler"
+    prompt[sampler]["inputs"] |= make_workflows.PIPEFUSION
+    prompt["90"] = {"class_type": "PreviewAny", "inputs": {"source": [sampler, 1]}}
+    outcome = session_server.run(prompt)
+    report = outcome.outputs["90"]["text"][0]
+    assert "split_batch_degree 2" in report
+    assert all(f"rank {rank}: 3 micro-steps" in report for rank in (0, 1)), report
+
+
+@pytest.mark.comfyui
 @pytest.mark.parametrize("name", WITH_FILES)
 def test_workflow_for_own_files_runs_with_tiny_ones(session_server, name):
     """Its own nodes and degrees, ComfyUI's own text encoders and VAE; another prompt makes another picture."""
@@ -225,19 +238,6 @@ def test_workflow_for_own_files_runs_with_tiny_ones(session_server, name):
         assert ": 0 micro-steps" not in report
     other = on_cpu_ranks(api(name), text="a red bicycle")
     assert succeed(session_server, other).images != first.images
-
-
-@pytest.mark.comfyui
-def test_sd3s_prompts_run_side_by_side(session_server):
-    prompt = on_cpu_ranks(api("sd3_split_batch"), text="another prompt, of another length than the negative one")
-    sampler = next(node_id for node_id, node in prompt.items() if node["class_type"] == "KSampler")
-    prompt[sampler]["class_type"] = "PipeFusionSampler"
-    prompt[sampler]["inputs"] |= make_workflows.PIPEFUSION
-    prompt["90"] = {"class_type": "PreviewAny", "inputs": {"source": [sampler, 1]}}
-    outcome = session_server.run(prompt)
-    report = outcome.outputs["90"]["text"][0]
-    assert "split_batch_degree 2" in report
-    assert all(f"rank {rank}: 3 micro-steps" in report for rank in (0, 1)), report
 
 
 @pytest.mark.comfyui
