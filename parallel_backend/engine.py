@@ -9,6 +9,7 @@ import torch
 
 from .adapters import Adapters
 from .attention import AttentionContext, StepView, install_seams
+from .block_watch import BlockWatch
 from .checkpoint import open_checkpoint
 from .config import Degrees
 from .dtypes import compute_dtype
@@ -71,7 +72,7 @@ class Engine:
             family.tensor_plan, family.heads(config), family.head_size(config), self.tensor, family.key_heads(config)
         )
         span = load.stage_blocks[self.pipe.index]
-        stage = build_stage(checkpoint, span, device, load.dtype, plan, progress)
+        stage = build_stage(checkpoint, span, device, load.dtype, plan, progress, load.only)
         self.model, self.flow = stage.model, stage.flow
         plan.apply(self.model, self.traffic)
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype)
@@ -79,6 +80,7 @@ class Engine:
         self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.drops_mask)
         install_seams(stage.attention, self.context)
         install_linear(stage.attention, self.context)
+        self.watch = BlockWatch(self.model, load.only, self.traffic, slowdown)
         self.timestep: torch.Tensor | None = None
         self.guidance: torch.Tensor | None = None
         # Of the last grid and number of reference tokens: the stream's places in the model's own order (Rows.image).
@@ -155,7 +157,8 @@ class Engine:
         bytes_sent, under_way, waited = self.traffic.report()
         micro_steps, self.micro_steps = self.micro_steps, 0
         busy = self.working.take() - waited
-        return RunStats(self.rank, run, micro_steps, busy, under_way, waited, bytes_sent, buffer_bytes, self._peak_bytes())
+        peak, blocks = self._peak_bytes(), self.watch.take()
+        return RunStats(self.rank, run, micro_steps, busy, under_way, waited, bytes_sent, buffer_bytes, peak, blocks)
 
     def begin_timeline(self) -> None:
         """What is recorded from now on is the last run's. Sends of the one before are over, or would count from then."""

@@ -7,7 +7,7 @@ on the CPU; where they go from there is the receiver's business.
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ class Load:
     """Client -> rank: load the rank's own part of a model; replaces whatever model the rank held.
 
     `degrees`: the mesh sizes. `patch_shares`: each patch rank's share of the tokens. `stage_blocks`: per stage, the span
-    of blocks it owns (all block lists counted through).
+    of blocks it owns (all block lists counted through). `only`: for a rehearsal, "<list>.<index>" of the blocks that are
+    there; the others hand on what they are given, and RunStats say what these cost. Empty: all.
     """
 
     path: str
@@ -58,6 +59,7 @@ class Load:
     patch_shares: tuple[float, ...]
     stage_blocks: tuple[Span, ...]
     attention: str
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -240,8 +242,19 @@ class CloseRun:
 
 
 @dataclass(frozen=True)
+class BlockStats:
+    """What one block did in a rehearsal since the last report: `seconds` of all its calls, its transfers included."""
+
+    seconds: float
+    bytes_sent: dict[str, int]
+
+
+@dataclass(frozen=True)
 class RunStats:
-    """Rank -> client, for the time since the last report. Bytes are payload that left this rank, by mesh axis."""
+    """Rank -> client, for the time since the last report. Bytes are payload that left this rank, by mesh axis.
+
+    `blocks`: in a rehearsal (Load.only), by block "<list>.<index>".
+    """
 
     rank: int
     run: int
@@ -252,6 +265,31 @@ class RunStats:
     bytes_sent: dict[str, int]
     buffer_bytes: int  # K/V buffers of the run at their largest
     peak_bytes: int  # device memory at its highest (CUDA) or resident set (CPU)
+    blocks: dict[str, BlockStats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProbeLinks:
+    """Client -> rank: with all the other ranks, time transfers of these sizes in bytes between every two of you."""
+
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LinksProbed:
+    """Rank -> client: the rank's device, and its links to later ranks.
+
+    `links`: rank -> for each size (bytes, seconds one way). `peers`: rank -> its device's memory can be reached directly
+    (P2P), for pairs of CUDA devices. `free_bytes`, `total_bytes`: of the device's memory; None for a CPU, whose memory all
+    ranks share.
+    """
+
+    rank: int
+    name: str
+    free_bytes: int | None
+    total_bytes: int | None
+    links: dict[int, tuple[tuple[int, float], ...]]
+    peers: dict[int, bool]
 
 
 @dataclass(frozen=True)
@@ -299,7 +337,7 @@ _TYPES = {
         *(Ready, Probe, Probed, Load, Loading, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
         *(DropAdapters, Adapt, Rescale, AdaptersSent, Adapted),
         *(PutDecoder, Decode, Decoded),
-        *(Step, Output, OpenRun, CloseRun, RunStats, Failure, Stop, Span),
+        *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),
         *(BeginTimeline, ReadTimeline, Timeline),
     )
 }

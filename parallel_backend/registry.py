@@ -2,9 +2,11 @@
 die with them or multiply."""
 
 import atexit
+import contextlib
 import functools
 import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,24 @@ class Registry:
         with self._lock:
             working = self._pool is not None and self._pool.error is None
             return self._model if working else None
+
+    @contextlib.contextmanager
+    def borrow(self, devices: tuple[str, ...]) -> Iterator[Pool]:
+        """Ranks on these devices, for whatever is no sampling. Their model counts as gone: the next `model` loads it anew.
+
+        An exception inside ends the ranks, since nobody knows what they are in the middle of.
+        """
+        with self._lock:
+            self._drop_other_than(devices)
+            self._start(devices)
+            pool, self._key, self._model = self._pool, None, None
+        try:
+            yield pool
+        except BaseException:
+            with self._lock:
+                if self._pool is pool:
+                    self._drop()
+            raise
 
     def close(self) -> None:
         """End the ranks and with them whatever they hold."""

@@ -9,7 +9,7 @@ of a list cuts its arguments down, the last one puts its results into whole tens
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,6 +229,19 @@ class After(nn.Module):
         raise StageDone(*self.slot.streams(self.slot.arguments(args, kwargs)))
 
 
+class Passed(nn.Module):
+    """In the place of one of the stage's own blocks that a rehearsal leaves out: hands on what it is given."""
+
+    def __init__(self, slot: Slot):
+        super().__init__()
+        self.slot = slot
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        slot = self.slot
+        text, image = slot.streams(slot.arguments(args, kwargs))
+        return slot.leave(text, image) if slot.last and slot.flow.rows is not None else slot.results(text, image)
+
+
 class Absent(nn.Module):
     """In the place of a prologue module on a later stage: zeros of the hidden width, of which only the shape is used."""
 
@@ -243,13 +256,20 @@ class Absent(nn.Module):
         return self.empty.new_zeros(*value.shape[:-1], self.width)
 
 
-def fill_slots(model: nn.Module, spec: BlockList, flow: Flow, own: range, whole_latent: bool) -> list[tuple[nn.Module, str]]:
-    """Put stand-ins around blocks `own` of a list; (attention module, which tokens it is over) of those, in order."""
+def fill_slots(
+    model: nn.Module, spec: BlockList, flow: Flow, own: range, whole_latent: bool, only: Collection[str] = ()
+) -> list[tuple[nn.Module, str]]:
+    """Put stand-ins around blocks `own` of a list; (attention module, which tokens it is over) of those, in order.
+
+    `only`: see messages.Load.
+    """
     blocks = getattr(model, spec.name)
     attention = []
     for index, block in enumerate(blocks):
         slot = Slot(spec, flow, type(block), index, len(blocks))
-        if index in own:
+        if index in own and only and not spec.prologue and slot.name not in only:
+            blocks[index] = Passed(slot)
+        elif index in own:
             slot.own(block, whole_latent)
             modules = dict(block.named_modules())
             attention += [(modules[name], over) for name, over in spec.attention.items() if name in modules]

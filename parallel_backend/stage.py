@@ -6,7 +6,7 @@ output; elsewhere a stand-in behind the stage's blocks ends the forward with the
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -43,11 +43,13 @@ def build_stage(
     dtype_name: str,
     plan: TensorPlan | None = None,
     progress: Callable[[float], None] = lambda fraction: None,
+    only: Collection[str] = (),
 ) -> Stage:
     """The model with only blocks `span` materialised.
 
     Weights go straight from the mapped file to `device`; nothing that another rank owns is ever allocated. With `plan`
-    only this rank's shards of them; `plan.apply` then makes them work together. `progress`: see fill_weights.
+    only this rank's shards of them; `plan.apply` then makes them work together. `progress`: see fill_weights. `only`: see
+    messages.Load.
     """
     family, config = checkpoint.family, checkpoint.config
     first, last = span.start == 0, span.stop == family.block_count(config)
@@ -56,7 +58,17 @@ def build_stage(
     owned = family.owned(config, span)
     skipped = (() if first else family.prologue) + (() if last else family.epilogue)
     # The state dict, not the parameters: a table of positions may be a buffer. As loaded it counts as a parameter.
-    targets = [name for name in model.state_dict() if _is_owned(name, owned, skipped)]
+    left_out = {
+        f"{spec.name}.{index}."
+        for spec in family.block_lists
+        for index in (owned[spec.name] if only and not spec.prologue else ())
+        if f"{spec.name}.{index}" not in only
+    }
+    targets = [
+        name
+        for name in model.state_dict()
+        if _is_owned(name, owned, skipped) and ".".join([*name.split(".")[:2], ""]) not in left_out
+    ]
     fill_weights(model, checkpoint, targets, plan, device, dtype_name, progress)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -73,7 +85,7 @@ def build_stage(
     arriving, leaving = (() if end else family.carried(config, at) for end, at in ((first, span.start), (last, span.stop)))
     flow, attention = Flow(family.text_first, arriving, leaving), []
     for spec in family.block_lists:
-        attention += fill_slots(model, spec, flow, owned[spec.name], family.whole_latent)
+        attention += fill_slots(model, spec, flow, owned[spec.name], family.whole_latent, only)
     return Stage(model, attention, flow)
 
 

@@ -19,6 +19,7 @@ from .adapters import parameter_names
 from .channel import Channel
 from .checkpoint import open_checkpoint
 from .engine import Engine
+from .links import probe_links
 from .mesh import join, leave
 from .probe import probe
 from .rank import RankSettings
@@ -92,6 +93,9 @@ class Worker:
                     self.settings.rank, open_checkpoint(message.path), self.device, message.dtype, self.settings.slowdown
                 )
                 self.channel.send(found)
+            case m.ProbeLinks():
+                self._unload()
+                self.channel.send(probe_links(self.settings.rank, self.settings.devices, message.sizes))
             case m.Load():
                 self._unload()
                 self.engine = Engine(self.settings.rank, self.device, message, self.settings.slowdown, self._report)
