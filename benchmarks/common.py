@@ -61,8 +61,8 @@ def weights() -> Iterator[Path]:
         yield tiny.save_original(tiny.random_flux(CONFIG), CONFIG, Path(directory) / "flux-like.safetensors")
 
 
-def problem(batch: int) -> tuple[torch.Tensor, Prompt]:
-    x, _, tensors = tiny.inputs(CONFIG, batch=batch, height=SIDE, width=SIDE, text=TEXT)
+def problem(batch: int, side: int = SIDE) -> tuple[torch.Tensor, Prompt]:
+    x, _, tensors = tiny.inputs(CONFIG, batch=batch, height=side, width=side, text=TEXT)
     return x, Prompt(tensors, {}, 1.0)
 
 
@@ -99,9 +99,9 @@ def run_plain_processes(path: Path, steps: int, count: int) -> Outcome:
     return Outcome(seconds, torch.from_numpy(sample))
 
 
-def run_ranks(model: RemoteTransformer, steps: int, batch: int = 1, bands: int = 0) -> Outcome:
+def run_ranks(model: RemoteTransformer, steps: int, batch: int = 1, bands: int = 0, side: int = SIDE) -> Outcome:
     """Our ranks. `bands`: PipeFusion's patches, 1 for displaced patches; 0 where every call is whole (see sampling.py)."""
-    x, prompt = problem(batch)
+    x, prompt = problem(batch, side)
     report = lambda: model.close_run(model.open_run(), lambda: None)  # noqa: E731
 
     def sample(sigmas: torch.Tensor) -> tuple[torch.Tensor, list[RunStats]]:

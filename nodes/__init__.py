@@ -1,5 +1,6 @@
 """The nodes that ComfyUI sees; only modules in here import ComfyUI."""
 
+from .doctor import ParallelDoctor
 from .loader import ParallelDiTLoader
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
@@ -18,6 +19,7 @@ NODE_CLASS_MAPPINGS = {
     "UnloadParallelDiT": UnloadParallelDiT,
     "ParallelVAEDecode": ParallelVAEDecode,
     "ParallelTrace": ParallelTrace,
+    "ParallelDoctor": ParallelDoctor,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",
@@ -29,4 +31,5 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "UnloadParallelDiT": "Unload Parallel DiT",
     "ParallelVAEDecode": "Parallel VAE Decode",
     "ParallelTrace": "Parallel Trace",
+    "ParallelDoctor": "Parallel Doctor",
 }

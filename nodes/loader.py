@@ -64,12 +64,18 @@ def choose_devices(text: str, degrees: Degrees) -> tuple[str, ...]:
                 f"that their product is at most {available}, or name the devices (a GPU may be named more than once)."
             )
         return tuple(f"cuda:{index}" for index in range(degrees.world))
+    devices = named_devices(text)
+    check_devices(degrees, devices)
+    return devices
+
+
+def named_devices(text: str) -> tuple[str, ...]:
+    """The devices of a list such as cuda:0,cuda:1. ValueError for one that this machine does not have."""
     devices = tuple(part.strip() for part in text.split(","))
-    known = {"cpu", *(f"cuda:{index}" for index in range(available))}
+    known = {"cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))}
     for name in devices:
         if name not in known:
             raise ValueError(f"devices: '{name}' is no device of this machine, which has {', '.join(sorted(known))}.")
-    check_devices(degrees, devices)
     return devices
 
 

@@ -10,7 +10,7 @@ CLIENT_SIDE = """
 import multiprocessing, sys, threading
 import torch  # ComfyUI has it already
 before = set(sys.modules)
-import parallel_backend.bands, parallel_backend.registry, parallel_backend.report
+import parallel_backend.bands, parallel_backend.registry, parallel_backend.report, parallel_backend.doctor.words
 import parallel_backend.vae.keys, parallel_backend.vae.remote
 import parallel_backend.quickstart.codec, parallel_backend.quickstart.prompt, parallel_backend.quickstart.model
 new = {name.split(".")[0] for name in set(sys.modules) - before}

@@ -1,0 +1,107 @@
+"""Parallel Doctor: which degrees are fastest on this machine, for this model and picture, and why."""
+
+import comfy.model_management
+import comfy.utils
+import torch
+
+from parallel_backend.doctor.examination import Findings, examine
+from parallel_backend.doctor.subject import subject_of
+from parallel_backend.doctor.words import describe
+from parallel_backend.registry import registry
+
+from .loader import named_devices
+from .remote_model import RemoteDiffusionModel, check_cancelled, remote_stub
+from .ulysses_config import ParallelConfig
+from .widgets import CATEGORY
+
+
+def doctor_devices(text: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
+    """`auto`: every GPU, or the model's own CPU ranks where there is none. ValueError for a device that is not there."""
+    if text.strip().lower() in ("auto", ""):
+        return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count())) or stub.key.devices
+    return named_devices(text)
+
+
+def host_free() -> int:
+    """Bytes of this machine's memory that are free."""
+    return int(comfy.model_management.get_free_memory(torch.device("cpu")))
+
+
+def advised_config(findings: Findings, stub: RemoteDiffusionModel) -> ParallelConfig:
+    """Of the advised mode; one device, where nothing fits."""
+    if findings.advice is None:
+        return ParallelConfig(attention=stub.key.attention, comm_overlap=stub.comm_overlap)
+    degrees = findings.advice.mode.degrees
+    return ParallelConfig(
+        degrees.ulysses, degrees.ring, degrees.patch_mode, degrees.patch, stub.key.attention, stub.comm_overlap
+    )
+
+
+class ParallelDoctor:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = ("STRING", "PARALLEL_CONFIG")
+    RETURN_NAMES = ("report", "parallel_config")
+    FUNCTION = "examine"
+    OUTPUT_NODE = True
+    DESCRIPTION = (
+        "Says which degrees are fastest here: measures devices, links and a few of the model's blocks in every mode, and "
+        "predicts the seconds of a whole run for each. Says so too when one GPU alone is best."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": "From Parallel DiT Loader, with any degrees: they are not looked at."}),
+                "latent_image": ("LATENT", {"tooltip": "The latent that you want to sample; its size and batch count."}),
+                "steps": ("INT", {"default": 20, "min": 1, "max": 10000, "tooltip": "Denoising steps of the run."}),
+                "cfg": (
+                    "FLOAT",
+                    {
+                        "default": 1.0,
+                        "min": 0.0,
+                        "max": 100.0,
+                        "step": 0.1,
+                        "round": 0.01,
+                        "tooltip": "As in the sampler. At 1 the model runs one prompt, otherwise two.",
+                    },
+                ),
+                "text_tokens": (
+                    "INT",
+                    {
+                        "default": 256,
+                        "min": 1,
+                        "max": 100000,
+                        "tooltip": "Length of the prompt in tokens. Not used where positive is connected.",
+                    },
+                ),
+                "devices": (
+                    "STRING",
+                    {
+                        "default": "auto",
+                        "tooltip": "auto (every GPU; without one, the CPU ranks of the model), or a list such as "
+                        "cuda:0,cuda:1.",
+                    },
+                ),
+            },
+            "optional": {"positive": ("CONDITIONING", {"tooltip": "The prompt, for its length."})},
+        }
+
+    def examine(self, model, latent_image, steps, cfg, text_tokens, devices, positive=None):
+        stub = remote_stub(model)
+        checkpoint, key = stub.checkpoint, stub.key
+        chosen = doctor_devices(devices, stub)
+        if positive is not None:
+            text_tokens = max(cond[0].shape[1] for cond in positive)
+        shape = tuple(latent_image["samples"].shape)
+        if checkpoint.family.patching.video and len(shape) == 4:  # a picture for a model of videos, as samplers take it
+            shape = (*shape[:2], 1, *shape[2:])
+        entries = shape[0] * (1 if cfg == 1.0 else 2)
+        subject = subject_of(checkpoint, key.dtype, chosen[0], shape, entries, steps, text_tokens)
+        progress = comfy.utils.ProgressBar(1)
+        with registry().borrow(chosen) as pool:
+            findings = examine(
+                pool, checkpoint, subject, key.attention, host_free, check_cancelled, progress.update_absolute
+            )
+        text = describe(findings)
+        return {"ui": {"text": [text]}, "result": (text, advised_config(findings, stub))}

@@ -1,0 +1,136 @@
+"""What is to be run, in plain numbers: the model's blocks and their sizes, the picture's tokens, the steps."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..balance import block_bytes
+from ..checkpoint import Checkpoint
+from ..config import Degrees, check_model
+from ..dtypes import compute_dtype
+from ..families.base import Shapes
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and a sampling run of it.
+
+    `shape`: of the latent; `entries`: of the batch at a model call, pictures x prompts; `prompt`: tokens of each.
+    `blocks`: for each block, all lists counted through, the "<list>.<index>" of the first of its kind (same list, same
+    parameters), which is rehearsed in its place. `block_bytes`: of each block's weights; `first_bytes`, `last_bytes`,
+    `shared_bytes`: of those around the blocks that the first, the last, or every stage has. `text`, `image`: tokens; `rows`:
+    of image tokens along the axis that bands cut. `token_bytes`: one token's hidden state. `carried`: by number of blocks
+    before a boundary of stages, how many blocks' outputs cross it beside the hidden states.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    entries: int
+    steps: int
+    prompt: int
+    blocks: tuple[str, ...]
+    block_bytes: tuple[int, ...]
+    first_bytes: int
+    last_bytes: int
+    shared_bytes: int
+    text: int
+    image: int
+    rows: int
+    token_bytes: int
+    carried: tuple[int, ...]
+    check: Callable[[Degrees], None]
+    warm_up: int = 1
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """One block of each kind."""
+        return tuple(dict.fromkeys(self.blocks))
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.block_bytes) + self.first_bytes + self.last_bytes + self.shared_bytes
+
+    @property
+    def warm_up_steps(self) -> int:
+        return min(self.warm_up, self.steps)
+
+
+def subject_of(
+    checkpoint: Checkpoint, dtype: str, device: str, shape: tuple[int, ...], entries: int, steps: int, prompt: int
+) -> Subject:
+    """`shape`: [B, C, (T,) H, W] of the latent. ValueError if it has no frames, where the model is one for video."""
+    family, config = checkpoint.family, checkpoint.config
+    grid = family.patching.grid(shape)
+    if len(shape) != 2 + len(grid):
+        raise ValueError(
+            f"latent_image: the latent has {len(shape)} axes, this model needs {2 + len(grid)}. Use the Empty Latent node "
+            "made for this model."
+        )
+    lists = [name for name, count in family.blocks(config).items() for _ in range(count)]
+    names = [f"{name}.{index}" for name, count in family.blocks(config).items() for index in range(count)]
+    kinds = _kinds(names, {target: checkpoint.shape(target) for target in checkpoint.recipe})
+    around = _around(checkpoint, dtype)
+    example = family.example(config, prompt)
+    words = next((example[name].shape[1] for name in family.token_tensors if name in example), None)
+    text = family.image_padding(grid) + (0 if words is None else family.padded(words))
+
+    def check(degrees: Degrees) -> None:
+        check_model(
+            degrees,
+            heads=family.heads(config),
+            blocks=len(lists),
+            key_heads=family.key_heads(config),
+            unsupported=family.unsupported,
+        )
+
+    return Subject(
+        checkpoint.path.name,
+        family.name,
+        dtype,
+        (shape[0], family.latent_channels(config), *shape[2:]),
+        entries,
+        steps,
+        prompt,
+        tuple(kinds[name] for name in names),
+        tuple(block_bytes(checkpoint, lists, dtype, 1)),
+        *around,
+        text,
+        math.prod(grid),
+        grid[family.patching.band_dim],
+        family.hidden(config) * compute_dtype(dtype, torch.device(device)).itemsize,
+        tuple(len(family.carried(config, boundary)) for boundary in range(len(lists) + 1)),
+        check,
+    )
+
+
+def _kinds(names: list[str], shapes: Shapes) -> dict[str, str]:
+    """Block -> the first block of the same list whose parameters have the same names and shapes."""
+    parameters: dict[str, list[tuple[str, tuple[int, ...]]]] = {name: [] for name in names}
+    for target, shape in shapes.items():
+        top, _, rest = target.partition(".")
+        index, _, parameter = rest.partition(".")
+        if (block := f"{top}.{index}") in parameters:
+            parameters[block].append((parameter, shape))
+    first: dict[tuple, str] = {}
+    return {name: first.setdefault((name.partition(".")[0], *sorted(found)), name) for name, found in parameters.items()}
+
+
+def _around(checkpoint: Checkpoint, dtype: str) -> tuple[int, int, int]:
+    """Bytes of the weights of no counted block that the first, the last, every stage has."""
+    family = checkpoint.family
+    counted = {spec.name for spec in family.block_lists if not spec.prologue}
+    prologue = {*family.prologue, *(spec.name for spec in family.block_lists if spec.prologue)}
+    first = last = shared = 0
+    for target in checkpoint.recipe:
+        top, size = target.partition(".")[0], checkpoint.nbytes(target, dtype)
+        if top in prologue:
+            first += size
+        elif top in family.epilogue:
+            last += size
+        elif top not in counted:
+            shared += size
+    return first, last, shared

@@ -1,0 +1,89 @@
+"""Parallel Doctor in a running ComfyUI: its text, what it leaves behind, and Cancel."""
+
+import copy
+import io
+import json
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scripts.comfyui_server import PACK
+from tests.comfyui.websocket import Events
+
+pytestmark = pytest.mark.comfyui
+
+LOADER, PROMPT, LATENT, SAMPLER = "1", "2", "4", "5"
+QUICKSTART = json.loads((PACK / "workflows" / "api" / "quickstart.json").read_text())
+
+
+def sampling(seed: int) -> dict:
+    """The bundled workflow, two steps of a small picture."""
+    prompt = copy.deepcopy(QUICKSTART)
+    prompt[LATENT]["inputs"] |= {"width": 128, "height": 128}
+    prompt[SAMPLER]["inputs"] |= {"steps": 2, "seed": seed}
+    return prompt
+
+
+def doctor(size: int = 128, **widgets) -> dict:
+    """Its loader, prompt and latent, and the doctor in the place of the sampler."""
+    prompt = {name: copy.deepcopy(QUICKSTART[name]) for name in (LOADER, PROMPT, LATENT)}
+    prompt[LATENT]["inputs"] |= {"width": size, "height": size}
+    inputs = {"steps": 20, "cfg": 3.0, "text_tokens": 1, "devices": "auto"} | widgets
+    links = {"model": [LOADER, 0], "latent_image": [LATENT, 0], "positive": [PROMPT, 0]}
+    prompt["20"] = {"class_type": "ParallelDoctor", "inputs": inputs | links}
+    return prompt
+
+
+def test_it_advises_and_the_next_run_loads_again(server):
+    """Before, between and after it, the bundled workflow gives the same picture."""
+    before = server.run(sampling(1))
+    with Events(server.port, "doctor-test") as events:
+        prompt_id = server.queue(doctor(), client_id="doctor-test")
+        seen = events.until("execution_success", prompt_id)
+    outcome = server.wait(prompt_id)
+    assert outcome.status == "success", outcome.error
+    (text,) = outcome.outputs["20"]["text"]
+    modes = ("pipefusion", "split_batch", "tensor_parallel", "ulysses", "ring", "patch")
+    assert all(f"{mode}_degree 2" in text for mode in modes)
+    assert "one device (cpu)" in text
+    assert "2 in the batch of a model call, 20 steps" in text
+    assert "64 image and 4 text tokens" in text
+    assert "advice: " in text
+    assert "Parallel DiT Loader: pipefusion_degree" in text
+    assert any(kind == "progress" for kind, _ in seen)
+    server.run(sampling(2))
+    after = server.run(sampling(1) | {"2": {"class_type": "QuickstartPrompt", "inputs": {"text": "3 1 4 1 "}}})
+    assert [run.status for run in (before, after)] == ["success", "success"]
+    assert np.array_equal(*(np.asarray(Image.open(io.BytesIO(run.images[0]))) for run in (before, after)))
+
+
+def test_its_configuration_feeds_another_loader(server):
+    prompt = sampling(3)
+    asked = doctor(devices="cpu,cpu", cfg=1.0)
+    asked["40"] = copy.deepcopy(prompt[LOADER])
+    asked["20"]["inputs"]["model"] = ["40", 0]
+    prompt[LOADER]["inputs"] |= {"pipefusion_degree": 1, "devices": "auto", "parallel_config": ["20", 1]}
+    outcome = server.run(asked | prompt)
+    assert outcome.status == "success", outcome.error
+    assert len(outcome.images) == 1
+
+
+def test_cancel_ends_it_and_the_next_prompt_runs(server):
+    with Events(server.port, "doctor-cancel") as events:
+        prompt_id = server.queue(doctor(size=512, steps=21), client_id="doctor-cancel")
+        events.until("progress", prompt_id)
+        cancelled = time.monotonic()
+        server.post("/interrupt", {})
+        outcome = server.wait(prompt_id, 60)
+    assert outcome.status == "interrupted"
+    assert time.monotonic() - cancelled < 20
+    after = server.run(sampling(4))
+    assert after.status == "success", after.error
+
+
+def test_what_users_do_wrong_is_said(server):
+    outcome = server.run(doctor(devices="cuda:7"))
+    assert outcome.status == "error"
+    assert "devices: 'cuda:7' is no device of this machine" in outcome.error
