@@ -95,7 +95,7 @@ def rehearse(
     replicas = len(pool.devices) // cut.world
     split = "auto" if measured_shares and cut.patch > 1 else "even"
     model = RemoteTransformer(
-        pool, checkpoint, replace(cut, batch=replicas), subject.dtype, attention, poll, split, subject.kept
+        pool, checkpoint, replace(cut, batch=replicas), subject.dtype, attention, poll, split, only=subject.kept
     )
     found = {}
     for kind in kinds:
