@@ -122,7 +122,7 @@ class Registry:
         except BaseException:
             with self._lock:
                 if self._pool is pool:
-                    self._drop()
+                    self._drop(politely=False)
             raise
 
     def close(self) -> None:

@@ -529,7 +529,7 @@ class FakePool:
     def __init__(self, devices):
         self.devices, self.closed = devices, False
 
-    def close(self):
+    def close(self, politely):
         self.closed = True
 
 
