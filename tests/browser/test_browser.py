@@ -60,16 +60,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shoot(tmp_path_factory, editor) -> Callable[[str], None]:
-    """`shoot(name)`: a screenshot below the bar of open workflows, in 256 colours that keep those of the links."""
+    """`shoot(name)`: a screenshot below the bar of open workflows, in 256 colours."""
     given = os.environ.get("PARALLEL_DIT_SCREENSHOTS")
     folder = Path(given) if given else tmp_path_factory.mktemp("screenshots")
     folder.mkdir(parents=True, exist_ok=True)
 
     def save(name: str) -> None:
         shown = Image.open(io.BytesIO(editor.page.screenshot())).convert("RGB")
-        shown.crop((0, TABS, *shown.size)).quantize(method=Image.Quantize.FASTOCTREE).save(
-            folder / f"{name}.png", optimize=True
-        )
+        shown.crop((0, TABS, *shown.size)).quantize(256, kmeans=2).save(folder / f"{name}.png", optimize=True)
 
     return save
 
