@@ -137,7 +137,8 @@ def native_ksampler() -> Graph:
             (Group("Pipeline", ((apply,),)), Group("Prompt and size", ((positive, negative, latent),))),
             (Group("Sampling, by ComfyUI's own node", ((sampler,),)),),
             (_digits_picture(sampler),),
-        )
+        ),
+        first=(loader, positive, negative, latent),
     )
 
 

@@ -66,13 +66,20 @@ Column = tuple[Group, ...]
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Groups in columns, from left to right. A node's id is its place in this order, from 1."""
+    """Groups in columns, from left to right. A node's id is its place in `nodes`, from 1.
+
+    `first`: nodes with the first ids, wherever they are.
+    """
 
     columns: tuple[Column, ...]
+    first: tuple[Node, ...] = ()
 
     @property
     def nodes(self) -> list[Node]:
-        return [node for column in self.columns for group in column for nodes in group.columns for node in nodes]
+        """`first`, then the others as they are placed, notes last."""
+        placed = [node for column in self.columns for group in column for nodes in group.columns for node in nodes]
+        others = [node for node in placed if node not in self.first]
+        return [*self.first, *sorted(others, key=lambda node: node.type == NOTE)]
 
     def id(self, node: Node) -> int:
         return self.nodes.index(node) + 1

@@ -6,7 +6,6 @@ import urllib.request
 
 import pytest
 
-from scripts import comfyui_server
 from scripts.comfyui_server import PACK, ComfyUIServer
 
 pytestmark = pytest.mark.comfyui
@@ -19,10 +18,8 @@ MODULE = f"custom_nodes.{FOLDER}"
 def words_server(comfyui, tmp_path_factory):
     """A ComfyUI of its own: aiohttp finds no static file of a pack whose folder has a space in its name, as ours has in
     the other tests, so that there the frontend shows a node's tooltips in place of its page."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comfyui_server, "PACK_FOLDER", FOLDER)
-        with ComfyUIServer(comfyui.checkout, tmp_path_factory.mktemp("words"), comfyui.python) as server:
-            yield server
+    with ComfyUIServer(comfyui.checkout, tmp_path_factory.mktemp("words"), comfyui.python, folder=FOLDER) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
