@@ -12,7 +12,7 @@ from parallel_backend.registry import registry
 from .loader import named_devices
 from .remote_model import RemoteDiffusionModel, check_cancelled, remote_stub
 from .ulysses_config import ParallelConfig
-from .widgets import CATEGORY
+from .widgets import CATEGORY, cfg_scale
 
 
 def doctor_devices(text: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
@@ -55,17 +55,7 @@ class ParallelDoctor:
                 "model": ("MODEL", {"tooltip": "From Parallel DiT Loader, with any degrees: they are not looked at."}),
                 "latent_image": ("LATENT", {"tooltip": "The latent that you want to sample; its size and batch count."}),
                 "steps": ("INT", {"default": 20, "min": 1, "max": 10000, "tooltip": "Denoising steps of the run."}),
-                "cfg": (
-                    "FLOAT",
-                    {
-                        "default": 1.0,
-                        "min": 0.0,
-                        "max": 100.0,
-                        "step": 0.1,
-                        "round": 0.01,
-                        "tooltip": "As in the sampler. At 1 the model runs one prompt, otherwise two.",
-                    },
-                ),
+                "cfg": cfg_scale("As in the sampler. At 1 the model runs one prompt, otherwise two."),
                 "text_tokens": (
                     "INT",
                     {

@@ -5,7 +5,7 @@ import comfy.samplers
 
 from .bands import PipeFusion
 from .remote_model import remote_stub
-from .widgets import CATEGORY
+from .widgets import CATEGORY, cfg_scale
 
 WRAPPER_KEY = "parallel_dit_pipefusion"
 
@@ -94,17 +94,8 @@ class PipeFusionSampler:
                     },
                 ),
                 "steps": ("INT", {"default": 20, "min": 1, "max": 10000, "tooltip": "Denoising steps."}),
-                "cfg": (
-                    "FLOAT",
-                    {
-                        "default": 1.0,
-                        "min": 0.0,
-                        "max": 100.0,
-                        "step": 0.1,
-                        "round": 0.01,
-                        "tooltip": "Classifier-free guidance; 1 for distilled models such as Flux, which then run one "
-                        "prompt only.",
-                    },
+                "cfg": cfg_scale(
+                    "Classifier-free guidance; 1 for distilled models such as Flux, which then run one prompt only."
                 ),
                 "sampler_name": (sampler.SAMPLERS, {"default": "euler", "tooltip": "Any of ComfyUI's samplers."}),
                 "scheduler": (sampler.SCHEDULERS, {"default": "simple", "tooltip": "How the noise level falls."}),

@@ -100,7 +100,7 @@ def test_pipefusion_sampler_equals_ksampler_with_apply_pipefusion(server):
 
 
 @pytest.mark.parametrize(("name", "change"), [("quickstart", copy.copy), ("native_ksampler", displaced)])
-def test_cancel_ends_the_prompt_and_the_next_one_runs(server, rank_processes, name, change):
+def test_cancel_ends_the_prompt_and_the_next_one_runs(server, rank_processes, measured, name, change):
     before = server.run(change(small(name, seed=10)))
     pids = [process.pid for process in rank_processes()]
     with Events(server.port, "cancel-test") as events:
@@ -109,8 +109,10 @@ def test_cancel_ends_the_prompt_and_the_next_one_runs(server, rank_processes, na
         cancelled = time.monotonic()
         server.post("/interrupt", {})
         outcome = server.wait(prompt_id, 60)
+        seconds = time.monotonic() - cancelled
     assert outcome.status == "interrupted"
-    assert time.monotonic() - cancelled < 5
+    measured("seconds from Cancel to the end mid-run", seconds)
+    assert seconds < 1.5  # a second and a micro-step, which here takes some hundredths
     assert [process.pid for process in rank_processes()] == pids  # and their weights
     after = server.run(change(small(name, seed=10)))
     assert after.status == "success", after.error
