@@ -25,7 +25,10 @@ class UlyssesConfig:
     RETURN_TYPES = ("PARALLEL_CONFIG",)
     RETURN_NAMES = ("parallel_config",)
     FUNCTION = "configure"
-    DESCRIPTION = "Splits one image's tokens over GPUs (Ulysses). Connect it to Parallel DiT Loader."
+    DESCRIPTION = (
+        "Splits one picture's tokens over GPUs: Ulysses, ring attention, or patches (DistriFusion). Connect it to "
+        "Parallel DiT Loader."
+    )
 
     @classmethod
     def INPUT_TYPES(cls):
