@@ -105,7 +105,13 @@ class ComfyUIServer:
         ]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, cwd=self.checkout, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                command,
+                cwd=self.checkout,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A shell starts what it puts into the background deaf to Ctrl+C, and so are that one's children.
+                preexec_fn=_hear_ctrl_c if os.name == "posix" else None,
             )
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -182,6 +188,10 @@ class ComfyUIServer:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(urllib.request.Request(url, body, headers), timeout=60) as reply:
             return reply.read()
+
+
+def _hear_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _validation_text(reply: dict[str, Any]) -> str:
