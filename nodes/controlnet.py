@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from parallel_backend.bands import NotLocal
-from parallel_backend.client import Residuals
+from parallel_backend.call import Residuals
 from parallel_backend.families import Family
 from parallel_backend.families.base import Config
 from parallel_backend.families.patching import Patching

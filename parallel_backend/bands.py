@@ -15,7 +15,8 @@ from typing import TypeVar
 
 import torch
 
-from .client import Conditioning, RemoteTransformer, Residuals
+from .call import Conditioning, Residuals
+from .client import RemoteTransformer
 from .families.patching import Patching
 from .layout import Span, split
 from .pool import POLL_SECONDS, Poll, wait_for

@@ -8,94 +8,21 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
 
 from . import messages as m
 from .balance import balance
+from .call import Assembly, Call, Conditioning, PostedStep, Residuals
 from .checkpoint import Checkpoint
 from .config import SEQUENCE_AXES, WIDGETS, Degrees, check_devices, check_model
 from .deltas import Delta, Deltas
 from .families.base import REFERENCE_POSITIONS, REFERENCES, TEXT_MASK
 from .layout import SequenceCut, Span, split
 from .pool import Poll, Pool, Progress, wait_for
-from .stream import Stream
 
 CONDITIONINGS_KEPT = 8
-
-
-@dataclass(frozen=True)
-class Conditioning:
-    """Tensors that a set of calls shares, as the ranks know them by `id`. Batch is the first axis of each."""
-
-    id: int
-    grid: tuple[int, ...]
-    stream: Stream
-    text_tokens: int
-    batch: int
-    tensors: dict[str, torch.Tensor]
-
-    def matches(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> bool:
-        return (
-            self.grid == grid
-            and self.tensors.keys() == tensors.keys()
-            and all(
-                a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
-                for a, b in ((self.tensors[name], tensors[name]) for name in tensors)
-            )
-        )
-
-
-Residuals = dict[str, torch.Tensor]
-"""A ControlNet's additions: block "<list>.<index>" -> [B, n, hidden]. Several blocks may have the same tensor."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One evaluation of the transformer for tokens `tokens` of the stream. `x` [B, n, c]: the picture's tokens among them.
-    `run` is 0 for a call without buffers.
-
-    `timestep`, `stale`, `overlap`: see messages.Step. `residuals`: block "<list>.<index>" -> [B, n, hidden] added behind it.
-    """
-
-    x: torch.Tensor
-    timestep: torch.Tensor
-    conditioning: Conditioning
-    tokens: Span
-    with_text: bool
-    run: int
-    stale: bool
-    overlap: bool
-    residuals: Residuals
-    future: Future = field(default_factory=Future)
-
-
-class _Assembly:
-    """The output of a call while its parts arrive. Parts are (entries, tokens) of [B, n, c], by micro-step and rank."""
-
-    def __init__(self, call: Call):
-        self.call, self.missing, self.value = call, 0, None
-
-    def put(self, entries: Span, rows: Span, part: torch.Tensor) -> bool:
-        """True when this was the last part."""
-        if self.value is None:
-            self.value = part.new_empty(*self.call.x.shape[:2], part.shape[-1])
-        self.value[entries.slice, rows.slice] = part
-        self.missing -= 1
-        return self.missing == 0
-
-
-@dataclass(frozen=True)
-class _MicroStep:
-    """One replica's micro-step. `entries` counts within the call, `local` within the replica's conditioning."""
-
-    seq: int
-    assembly: _Assembly
-    entries: Span
-    local: Span
 
 
 class RemoteTransformer:
@@ -133,8 +60,8 @@ class RemoteTransformer:
         self._seq, self._ids, self._runs = itertools.count(1), itertools.count(1), itertools.count(1)
         self._conditionings: deque[Conditioning] = deque()
         self._window = degrees.pipe + 1
-        self._waiting: list[deque[_MicroStep]] = [deque() for _ in range(degrees.batch)]
-        self._flying: list[dict[int, _MicroStep]] = [{} for _ in range(degrees.batch)]
+        self._waiting: list[deque[PostedStep]] = [deque() for _ in range(degrees.batch)]
+        self._flying: list[dict[int, PostedStep]] = [{} for _ in range(degrees.batch)]
         self._shards_left: dict[int, int] = {}
         self._error: Exception | None = None
         self._loading = [0.0] * len(pool.devices)
@@ -331,7 +258,7 @@ class RemoteTransformer:
 
     def post(self, call: Call) -> None:
         """Queue the call's micro-steps; `call.future` gives tokens [B, n, c] on the CPU."""
-        assembly = _Assembly(call)
+        assembly = Assembly(call)
         with self._lock:
             if self._error is not None:
                 call.future.set_exception(self._error)
@@ -341,7 +268,7 @@ class RemoteTransformer:
                 # An exact call fills the pipeline with its batch entries: nothing else could overlap in it.
                 parts = len(entries) if whole and self.degrees.pipe > 1 else min(1, len(entries))
                 for part in split(entries, parts) if parts else ():
-                    step = _MicroStep(next(self._seq), assembly, part, part.shift(-entries.start))
+                    step = PostedStep(next(self._seq), assembly, part, part.shift(-entries.start))
                     assembly.missing += self.degrees.sequence
                     self._waiting[replica].append(step)
             for replica in range(self.degrees.batch):
@@ -359,7 +286,7 @@ class RemoteTransformer:
             self._shards_left[step.seq] = self.degrees.sequence
             self._send_step(replica, step)
 
-    def _send_step(self, replica: int, step: _MicroStep) -> None:
+    def _send_step(self, replica: int, step: PostedStep) -> None:
         call = step.assembly.call
         stream = call.conditioning.stream
         first = stream.images(call.tokens).start

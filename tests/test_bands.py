@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from parallel_backend import bands
 from parallel_backend.bands import BandedRun, NotLocal, cut_rows, run_bands
-from parallel_backend.client import Call, Conditioning
+from parallel_backend.call import Call, Conditioning
 from parallel_backend.config import Degrees
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.patching import Patching
