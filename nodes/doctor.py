@@ -9,7 +9,7 @@ from parallel_backend.doctor.subject import subject_of
 from parallel_backend.doctor.words import describe
 from parallel_backend.registry import registry
 
-from .loader import named_devices
+from .loader import all_gpus, is_auto, named_devices
 from .remote_model import RemoteDiffusionModel, check_cancelled, remote_stub
 from .ulysses_config import ParallelConfig
 from .widgets import CATEGORY, cfg_scale
@@ -17,9 +17,7 @@ from .widgets import CATEGORY, cfg_scale
 
 def doctor_devices(text: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
     """`auto`: every GPU, or the model's own CPU ranks where there is none. ValueError for a device that is not there."""
-    if text.strip().lower() in ("auto", ""):
-        return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count())) or stub.key.devices
-    return named_devices(text)
+    return (all_gpus() or stub.key.devices) if is_auto(text) else named_devices(text)
 
 
 def host_free() -> int:

@@ -55,7 +55,7 @@ def model_path(name: str) -> Path:
 def choose_devices(text: str, degrees: Degrees) -> tuple[str, ...]:
     """The device of each rank. `auto`: the first CUDA devices, or CPU ranks where there is none."""
     available = torch.cuda.device_count()
-    if text.strip().lower() in ("auto", ""):
+    if is_auto(text):
         if available == 0:
             return ("cpu",) * degrees.world
         if available < degrees.world:
@@ -63,16 +63,25 @@ def choose_devices(text: str, degrees: Degrees) -> tuple[str, ...]:
                 f"devices: {degrees} needs {degrees.world} GPUs, this machine has {available}. Lower the degrees so "
                 f"that their product is at most {available}, or name the devices (a GPU may be named more than once)."
             )
-        return tuple(f"cuda:{index}" for index in range(degrees.world))
+        return all_gpus()[: degrees.world]
     devices = named_devices(text)
     check_devices(degrees, devices)
     return devices
 
 
+def is_auto(text: str) -> bool:
+    """Whether the `devices` widget leaves the choice to us."""
+    return text.strip().lower() in ("auto", "")
+
+
+def all_gpus() -> tuple[str, ...]:
+    return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+
+
 def named_devices(text: str) -> tuple[str, ...]:
     """The devices of a list such as cuda:0,cuda:1. ValueError for one that this machine does not have."""
     devices = tuple(part.strip() for part in text.split(","))
-    known = {"cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))}
+    known = {"cpu", *all_gpus()}
     for name in devices:
         if name not in known:
             raise ValueError(f"devices: '{name}' is no device of this machine, which has {', '.join(sorted(known))}.")

@@ -1,5 +1,7 @@
 """What the ranks do before the first step, shown on the node that waits for it."""
 
+import functools
+
 import comfy.utils
 
 from .node_text import say
@@ -9,8 +11,12 @@ class LoadingBar:
     """A pool.Progress: the node's bar, and a line of text on it. Says nothing as long as nothing is loaded."""
 
     def __init__(self) -> None:
-        self._bar = comfy.utils.ProgressBar(100)
         self._shown: tuple[str, int] | None = None
+
+    @functools.cached_property
+    def _bar(self) -> comfy.utils.ProgressBar:
+        """Made when something is loaded: every model call brings a LoadingBar, and hardly any has use for it."""
+        return comfy.utils.ProgressBar(100)
 
     def __call__(self, doing: str, fraction: float) -> None:
         """Raises ComfyUI's InterruptProcessingException once the user has pressed Cancel."""

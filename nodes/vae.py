@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 from comfy.ldm.modules.diffusionmodules.model import Decoder
 
-from parallel_backend.config import Degrees
 from parallel_backend.layout import Span, split
 from parallel_backend.pool import Pool
 from parallel_backend.registry import registry
 from parallel_backend.vae.keys import to_diffusers
 from parallel_backend.vae.remote import RemoteDecoder, TooLittleMemory
 
-from .loader import choose_devices
+from .loader import all_gpus, is_auto, named_devices
 from .node_text import say
 from .remote_model import check_cancelled
 from .widgets import CATEGORY
@@ -81,13 +80,10 @@ class ParallelVAEDecode:
 
 def find_ranks(devices: str) -> Pool | None:
     """Those that `devices` names, started if they do not run; None where `auto` finds a single device."""
-    if auto := devices.strip().lower() in ("auto", ""):
-        pool = registry().pool_for(None, check_cancelled)
-        if pool is not None:
-            return pool
-    count = max(1, torch.cuda.device_count()) if auto else devices.count(",") + 1
-    chosen = choose_devices(devices, Degrees(batch=count))
-    return None if auto and count == 1 else registry().pool_for(chosen, check_cancelled)
+    if not is_auto(devices):
+        return registry().pool_for(named_devices(devices), check_cancelled)
+    running, gpus = registry().pool_for(None, check_cancelled), all_gpus()
+    return running if running is not None or len(gpus) < 2 else registry().pool_for(gpus, check_cancelled)
 
 
 def why_whole(vae: comfy.sd.VAE, latent: torch.Tensor) -> str | None:
