@@ -63,8 +63,8 @@ def wait_for(future: Future, poll: Poll) -> Any:
         try:
             return future.result(timeout=POLL_SECONDS)
         except FutureTimeout:
-            if future.done():  # the result itself was a time-out error
-                raise
+            if future.done():  # it came between the time-out and here, or is a time-out error itself
+                return future.result()
             poll()
 
 

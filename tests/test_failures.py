@@ -8,6 +8,8 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
 import psutil
@@ -18,7 +20,7 @@ from parallel_backend.checkpoint import open_checkpoint
 from parallel_backend.client import RemoteTransformer
 from parallel_backend.config import Degrees
 from parallel_backend.messages import BadMessage
-from parallel_backend.pool import Pool, RankError
+from parallel_backend.pool import Pool, RankError, wait_for
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from tests import tiny
 
@@ -299,3 +301,28 @@ def test_a_picture_of_fewer_tokens_than_ranks_is_exact_or_refused(remote, flux_m
         assert "ulysses_degree" in str(error)
     else:
         assert tiny.relative(output, tiny.reference(flux_model, *given)) <= 1e-5
+
+
+class _Late(Future):
+    """Gets its result between the waiter's time-out and its look at `done`."""
+
+    def __init__(self, outcome):
+        super().__init__()
+        self.outcome = outcome
+
+    def result(self, timeout=None):
+        try:
+            return super().result(timeout if self.done() else 0)
+        except FutureTimeout:
+            if not self.done():
+                if isinstance(self.outcome, Exception):
+                    self.set_exception(self.outcome)
+                else:
+                    self.set_result(self.outcome)
+            raise
+
+
+def test_a_result_that_comes_as_the_wait_for_it_times_out_is_a_result():
+    assert wait_for(_Late("there"), lambda: None) == "there"
+    with pytest.raises(FutureTimeout, match="its own"):
+        wait_for(_Late(FutureTimeout("its own")), lambda: None)
