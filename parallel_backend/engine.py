@@ -2,8 +2,10 @@
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,12 +16,14 @@ from .checkpoint import open_checkpoint
 from .config import Degrees
 from .dtypes import compute_dtype
 from .families.base import GUIDANCE, REFERENCE_POSITIONS, REFERENCES, TEXT_MASK, Rows, StepInputs
+from .families.once import computed_once
 from .kernels import choose_kernel
 from .kv_buffer import KVBuffer
 from .layout import SequenceCut, Span
 from .linear_attention import install_linear
 from .mesh import close_axes, make_axes
 from .messages import Load, OpenRun, Output, PutConditioning, RunStats, Step, Timeline
+from .once import Once
 from .schedule import Op, stage_ops
 from .slots import StageDone
 from .stage import build_stage, keep_timestep_exact
@@ -42,6 +46,7 @@ class Conditioning:
     text_tokens: int
     batch: int
     tensors: dict[str, torch.Tensor]
+    kept: defaultdict[Span, dict[Any, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # see StepInputs
 
 
 class Engine:
@@ -81,6 +86,7 @@ class Engine:
         install_seams(stage.attention, self.context)
         install_linear(stage.attention, self.context)
         self.watch = BlockWatch(self.model, load.only, self.traffic, slowdown)
+        self.once = Once(self.model, computed_once(family))
         self.timestep: torch.Tensor | None = None
         self.guidance: torch.Tensor | None = None
         # Of the last grid and number of reference tokens: the stream's places in the model's own order (Rows.image).
@@ -111,6 +117,11 @@ class Engine:
         }
         stream = self.family.stream(message.grid, message.references)
         self.conditionings[message.id] = Conditioning(message.grid, stream, message.text_tokens, message.batch, tensors)
+
+    def adapted(self) -> int:
+        """The adapters are all in place: bytes that they take."""
+        self.once.forget()
+        return self.adapters.nbytes
 
     def drop_conditioning(self, conditioning: int) -> None:
         self.conditionings.pop(conditioning, None)
@@ -154,6 +165,8 @@ class Engine:
         buffer_bytes, self.buffer_bytes = self.buffer_bytes, 0
         self.runs.pop(run, None)
         self._drop_buffers(lambda key: key[0] == run)
+        if run:
+            self.once.forget()
         bytes_sent, under_way, waited = self.traffic.report()
         micro_steps, self.micro_steps = self.micro_steps, 0
         busy = self.working.take() - waited
@@ -229,13 +242,16 @@ class Engine:
             own_text,
             conditioning.text_tokens,
             self.dtype,
+            conditioning.kept[own_image],
         )
+        self.once.begin(step, whole=step.tokens == conditioning.stream.span)
         try:
             output = self.family.run(self.model, inputs)
         except StageDone as done:
             output = self.flow.outgoing(done)
         finally:
             self.context.step = None
+            self.once.end()
         if buffer is not None:
             buffer.filled = max(buffer.filled, step.tokens.stop)
             self.buffer_bytes = max(self.buffer_bytes, sum(b.nbytes for b in self.buffers.values()))

@@ -256,6 +256,9 @@ class Absent(nn.Module):
         return self.empty.new_zeros(*value.shape[:-1], self.width)
 
 
+STAND_INS = (Before, After, Passed, Absent)
+
+
 def fill_slots(
     model: nn.Module, spec: BlockList, flow: Flow, own: range, whole_latent: bool, only: Collection[str] = ()
 ) -> list[tuple[nn.Module, str]]:

@@ -69,7 +69,7 @@ class Worker:
             case m.Rescale():
                 self.engine.adapters.rescale(message.scales)
             case m.AdaptersSent():
-                self.channel.send(m.Adapted(self.settings.rank, message.run, self.engine.adapters.nbytes))
+                self.channel.send(m.Adapted(self.settings.rank, message.run, self.engine.adapted()))
             case m.PutConditioning():
                 self.engine.put_conditioning(message)
             case m.DropConditioning():

@@ -58,7 +58,7 @@ class StepInputs:
     `timestep`: [b] float32, or [b, T] or [b, N, 1] where each latent frame or each token of the whole video has its own, as
     the sampler gave it. `tensors`: the conditioning's, entries of this micro-step only. `grid`: the picture's tokens along
     its axes; `stream`: their order. `image`, `text`: the rank's tokens in that order and in the text. `text_tokens`: of the
-    whole text.
+    whole text. `kept`: shared by all micro-steps for the same tokens of the same conditioning.
     """
 
     x: torch.Tensor | None
@@ -70,11 +70,17 @@ class StepInputs:
     text: Span
     text_tokens: int = 0
     dtype: torch.dtype = torch.float32  # that the rank computes in
+    kept: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def positions(self, top: int = 0, left: int = 0) -> torch.Tensor:
         """[n, 3] float32 of the rank's image tokens: (frame, row, column) from (0, `top`, `left`) on, for bands along rows;
         REFERENCE_POSITIONS' own.
         """
+        if (top, left) not in self.kept:  # made on the host, which CUDA devices would have to be waited for
+            self.kept[top, left] = self._positions(top, left)
+        return self.kept[top, left]
+
+    def _positions(self, top: int, left: int) -> torch.Tensor:
         places, (frames, rows, columns) = self.stream.places(self.image), (1, *self.grid)[-3:]
         sides = torch.arange(rows) + float(top), torch.arange(float(frames)), torch.arange(columns) + float(left)
         own = torch.cartesian_prod(*sides)[:, (1, 0, 2)]
