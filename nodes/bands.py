@@ -25,6 +25,7 @@ from .band_guider import band_guider, controls_of, sharing
 from .node_text import say
 from .noise import WholeNoise, takes_noise_sampler, whole_noise
 from .remote_model import BAND_KEY, Band, RemoteDiffusionModel, check_cancelled
+from .side_by_side import side_by_side
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,8 @@ def why_whole(sampling: Sampling) -> str | None:
             return f"another node's {name} may look at the whole latent"
     wrappers = comfy.patcher_extension.WrappersMP
     for kind in (wrappers.PREDICT_NOISE, wrappers.CALC_COND_BATCH, wrappers.APPLY_MODEL):
-        if comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options=True):
+        found = comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options=True)
+        if any(wrapper is not side_by_side for wrapper in found):
             return f"another node's {kind} wrapper may look at the whole latent"
     return None
 
@@ -203,7 +205,7 @@ class PipeFusion:
             reason,
             tuple(stats),
         )
-        say(f"Parallel DiT: {self.last.summary}")
+        say(f"Parallel DiT: {self.last.summary}" + (f"; {stub.idle}" if stub.idle else ""))
         return result
 
     def _rows(self, model: RemoteTransformer, sampling: Sampling) -> tuple[Span, ...]:

@@ -25,6 +25,7 @@ from parallel_backend.weights import original_values
 from .controlnet import residuals
 from .loading_bar import LoadingBar
 from .lora import NativeWeights, Patch
+from .side_by_side import EVALUATION_KEY, Evaluation, add_side_by_side
 
 HARMLESS = ("crossattn_controlnet",)
 """Arguments of a model call that native models do not look at."""
@@ -90,6 +91,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     """Takes ComfyUI's model call and answers with what the ranks say. Holds no parameters and no process.
 
     `patches`, `patches_uuid`: those of `patcher`, the one under which it is sampled; its clones all share this module.
+    `idle`: what was said in this sampling run about replicas that have nothing to do.
     """
 
     weights: NativeWeights  # set by make_model
@@ -100,6 +102,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.patches: dict[str, list[Patch]] = {}
         self.patches_uuid: UUID | None = None
         self.patcher: Callable[[], RemoteModelPatcher | None] = lambda: None
+        self.idle: str | None = None
         self.dtype = compute_dtype(key.dtype, torch.device(key.devices[0]))
         self.patch_size = checkpoint.family.patching.side
 
@@ -171,11 +174,13 @@ class RemoteDiffusionModel(torch.nn.Module):
             )
         tensors = family.conditioning(config, {"context": context, **given})
         added = residuals(family, config, control, tuple(x.shape))
+        evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
+        turn = {"home": evaluation.home(len(x)), "meanwhile": evaluation.go_on}
         band: Band | None = options.get(BAND_KEY)
         if band is None:
-            return self.transformer().predict(x, timestep, tensors, check_cancelled, self.comm_overlap, added)
+            return self.transformer().predict(x, timestep, tensors, check_cancelled, self.comm_overlap, added, **turn)
         exact = float(options["sigmas"].max()) > band.exact_above
-        return band.run.predict(band.index, x, timestep, tensors, exact, band.poll, added)
+        return band.run.predict(band.index, x, timestep, tensors, exact, band.poll, added, **turn)
 
 
 def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], unknown: list[str]) -> None:
@@ -211,6 +216,7 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
         super().pre_run()
         stub = self.model.diffusion_model
         stub.patches, stub.patches_uuid, stub.patcher = self.patches, self.patches_uuid, weakref.ref(self)
+        stub.idle = None
         if (model := registry().present()) is not None:  # or it begins when it is loaded
             model.begin_timeline()
 
@@ -290,11 +296,13 @@ def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> Rem
     model.diffusion_model = stub
     # Nothing is computed here, so nothing need be reserved: conditional and unconditional always come as one batch.
     model.memory_usage_factor = 0.0
-    return RemoteModelPatcher(
+    patcher = RemoteModelPatcher(
         model,
         load_device=comfy.model_management.get_torch_device(),
         offload_device=comfy.model_management.unet_offload_device(),
     )
+    add_side_by_side(patcher, key.degrees)
+    return patcher
 
 
 def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel:

@@ -51,6 +51,7 @@ class _Request:
     tensors: dict[str, torch.Tensor]
     exact: bool
     residuals: Residuals
+    home: int
     future: Future = field(default_factory=Future)
 
 
@@ -83,7 +84,7 @@ class BandedRun:
         self._lock = threading.RLock()
         self._calls = [0] * len(rows)  # calls made so far, per band
         self._waiting: dict[tuple[int, int], _Request] = {}  # (call, band): not posted yet
-        self._latest: dict[int, _Request] = {}  # each band's last request, posted or not
+        self._open: list[_Request] = []  # not answered yet, posted or not
         self._turn = (0, 0)  # the (call, band) to post next
         self._turn_timestep: torch.Tensor | None = None  # of band 0 in that call
         self._turn_top: torch.Tensor | None = None  # the whole latent's first band in that call
@@ -100,15 +101,22 @@ class BandedRun:
         exact: bool,
         poll: Poll = lambda: None,
         residuals: Residuals | None = None,
+        home: int = 0,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """The model's output for the band's latent `x`. Blocks; raises what `abort` or `poll` raised, or RankError."""
-        request = _Request(x, timestep, tensors, exact, residuals or {})
+        """The model's output for the band's latent `x`. Blocks; raises what `abort` or `poll` raised, or RankError.
+
+        `home`, `meanwhile`: see RemoteTransformer.predict. All bands give the same `home` in the same call.
+        """
+        request = _Request(x, timestep, tensors, exact, residuals or {}, home)
         with self._lock:
             if self._error is not None:
                 raise self._error
-            self._waiting[self._calls[band], band] = self._latest[band] = request
+            self._waiting[self._calls[band], band] = request
+            self._open.append(request)
             self._calls[band] += 1
             self._post_what_can_go()
+        meanwhile()
         return wait_for(request.future, poll)
 
     def finish(self, band: int) -> None:
@@ -126,7 +134,7 @@ class BandedRun:
                 self._error = error
                 self._waiting.clear()
                 self.model.abandon(self.run)
-                for request in self._latest.values():
+                for request in list(self._open):
                     self._settle(request, error, None)
 
     def _post_what_can_go(self) -> None:
@@ -143,7 +151,7 @@ class BandedRun:
             elif not torch.equal(request.timestep, self._turn_timestep):
                 self.abort(NotLocal("the bands are at different timesteps"))
                 return
-            conditioning = self.model.conditioning(self.grid, request.tensors)
+            conditioning = self.model.conditioning(self.grid, request.tensors, request.home)
             if band == 0 and (request.exact or (self.warm_up and conditioning.id not in self._known)):
                 missing = {b for b in range(len(self.rows)) if (call, b) not in self._waiting}
                 if missing:
@@ -215,6 +223,7 @@ class BandedRun:
         with self._lock:
             if request.future.done():  # aborted: the output came too late
                 return
+            self._open = [other for other in self._open if other is not request]
             if error is not None:
                 request.future.set_exception(error)
             else:

@@ -5,13 +5,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .layout import Span
+from .layout import Span, split
 from .stream import Stream
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Tensors that a set of calls shares, as the ranks know them by `id`. Batch is the first axis of each."""
+    """Tensors that a set of calls shares, as the ranks know them by `id`. Batch is the first axis of each.
+
+    `home`: the replica that has the first of their entries; its K/V buffers are there.
+    """
 
     id: int
     grid: tuple[int, ...]
@@ -19,6 +22,12 @@ class Conditioning:
     text_tokens: int
     batch: int
     tensors: dict[str, torch.Tensor]
+    home: int = 0
+
+    def shares(self, replicas: int) -> tuple[Span, ...]:
+        """Its entries by replica: consecutive ones, the larger shares from `home` on."""
+        parts = split(Span(0, self.batch), replicas)
+        return tuple(parts[(replica - self.home) % replicas] for replica in range(replicas))
 
     def matches(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> bool:
         return (

@@ -131,17 +131,21 @@ class RemoteTransformer:
         poll: Poll,
         overlap: bool = True,
         residuals: Residuals | None = None,
+        home: int = 0,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """Model output for the whole latent `x` [B, C, H, W] at `timestep` [B]; same shape and device as `x`.
 
-        Exact, but in naive patch mode.
+        Exact, but in naive patch mode. `home`: see `conditioning`. `meanwhile` is called once the call is on its way, before
+        it is waited for: it may make other calls.
         """
         patching = self.family.patching
         grid = patching.grid(x.shape)
-        conditioning = self.conditioning(grid, tensors)
+        conditioning = self.conditioning(grid, tensors, home)
         call = self.call(patching.pack(x), timestep, conditioning, run=0, overlap=overlap, residuals=residuals)
         self.post(call)
         try:
+            meanwhile()
             tokens = wait_for(call.future, poll)
         except BaseException:
             self._abandon(lambda other: other is call)
@@ -161,7 +165,7 @@ class RemoteTransformer:
         residuals: Residuals | None = None,
     ) -> Call:
         tokens = tokens or conditioning.stream.span
-        assert x.shape[1] == len(conditioning.stream.images(tokens))
+        assert x.shape[:2] == (conditioning.batch, len(conditioning.stream.images(tokens)))
         assert not (run and self.degrees.naive), "naive patches keep nothing from call to call"
         if not all(len(shard) for shard in self.cut.image(tokens)):
             degrees = " x ".join(f"{WIDGETS[axis]} {n}" for axis in SEQUENCE_AXES if (n := getattr(self.degrees, axis)) > 1)
@@ -171,10 +175,11 @@ class RemoteTransformer:
             )
         return Call(x, timestep.float().cpu(), conditioning, tokens, with_text, run, stale, overlap, residuals or {})
 
-    def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> Conditioning:
+    def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], home: int = 0) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet.
 
         A sampler passes the same values again at each step, in new tensors: they are compared, not identified.
+        `home`: replica (counted on past the last one) whose turn it is; it and those behind it get the larger shares.
         ValueError if the model has no positions for so large a `grid`.
         """
         side = self.family.max_side(self.checkpoint.config)
@@ -185,10 +190,11 @@ class RemoteTransformer:
                 f"latent_image: {columns} x {rows} is too large for this model, whose positions end at {limit} x {limit} "
                 "latent pixels. Use a smaller latent."
             )
+        home %= self.degrees.batch
         with self._lock:
             self._check()
             for known in reversed(self._conditionings):
-                if known.matches(grid, tensors):
+                if known.home == home and known.matches(grid, tensors):
                     return known
             names = [name for name in self.family.token_tensors if name in tensors]
             conditioning = Conditioning(
@@ -198,6 +204,7 @@ class RemoteTransformer:
                 self.family.image_padding(grid) + (self.family.padded(tensors[names[0]].shape[1]) if names else 0),
                 len(next(iter(tensors.values()))),
                 {name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
+                home,
             )
             self._send_conditioning(conditioning)
             self._conditionings.append(conditioning)
@@ -264,7 +271,7 @@ class RemoteTransformer:
                 call.future.set_exception(self._error)
                 return
             whole = call.tokens == call.conditioning.stream.span
-            for replica, entries in enumerate(split(Span(0, len(call.x)), self.degrees.batch)):
+            for replica, entries in enumerate(call.conditioning.shares(self.degrees.batch)):
                 # An exact call fills the pipeline with its batch entries: nothing else could overlap in it.
                 parts = len(entries) if whole and self.degrees.pipe > 1 else min(1, len(entries))
                 for part in split(entries, parts) if parts else ():
@@ -325,7 +332,7 @@ class RemoteTransformer:
     def _send_conditioning(self, conditioning: Conditioning) -> None:
         family, degrees = self.family, self.degrees
         text = self.cut.text(conditioning.text_tokens)
-        for replica, entries in enumerate(split(Span(0, conditioning.batch), degrees.batch)):
+        for replica, entries in enumerate(conditioning.shares(degrees.batch)):
             for stage in range(degrees.pipe):
                 for index in range(degrees.sequence):
                     tensors = {}

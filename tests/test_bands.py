@@ -55,7 +55,7 @@ class FakeModel:
     def open_run(self, extrapolate: bool) -> int:
         return 1
 
-    def conditioning(self, grid, tensors) -> Conditioning:
+    def conditioning(self, grid, tensors, home=0) -> Conditioning:
         for known in self._known:
             if known.matches(grid, tensors):
                 return known
