@@ -144,7 +144,9 @@ def tell_if_idle(stub, busy: int, reason: str | None) -> None:
     replicas = stub.key.degrees.batch
     if stub.idle is not None or busy >= replicas:
         return
-    stub.idle = f"split_batch_degree {replicas}, but there is work for {busy} of the {replicas} copies of the model at a time"
+    stub.idle = (
+        f"split_batch_degree {replicas}, but there is work for {busy} of the {replicas} copies of the model at a time"
+    )
     if reason is None:
         stub.idle += ". Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place."
     else:

@@ -53,16 +53,23 @@ class StageCost:
 
 
 def finish_times(exact: Sequence[bool], bands: int, stage_costs: Sequence[StageCost], hop: float = 0.0) -> list[float]:
-    """When each call's last micro-step leaves the last stage, for stages with these costs.
+    """When each call's last micro-step leaves the last stage, for a run of `micro_steps` on stages with these costs.
 
     The model behind `num_pipeline_patch` and the bounds in the documentation: transfers between stages cost nothing,
     the way from the last stage through the sampler to the first one costs `hop` seconds. A band's micro-step of call
     k+1 needs that band's output of call k; an exact call needs all outputs of the call before.
     """
+    return finish_times_of(micro_steps(exact, bands), bands, stage_costs, hop)
+
+
+def finish_times_of(
+    steps: Sequence[MicroStep], bands: int, stage_costs: Sequence[StageCost], hop: float = 0.0
+) -> list[float]:
+    """`finish_times` for micro-steps in any order within a call."""
     free = [0.0] * len(stage_costs)
     ready = [0.0] * bands  # when band b's latest output is available
-    finished = [0.0] * len(exact)
-    for step in micro_steps(exact, bands):
+    finished = [0.0] * (steps[-1].call + 1)
+    for step in steps:
         covered = range(bands) if step.band is None else (step.band,)
         time = max(ready[band] for band in covered)
         for stage, cost in enumerate(stage_costs):

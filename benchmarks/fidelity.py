@@ -1,0 +1,186 @@
+"""What brings PipeFusion closer to the exact run, and at what cost in time: other exact steps, other orders of the bands.
+
+    python benchmarks/fidelity.py --out benchmarks/results/fidelity_mini_NAME_DATE.json
+
+For each number of steps and of bands, on the trained mini model: the run as it is (first step exact, bands from the top of
+the picture to its end), other exact steps, and other orders of the bands, each with the PSNR to the exact run (as in
+quality.py), the digits read, and the time predicted on two even stages without transfers, in exact steps of one rank.
+Orders: "up" is last band to first, "alternating" turns round at each step, "centre out" begins with the middle. A band sees
+those before it in the order as they are in this step, the others extrapolated, as ever.
+
+A step's micro-steps are posted in the order asked for and awaited before the next step, one run in one thread: what a
+band sees depends on nothing else. With the present order the pictures equal those of the product bit for bit, which is
+checked for each number of steps and bands. As in quality.py, split_batch shares the pictures out to use every core.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.quality import CHUNK, judge, load, sample  # noqa: E402
+from parallel_backend.bands import cut_rows  # noqa: E402
+from parallel_backend.client import RemoteTransformer  # noqa: E402
+from parallel_backend.config import Degrees  # noqa: E402
+from parallel_backend.layout import Span  # noqa: E402
+from parallel_backend.pool import wait_for  # noqa: E402
+from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
+from parallel_backend.quickstart.prompt import CELLS  # noqa: E402
+from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas  # noqa: E402
+from parallel_backend.schedule import MicroStep, StageCost, finish_times_of  # noqa: E402
+
+STAGES = [StageCost(0.0, 0.5)] * 2
+
+Order = Callable[[int, int], list[int]]
+"""(step, bands) -> the bands as they go in that step."""
+
+
+def _from_the_centre(step: int, bands: int) -> list[int]:
+    return sorted(range(bands), key=lambda band: abs(2 * band + 1 - bands))
+
+
+ORDERS: dict[str, Order] = {
+    "down": lambda step, bands: list(range(bands)),
+    "up": lambda step, bands: list(range(bands))[::-1],
+    "alternating": lambda step, bands: list(range(bands))[:: 1 if step % 2 else -1],
+    "centre out": _from_the_centre,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`exact`: the exact steps, of 0 .. steps - 1."""
+
+    exact: tuple[int, ...]
+    order: str = "down"
+
+    def micro_steps(self, steps: int, bands: int) -> list[MicroStep]:
+        order = ORDERS[self.order]
+        return [
+            MicroStep(step, band) for step in range(steps) for band in ([None] if step in self.exact else order(step, bands))
+        ]
+
+    def seconds(self, steps: int, bands: int) -> float:
+        return finish_times_of(self.micro_steps(steps, bands), bands, STAGES)[-1]
+
+
+def variants(steps: int) -> list[Variant]:
+    """The product's own first. Without an exact first step only the order down reads nothing that was never written."""
+    middle, last = steps // 2, steps - 1
+    placements = [(0,), (), (middle,), (0, 1), (0, middle), (0, last), (0, 1, 2)]
+    return [*(Variant(exact) for exact in placements), *(Variant((0,), order) for order in ORDERS if order != "down")]
+
+
+@torch.inference_mode()
+def run(
+    model: RemoteTransformer, noise: torch.Tensor, sigmas: torch.Tensor, prompt: Prompt, bands: int, variant: Variant
+) -> torch.Tensor:
+    """The sample from `noise` [B, C, H, W], by Euler."""
+    patching, shape = model.family.patching, (2 * len(noise), *noise.shape[1:])
+    rows = cut_rows(tuple(noise.shape), bands, patching)
+    conditioning = model.conditioning(patching.grid(shape), prompt.tensors())
+    number, steps = model.open_run(), len(sigmas) - 1
+    x = noise.clone()
+    for step in range(steps):
+        timestep = sigmas[step].repeat(2 * len(x))
+        todo: Sequence[tuple[Span, Span | None]]
+        if step in variant.exact:
+            todo = [(Span(0, shape[patching.band_dim]), None)]
+        else:
+            patch = patching.band_size
+            order = [rows[band] for band in ORDERS[variant.order](step, len(rows))]
+            todo = [(span, conditioning.stream.of_rows(Span(span.start // patch, span.stop // patch))) for span in order]
+        posted = []
+        for place, (span, tokens) in enumerate(todo):
+            own = patching.rows(x, span)
+            call = model.call(
+                patching.pack(torch.cat((own, own))), timestep, conditioning, number, tokens, with_text=place == 0
+            )
+            model.post(call)
+            posted.append((span, call))
+        for span, call in posted:
+            own = patching.rows(x, span)
+            velocity = patching.unpack(wait_for(call.future, lambda: None), (2 * len(own), *own.shape[1:]))
+            negative, positive = velocity.chunk(2)
+            velocity = negative + prompt.cfg * (positive - negative)
+            own += (sigmas[step + 1] - sigmas[step]) * velocity
+    model.close_run(number, lambda: None)
+    return x
+
+
+def pictures(
+    model: RemoteTransformer,
+    symbols: torch.Tensor,
+    noise: torch.Tensor,
+    steps: int,
+    bands: int,
+    cfg: float,
+    variant: Variant,
+) -> torch.Tensor:
+    """[N, 256, 256], as quality.sample gives them."""
+    sigmas = linear_sigmas(steps)
+    parts = zip(symbols.split(CHUNK), noise.split(CHUNK), strict=True)
+    return torch.cat(
+        [decode(process_out(run(model, x, sigmas, digit_prompts(own, cfg), bands, variant))) for own, x in parts]
+    )
+
+
+def main() -> None:
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=40)
+    parser.add_argument("--steps", type=numbers, default=[20, 8, 28])
+    parser.add_argument("--bands", type=numbers, default=[2, 4, 8])
+    parser.add_argument("--cfg", type=float, default=3.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(2026)
+    symbols = torch.randint(10, (options.images, CELLS), generator=generator)
+    noise = torch.randn(options.images, 16, 32, 32, generator=generator)
+    model = load(Degrees(batch=2))
+    rows, started = [], time.perf_counter()
+    for steps in options.steps:
+        reference = sample(model, symbols, noise, steps, 0, options.cfg)
+        for bands in options.bands:
+            product = sample(model, symbols[:CHUNK], noise[:CHUNK], steps, bands, options.cfg)
+            for variant in variants(steps):
+                images = pictures(model, symbols, noise, steps, bands, options.cfg, variant)
+                if variant == Variant((0,)):
+                    assert torch.equal(images[:CHUNK], product), "this is not what the product computes"
+                rows.append(
+                    {
+                        "steps": steps,
+                        "bands": bands,
+                        "exact_steps": variant.exact,
+                        "order": variant.order,
+                        "predicted_time": round(variant.seconds(steps, bands), 3),
+                        **judge(images, reference, symbols),
+                    }
+                )
+                print(f"[{time.perf_counter() - started:6.0f} s] {rows[-1]}", flush=True)
+                if options.out is not None:
+                    about = {
+                        "date": date.today().isoformat(),
+                        "hardware": f"{platform.machine()}, CPU, fp32, torch {torch.__version__}",
+                        "predicted_time": "in exact steps of one rank: two even stages, no transfers",
+                        "images": options.images,
+                        "cfg": options.cfg,
+                        "rows": rows,
+                    }
+                    options.out.write_text(json.dumps(about, indent=1) + "\n")
+    model.pool.close()
+
+
+if __name__ == "__main__":
+    main()
