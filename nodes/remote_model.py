@@ -294,7 +294,7 @@ def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> Rem
     stub.weights = NativeWeights(stub.native_tensors, config)
     model = config.get_model({}, "")
     model.diffusion_model = stub
-    # Nothing is computed here, so nothing need be reserved: conditional and unconditional always come as one batch.
+    # Nothing is computed here, so nothing need be reserved: conditional and unconditional come as one batch if they fit.
     model.memory_usage_factor = 0.0
     patcher = RemoteModelPatcher(
         model,

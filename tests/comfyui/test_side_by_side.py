@@ -93,7 +93,7 @@ def test_an_odd_number_of_pictures_is_balanced(found):
 
 
 def test_one_picture_without_guidance_says_what_to_set_instead(found):
-    """Once in a run: there are three of each."""
+    """Once in a run, which has three steps."""
     told = got(found, "cfg 1")["told"]
     assert len(told) == 1
     assert "only 1 of the 2 copies" in told[0]
