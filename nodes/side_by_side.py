@@ -145,7 +145,7 @@ def tell_if_idle(stub, busy: int, reason: str | None) -> None:
     if stub.idle is not None or busy >= replicas:
         return
     stub.idle = (
-        f"split_batch_degree {replicas}, but there is work for {busy} of the {replicas} copies of the model at a time"
+        f"split_batch_degree {replicas}, but there is work for only {busy} of {replicas} copies of the model at a time"
     )
     if reason is None:
         stub.idle += ". Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place."

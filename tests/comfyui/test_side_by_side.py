@@ -96,7 +96,7 @@ def test_one_picture_without_guidance_says_what_to_set_instead(found):
     """Once in a run, which has three steps."""
     told = got(found, "cfg 1")["told"]
     assert len(told) == 1
-    assert "only 1 of the 2 copies" in told[0]
+    assert "only 1 of 2 copies" in told[0]
     assert "Raise batch_size" in told[0]
     assert "pipefusion_degree" in told[0]
 
