@@ -8,9 +8,6 @@ quality.py), the digits read, and the time predicted on two even stages without 
 Orders: "up" is last band to first, "alternating" turns round at each step, "centre out" begins with the middle. A band sees
 those before it in the order as they are in this step, the others extrapolated, as ever.
 
-`psnr_db_to_converged` is to the exact run of 100 steps: what the time of another exact step buys if it is spent on one more
-step instead, the rows with `more_steps` 1.
-
 A step's micro-steps are posted in the order asked for and awaited before the next step, one run in one thread: what a
 band sees depends on nothing else. With the present order the pictures equal those of the product bit for bit, which is
 checked for each number of steps and bands. As in quality.py, split_batch shares the pictures out to use every core.
@@ -42,7 +39,6 @@ from parallel_backend.quickstart.prompt import CELLS  # noqa: E402
 from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas  # noqa: E402
 from parallel_backend.schedule import MicroStep, StageCost, finish_times_of  # noqa: E402
 
-CONVERGED = 100
 STAGES = [StageCost(0.0, 0.5)] * 2
 
 Order = Callable[[int, int], list[int]]
@@ -63,11 +59,10 @@ ORDERS: dict[str, Order] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """`exact`: the exact steps, of 0 .. steps - 1. `more`: steps in addition."""
+    """`exact`: the exact steps, of 0 .. steps - 1."""
 
     exact: tuple[int, ...]
     order: str = "down"
-    more: int = 0
 
     def micro_steps(self, steps: int, bands: int) -> list[MicroStep]:
         order = ORDERS[self.order]
@@ -83,8 +78,7 @@ def variants(steps: int) -> list[Variant]:
     """The product's own first. Without an exact first step only the order down reads nothing that was never written."""
     middle, last = steps // 2, steps - 1
     placements = [(0,), (), (middle,), (0, 1), (0, middle), (0, last), (0, 1, 2)]
-    orders = (order for order in ORDERS if order != "down")
-    return [*map(Variant, placements), *(Variant((0,), order) for order in orders), Variant((0,), more=1)]
+    return [*map(Variant, placements), *(Variant((0,), order) for order in ORDERS if order != "down")]
 
 
 @torch.inference_mode()
@@ -156,14 +150,12 @@ def main() -> None:
     noise = torch.randn(options.images, 16, 32, 32, generator=generator)
     model = load(Degrees(batch=2))
     rows, started = [], time.perf_counter()
-    converged = sample(model, symbols, noise, CONVERGED, 0, options.cfg)
     for steps in options.steps:
         reference = sample(model, symbols, noise, steps, 0, options.cfg)
         for bands in options.bands:
             product = sample(model, symbols[:CHUNK], noise[:CHUNK], steps, bands, options.cfg)
             for variant in variants(steps):
-                made = steps + variant.more
-                images = pictures(model, symbols, noise, made, bands, options.cfg, variant)
+                images = pictures(model, symbols, noise, steps, bands, options.cfg, variant)
                 if variant == Variant((0,)):
                     assert torch.equal(images[:CHUNK], product), "this is not what the product computes"
                 rows.append(
@@ -172,10 +164,8 @@ def main() -> None:
                         "bands": bands,
                         "exact_steps": variant.exact,
                         "order": variant.order,
-                        "more_steps": variant.more,
-                        "predicted_time": round(variant.seconds(made, bands), 3),
+                        "predicted_time": round(variant.seconds(steps, bands), 3),
                         **judge(images, reference, symbols),
-                        "psnr_db_to_converged": judge(images, converged, symbols)["psnr_db"],
                     }
                 )
                 print(f"[{time.perf_counter() - started:6.0f} s] {rows[-1]}", flush=True)
