@@ -142,7 +142,7 @@ def parts(calls: list[list[int]], count: int) -> list[set[int]]:
 def tell_if_idle(stub, busy: int, reason: str | None) -> None:
     """Say so, once in a sampling run, where a step has work for `busy` replicas and there are more."""
     replicas = stub.key.degrees.batch
-    if stub.idle is not None or busy >= replicas:
+    if stub.idle is not None or not 0 < busy < replicas:
         return
     stub.idle = (
         f"split_batch_degree {replicas}, but there is work for only {busy} of {replicas} copies of the model at a time"
