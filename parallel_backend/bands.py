@@ -118,7 +118,6 @@ class BandedRun:
             self._waiting[self._calls[band], band] = self._latest[band] = request
             self._calls[band] += 1
             self._post_what_can_go()
-            self._answer_forecasts()
         return wait_for(request.future, poll)
 
     def finish(self, band: int) -> None:
@@ -140,7 +139,10 @@ class BandedRun:
                     self._settle(request, error, None)
 
     def _post_what_can_go(self) -> None:
-        while self._error is None and self._waiting:
+        while self._error is None:
+            self._answer_forecasts()
+            if not self._waiting:
+                return
             call, band = self._turn
             request = self._waiting.get((call, band))
             if request is None:
@@ -190,8 +192,8 @@ class BandedRun:
                 self.abort(NotLocal("the bands are at different timesteps"))
                 return
             request.future.set_result(forecast.output(band).to(request.x.device))
-            if all(made > call for made in self._calls):
-                del self._forecasts[call]
+        for call in [call for call in self._forecasts if call < min(self._calls)]:  # every band has asked
+            del self._forecasts[call]
 
     def _post_exact(self, requests: list[_Request], conditioning: Conditioning) -> None:
         if any(not torch.equal(request.timestep, self._turn_timestep) for request in requests):

@@ -16,7 +16,8 @@ FIRST_COMPUTED = 3
 LONGEST_ROW = 3
 """Calls in a row that may be forecast."""
 BASELINE = 2.0
-"""The line's two calls are at least this many times as far apart as it is extended: a short one follows their noise."""
+"""The line's two calls are this many times as far apart as it is extended, where there are such: a short one follows their
+noise. Never is it extended further than they are apart."""
 KEPT = 6
 """Calls of a conditioning whose outputs are kept."""
 
@@ -59,7 +60,10 @@ class _History:
         return self.calls[-1]
 
     def forecast(self, time: float) -> Forecast | None:
-        return _forecast(self.calls, time) if self.count >= FIRST_COMPUTED else None
+        """None where the calls so far do not reach that far."""
+        if self.count < FIRST_COMPUTED or (forecast := _forecast(self.calls, time)) is None:
+            return None
+        return forecast if abs(forecast.terms[-1][0]) < 1.001 else None
 
     def expected_error(self, time: float) -> float:
         """Of a forecast for `time`, relative to the output.
@@ -67,7 +71,7 @@ class _History:
         In bands the last call is left out: some of its bands may still be under way, and what has arrived by now is a
         matter of timing. That the call before has come is certain, since ranks answer in order.
         """
-        if self.count < FIRST_COMPUTED:
+        if self.forecast(time) is None:
             return float("inf")
         complete = self.count - (self.bands > 1)
         for number in range(max(self._measured, self.count - len(self.calls) + 1), complete):
@@ -78,8 +82,9 @@ class _History:
 
     def _measure(self, index: int) -> None:
         call = self.calls[index]
-        forecast = _forecast(self.calls[:index], call.time)
         assert len(call.outputs) == self.bands
+        if (forecast := _forecast(self.calls[:index], call.time)) is None:
+            return
         wrong, size = 0.0, 0.0
         for band, output in call.outputs.items():
             wrong += (forecast.output(band) - output).float().square().sum().item()
@@ -91,25 +96,26 @@ class _History:
             self._error_at_rest = error
 
 
-def _forecast(calls: list[Computed], time: float) -> Forecast:
-    """The line through the last of `calls` and an earlier one; the last as it is where none has another time."""
+def _forecast(calls: list[Computed], time: float) -> Forecast | None:
+    """The line through the last of `calls` and an earlier one; at its own time the last as it is. None without a line."""
     last = calls[-1]
-    earlier = [call for call in reversed(calls[:-1]) if call.time != last.time]
-    if not earlier or time == last.time:
+    if time == last.time:
         return Forecast(((1.0, last),))
-    way = abs(time - last.time)
-    # Times are float32 sums: 0.0667 apart may be a little less than twice 0.0333.
-    far = (call for call in earlier if abs(call.time - last.time) > (BASELINE - 1e-3) * way)
-    before = next(far, earlier[-1])
-    ratio = min(max((time - last.time) / (last.time - before.time), -1.0), 1.0)
+    earlier = [call for call in reversed(calls[:-1]) if call.time != last.time]
+    if not earlier:
+        return None
+    # Times are float32: 0.0667 apart may be a little less than twice 0.0333.
+    enough = (BASELINE - 1e-3) * abs(time - last.time)
+    before = next((call for call in earlier if abs(call.time - last.time) > enough), earlier[-1])
+    ratio = (time - last.time) / (last.time - before.time)
     return Forecast(((1 + ratio, last), (-ratio, before)))
 
 
 class StepCache:
     """One sampling run's cache, of a run in `bands` bands. Not thread-safe.
 
-    Calls whose expected errors (relative to the output) add up to `threshold` at most since the last computed call are
-    forecast. The conditionings of one evaluation (the prompts, where they come one after the other) are decided on
+    Calls are forecast while their expected errors (relative to the output) add up to less than `threshold` since the last
+    computed one. The conditionings of one evaluation (the prompts, where they come one after the other) are decided on
     together; an evaluation begins where a conditioning comes again, or another time.
     """
 
@@ -146,7 +152,7 @@ class StepCache:
         self._row += 1
         known = [self._histories[conditioning] for conditioning in conditionings if conditioning in self._histories]
         self._error += max((history.expected_error(time) for history in known), default=float("inf"))
-        self._skip = self._row <= LONGEST_ROW and self._error <= self.threshold
+        self._skip = self._row <= LONGEST_ROW and self._error < self.threshold
 
     @property
     def summary(self) -> str:
