@@ -120,7 +120,7 @@ class PipeFusionSampler:
                 "step_cache": threshold(
                     0.0,
                     "Above 0: does not compute steps whose result can be told from the steps before, as long as they are "
-                    "expected to be wrong by no more than this share (0.03 is good). 0: as the MODEL has it.",
+                    "expected to be wrong by no more than this share (0.04 is good). 0: as the MODEL has it.",
                 ),
             },
         }

@@ -97,7 +97,7 @@ class ParallelStepCache:
                     {"tooltip": "From Parallel DiT Loader; LoRA loaders and Apply PipeFusion may stand before or after."},
                 ),
                 "threshold": threshold(
-                    0.03,
+                    0.04,
                     "How wrong calls may be that are not computed, as a share of the model's output. More is faster and "
                     "further from the uncached picture; 0 turns the cache off. Samplers that draw noise between steps skip "
                     "little below 0.5.",
