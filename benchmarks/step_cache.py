@@ -5,7 +5,7 @@
 For each number of steps and of PipeFusion's patches (one warm-up step; 0: whole calls, exact): the calls computed, the
 digits read, and the PSNR (decoded pictures in 0..1, mean over pictures) to the uncached run of the same steps and patches,
 of the cache at each threshold and of as many steps as the cache computed calls (rounded up), sampled in the same way.
-`to_exact_psnr_db`: to the whole uncached run.
+`to_exact_psnr_db`: to the whole uncached run, where 0 is among `--bands`, first.
 
 What a band sees depends on the number of patches alone, so pictures are computed with split_batch to use every core.
 Seconds are those of two stages and a picture at a time, uncached, cached and with fewer steps in turn (`--rounds`), medians;
@@ -109,11 +109,11 @@ def main() -> None:
             mode = f"pipefusion M={bands}" if bands else "one rank"
             latents, _ = sample(model, symbols, noise, steps, bands, options.cfg, 0.0)
             uncached = pictures(latents)
-            exact = uncached if exact is None else exact
+            exact = exact if bands else uncached
 
             def judged(images: torch.Tensor, exact=exact, uncached=uncached) -> dict:
                 figures = judge(images, uncached, symbols)
-                to_exact = judge(images, exact, symbols).get("psnr_db")
+                to_exact = None if exact is None else judge(images, exact, symbols).get("psnr_db")
                 return figures | ({} if to_exact is None else {"to_exact_psnr_db": to_exact})
 
             report({"steps": steps, "mode": mode, "computed": steps, **judged(uncached)})

@@ -28,7 +28,7 @@ def test_some_calls_are_forecast_and_the_run_repeats(found, case):
     assert got["decisions"].count(".") >= 3
     assert got["same decisions"]
     assert got["repeat"] == 0.0
-    assert 1e-5 < got["relative"] < 0.1
+    assert 1e-5 < got["relative"] < 0.2  # at 12 steps; and displaced keys are two steps old where a call was forecast
 
 
 def test_the_control_a_cache_that_outlives_its_run_is_another_picture(found):
