@@ -4,6 +4,7 @@ from .doctor import ParallelDoctor
 from .loader import ParallelDiTLoader
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
+from .step_cache import ParallelStepCache
 from .tools import UnloadParallelDiT
 from .trace import ParallelTrace
 from .ulysses_config import UlyssesConfig
@@ -20,6 +21,7 @@ NODE_CLASS_MAPPINGS = {
     "ParallelVAEDecode": ParallelVAEDecode,
     "ParallelTrace": ParallelTrace,
     "ParallelDoctor": ParallelDoctor,
+    "ParallelStepCache": ParallelStepCache,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",
@@ -32,4 +34,5 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelVAEDecode": "Parallel VAE Decode",
     "ParallelTrace": "Parallel Trace",
     "ParallelDoctor": "Parallel Doctor",
+    "ParallelStepCache": "Parallel Step Cache",
 }

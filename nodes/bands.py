@@ -20,6 +20,7 @@ from parallel_backend.families.patching import Patching
 from parallel_backend.layout import Span
 from parallel_backend.report import RunReport
 from parallel_backend.schedule import choose_bands
+from parallel_backend.step_cache import StepCache
 
 from .band_guider import band_guider, controls_of, sharing
 from .node_text import say
@@ -178,22 +179,25 @@ class PipeFusion:
         model = stub.transformer()
         started = time.perf_counter()
         overlap = self.overlap and stub.comm_overlap
-        result, run, reason = None, None, None
+        result, run, reason, cache = None, None, None, stub.cache
         rows = self._rows(model, sampling)
+        calls = None if cache is None else cache.begin(len(rows))
         if model.degrees.displaced:
             reason = why_no_run(sampling)
             if reason is None:
-                result, run = self._displaced(model, rows, sampling, executor, overlap)
+                result, run = self._displaced(model, rows, sampling, executor, overlap, calls)
         elif len(rows) > 1:
             reason = why_whole(sampling)
             try:
                 if reason is None:
-                    result, run = self._in_bands(model, rows, sampling, overlap)
+                    result, run = self._in_bands(model, rows, sampling, overlap, calls)
             except NotLocal as why:
                 reason = str(why)
         if result is None:
             if reason is not None:
                 log.warning("Parallel DiT: this run is exact, and slower for it, since %s.", reason)
+            if cache is not None:
+                cache.begin()
             result = executor(*sampling.arguments)
         stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
         self.last = RunReport(
@@ -204,6 +208,7 @@ class PipeFusion:
             (run.exact_calls, run.banded_calls) if run is not None else None,
             reason,
             tuple(stats),
+            None if cache is None else cache.report(),
         )
         say(f"Parallel DiT: {self.last.summary}" + (f"; {stub.idle}" if stub.idle else ""))
         return result
@@ -220,11 +225,18 @@ class PipeFusion:
         return cut_rows(shape, bands, patching)
 
     def _displaced(
-        self, model: RemoteTransformer, rows: tuple[Span, ...], sampling: Sampling, executor, overlap: bool
+        self,
+        model: RemoteTransformer,
+        rows: tuple[Span, ...],
+        sampling: Sampling,
+        executor,
+        overlap: bool,
+        calls: StepCache | None,
     ) -> tuple[torch.Tensor, BandedRun]:
         """Displaced patches: the sampler runs as it is, on ComfyUI's thread; its calls belong to one run on the ranks."""
         stochastic = not isinstance(sampling.sampler, comfy.samplers.KSAMPLER) or takes_noise_sampler(sampling.sampler)
-        run = BandedRun(model, rows, tuple(sampling.noise.shape), True, overlap, self.extrapolate and not stochastic)
+        extrapolate = self.extrapolate and not stochastic
+        run = BandedRun(model, rows, tuple(sampling.noise.shape), True, overlap, extrapolate, calls)
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         options["transformer_options"][BAND_KEY] = Band(run, 0, limit, check_cancelled)
@@ -236,7 +248,12 @@ class PipeFusion:
             raise
 
     def _in_bands(
-        self, model: RemoteTransformer, rows: tuple[Span, ...], sampling: Sampling, overlap: bool
+        self,
+        model: RemoteTransformer,
+        rows: tuple[Span, ...],
+        sampling: Sampling,
+        overlap: bool,
+        calls: StepCache | None,
     ) -> tuple[torch.Tensor, BandedRun]:
         """The samples of the whole latent, and the run. Raises NotLocal if the sampler turns out to be global."""
         draws = (
@@ -247,7 +264,7 @@ class PipeFusion:
         shape = tuple(sampling.noise.shape)
         # Noise added between steps is no trend to follow: there extrapolated keys are worse than old ones.
         extrapolate = self.extrapolate and draws is None
-        run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, extrapolate)
+        run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, extrapolate, calls)
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         steps = Steps(len(rows), model.family.patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar)
 

@@ -5,6 +5,7 @@ import comfy.samplers
 
 from .bands import PipeFusion
 from .remote_model import remote_stub
+from .step_cache import CacheSettings, threshold, with_step_cache
 from .widgets import CATEGORY, cfg_scale
 
 WRAPPER_KEY = "parallel_dit_pipefusion"
@@ -114,7 +115,14 @@ class PipeFusionSampler:
                 ),
                 **SETTINGS,
             },
-            "optional": OPTIONAL_SETTINGS,
+            "optional": {
+                **OPTIONAL_SETTINGS,
+                "step_cache": threshold(
+                    0.0,
+                    "Above 0: does not compute steps whose result can be told from the steps before, as long as they are "
+                    "expected to be wrong by no more than this share (0.04 is good). 0: as the MODEL has it.",
+                ),
+            },
         }
 
     def sample(
@@ -133,10 +141,13 @@ class PipeFusionSampler:
         warmup_steps,
         overlap,
         extrapolate=True,
+        step_cache=0.0,
     ):
         from nodes import common_ksampler  # ComfyUI's nodes.py; this package is `.nodes` of the pack
 
         patched, wrapper = apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate)
+        if step_cache > 0:
+            patched = with_step_cache(patched, CacheSettings(step_cache))
         latent = common_ksampler(
             patched, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise=denoise
         )[0]

@@ -26,6 +26,7 @@ from .controlnet import residuals
 from .loading_bar import LoadingBar
 from .lora import NativeWeights, Patch
 from .side_by_side import EVALUATION_KEY, Evaluation, add_side_by_side
+from .step_cache import SamplingCache, begin_cache
 
 HARMLESS = ("crossattn_controlnet",)
 """Arguments of a model call that native models do not look at."""
@@ -90,8 +91,8 @@ class NativeNames:
 class RemoteDiffusionModel(torch.nn.Module):
     """Takes ComfyUI's model call and answers with what the ranks say. Holds no parameters and no process.
 
-    `patches`, `patches_uuid`: those of `patcher`, the one under which it is sampled; its clones all share this module.
-    `idle`: what was said in this sampling run about replicas that have nothing to do.
+    `patches`, `patches_uuid`, `cache`: those of `patcher`, the one under which it is sampled; its clones all share this
+    module. `idle`: what was said in this sampling run about replicas that have nothing to do.
     """
 
     weights: NativeWeights  # set by make_model
@@ -101,6 +102,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.checkpoint, self.key, self.comm_overlap = checkpoint, key, comm_overlap
         self.patches: dict[str, list[Patch]] = {}
         self.patches_uuid: UUID | None = None
+        self.cache: SamplingCache | None = None
         self.patcher: Callable[[], RemoteModelPatcher | None] = lambda: None
         self.idle: str | None = None
         self.dtype = compute_dtype(key.dtype, torch.device(key.devices[0]))
@@ -177,10 +179,13 @@ class RemoteDiffusionModel(torch.nn.Module):
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
         turn = {"home": evaluation.home(len(x)), "meanwhile": evaluation.go_on}
         band: Band | None = options.get(BAND_KEY)
+        allowed = self.cache is not None and self.cache.may_forecast(options)
         if band is None:
-            return self.transformer().predict(x, timestep, tensors, check_cancelled, self.comm_overlap, added, **turn)
+            cache = None if self.cache is None else self.cache.cache
+            model, overlap = self.transformer(), self.comm_overlap
+            return model.predict(x, timestep, tensors, check_cancelled, overlap, added, cache, allowed, **turn)
         exact = float(options["sigmas"].max()) > band.exact_above
-        return band.run.predict(band.index, x, timestep, tensors, exact, band.poll, added, **turn)
+        return band.run.predict(band.index, x, timestep, tensors, exact, band.poll, added, allowed, **turn)
 
 
 def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], unknown: list[str]) -> None:
@@ -217,8 +222,17 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
         stub = self.model.diffusion_model
         stub.patches, stub.patches_uuid, stub.patcher = self.patches, self.patches_uuid, weakref.ref(self)
         stub.idle = None
+        stub.cache = begin_cache(self)
         if (model := registry().present()) is not None:  # or it begins when it is loaded
             model.begin_timeline()
+
+    def cleanup(self):
+        """A sampling run has ended: what was kept of its calls goes."""
+        stub = self.model.diffusion_model
+        cache, stub.cache = stub.cache, None
+        super().cleanup()
+        if cache is not None:
+            cache.tell()
 
     def model_size(self):
         """Bytes in this process, and of ranks on the GPU that ComfyUI uses; before they are loaded, what they will take."""

@@ -20,6 +20,7 @@ from .client import RemoteTransformer
 from .families.patching import Patching
 from .layout import Span, split
 from .pool import POLL_SECONDS, Poll, wait_for
+from .step_cache import Computed, Forecast, StepCache
 
 T = TypeVar("T")
 
@@ -46,11 +47,13 @@ def exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:
 
 @dataclass
 class _Request:
+    band: int
     x: torch.Tensor
     timestep: torch.Tensor
     tensors: dict[str, torch.Tensor]
     exact: bool
     residuals: Residuals
+    may_forecast: bool
     home: int
     future: Future = field(default_factory=Future)
 
@@ -59,7 +62,7 @@ class BandedRun:
     """One sampling run in bands. `rows`: each band's latent rows (or frames); `shape`: of the whole latent.
 
     With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes.
-    `overlap`, `extrapolate`: see messages.Step and OpenRun.
+    `overlap`, `extrapolate`: see messages.Step and OpenRun. `cache`: a StepCache for as many bands, to forecast calls.
 
     With displaced patches the run is one band of all rows, whose calls are stale unless they are exact. There the first
     call for a conditioning is always exact: a patch rank has no other way to the other bands' keys.
@@ -73,7 +76,9 @@ class BandedRun:
         warm_up: bool,
         overlap: bool = True,
         extrapolate: bool = True,
+        cache: StepCache | None = None,
     ):
+        assert cache is None or cache.bands == len(rows)
         assert len(rows) == 1 or not model.degrees.displaced
         self.model, self.rows, self.overlap = model, rows, overlap
         self.warm_up = warm_up or model.degrees.displaced
@@ -88,6 +93,9 @@ class BandedRun:
         self._turn = (0, 0)  # the (call, band) to post next
         self._turn_timestep: torch.Tensor | None = None  # of band 0 in that call
         self._turn_top: torch.Tensor | None = None  # the whole latent's first band in that call
+        self.cache = cache
+        self._entry: tuple[int, Computed | Forecast | None] = (-1, None)  # a call, and what the cache says to it
+        self._forecasts: dict[int, tuple[torch.Tensor, Forecast]] = {}  # by call: its timestep, and what answers it
         self._known: set[int] = set()  # conditionings with keys in the buffers
         self._finished: set[int] = set()
         self._error: BaseException | None = None
@@ -101,6 +109,7 @@ class BandedRun:
         exact: bool,
         poll: Poll = lambda: None,
         residuals: Residuals | None = None,
+        may_forecast: bool = True,
         home: int = 0,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
@@ -108,7 +117,7 @@ class BandedRun:
 
         `home`, `meanwhile`: see RemoteTransformer.predict. All bands give the same `home` in the same call.
         """
-        request = _Request(x, timestep, tensors, exact, residuals or {}, home)
+        request = _Request(band, x, timestep, tensors, exact, residuals or {}, may_forecast, home)
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -138,7 +147,10 @@ class BandedRun:
                     self._settle(request, error, None)
 
     def _post_what_can_go(self) -> None:
-        while self._error is None and self._waiting:
+        while self._error is None:
+            self._answer_forecasts()
+            if not self._waiting:
+                return
             call, band = self._turn
             request = self._waiting.get((call, band))
             if request is None:
@@ -152,7 +164,10 @@ class BandedRun:
                 self.abort(NotLocal("the bands are at different timesteps"))
                 return
             conditioning = self.model.conditioning(self.grid, request.tensors, request.home)
-            if band == 0 and (request.exact or (self.warm_up and conditioning.id not in self._known)):
+            exact = request.exact or (self.warm_up and conditioning.id not in self._known)
+            if band == 0 and self._is_forecast(call, request, conditioning, exact):
+                self._turn = (call + 1, 0)
+            elif band == 0 and exact:
                 missing = {b for b in range(len(self.rows)) if (call, b) not in self._waiting}
                 if missing:
                     if missing & self._finished:
@@ -164,6 +179,29 @@ class BandedRun:
                 self._post_band(band, self._waiting.pop((call, band)), conditioning)
                 self._turn = (call, band + 1) if band + 1 < len(self.rows) else (call + 1, 0)
             self._known.add(conditioning.id)
+
+    def _is_forecast(self, call: int, request: _Request, conditioning: Conditioning, exact: bool) -> bool:
+        """Whether the cache answers the call; asked by band 0, for all bands."""
+        if self.cache is None:
+            return False
+        if self._entry[0] != call:  # an exact call asks again until all bands are there
+            allowed = request.may_forecast and not exact
+            entry = self.cache.call(conditioning.id, float(request.timestep.max()), allowed)
+            self._entry = (call, entry)
+            if isinstance(entry, Forecast):
+                self._forecasts[call] = (request.timestep, entry)
+        return call in self._forecasts
+
+    def _answer_forecasts(self) -> None:
+        """To every band that asks for a call that is forecast: it waits for no other band, and no other for it."""
+        for call, band in [waiting for waiting in self._waiting if waiting[0] in self._forecasts]:
+            request, (timestep, forecast) = self._waiting.pop((call, band)), self._forecasts[call]
+            if not torch.equal(request.timestep, timestep):
+                self.abort(NotLocal("the bands are at different timesteps"))
+                return
+            request.future.set_result(forecast.output(band).to(request.x.device))
+        for call in [call for call in self._forecasts if call < min(self._calls)]:  # every band has asked
+            del self._forecasts[call]
 
     def _post_exact(self, requests: list[_Request], conditioning: Conditioning) -> None:
         if any(not torch.equal(request.timestep, self._turn_timestep) for request in requests):
@@ -197,7 +235,7 @@ class BandedRun:
         conditioning: Conditioning,
     ) -> None:
         """Post `x` and give each request its rows of the answer."""
-        patching, timestep = self.patching, requests[0][0].timestep
+        patching, timestep, entry = self.patching, requests[0][0].timestep, self._entry[1]
         call = self.model.call(
             patching.pack(x),
             timestep,
@@ -214,7 +252,10 @@ class BandedRun:
             error = done.exception()
             latent = None if error else patching.unpack(done.result(), tuple(x.shape))
             for request, rows in requests:
-                self._settle(request, error, None if error else patching.rows(latent, rows))
+                value = None if error else patching.rows(latent, rows)
+                if entry is not None and value is not None:
+                    entry.outputs[request.band] = value
+                self._settle(request, error, value)
 
         call.future.add_done_callback(share)
         self.model.post(call)

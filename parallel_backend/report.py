@@ -8,7 +8,9 @@ from .messages import RunStats
 
 @dataclass(frozen=True)
 class RunReport:
-    """`calls`: (exact, banded) model calls of a run in bands, None for a run of whole calls. `reason`: why not in bands."""
+    """`calls`: (exact, banded) model calls of a run in bands, None for a run of whole calls. `reason`: why not in bands.
+    `cache`: what the step cache says, where there is one.
+    """
 
     degrees: Degrees
     bands: int
@@ -17,6 +19,7 @@ class RunReport:
     calls: tuple[int, int] | None
     reason: str | None
     ranks: tuple[RunStats, ...]
+    cache: str | None = None
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -41,7 +44,7 @@ class RunReport:
     @property
     def summary(self) -> str:
         """One line, for the sampler's node."""
-        return f"{self.degrees}, {self.what}"
+        return f"{self.degrees}, {self.what}" + (f", {self.cache}" if self.cache else "")
 
     def __str__(self) -> str:
         busy, waited, under_way = (

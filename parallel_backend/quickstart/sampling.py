@@ -13,6 +13,7 @@ from ..bands import BandedRun, cut_rows, exact_above, run_bands
 from ..client import RemoteTransformer
 from ..messages import RunStats
 from ..pool import Poll
+from ..step_cache import StepCache
 from .prompt import CELLS, NULL, encode_symbols
 
 Predict = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
@@ -60,11 +61,25 @@ def euler(predict: Predict, x: torch.Tensor, sigmas: torch.Tensor, prompt: Promp
     return x
 
 
+def may_forecast(timestep: torch.Tensor, sigmas: torch.Tensor) -> bool:
+    """Whether a step cache may answer a call at `timestep` [B]: not in the last step, whose errors nothing corrects."""
+    return float(timestep[0]) > float(sigmas[-2])
+
+
 def sample_whole(
-    model: RemoteTransformer, noise: torch.Tensor, sigmas: torch.Tensor, prompt: Prompt, poll: Poll = lambda: None
+    model: RemoteTransformer,
+    noise: torch.Tensor,
+    sigmas: torch.Tensor,
+    prompt: Prompt,
+    poll: Poll = lambda: None,
+    cache: StepCache | None = None,
 ) -> torch.Tensor:
-    """Every call exact, over the whole latent."""
-    return euler(lambda x, t, tensors: model.predict(x, t, tensors, poll), noise, sigmas, prompt)
+    """Every call exact, over the whole latent; but for those that `cache` forecasts."""
+
+    def predict(x, timestep, tensors):
+        return model.predict(x, timestep, tensors, poll, cache=cache, may_forecast=may_forecast(timestep, sigmas))
+
+    return euler(predict, noise, sigmas, prompt)
 
 
 def sample_in_bands(
@@ -77,6 +92,7 @@ def sample_in_bands(
     poll: Poll = lambda: None,
     extrapolate: bool = True,
     overlap: bool = True,
+    cache: StepCache | None = None,
 ) -> tuple[torch.Tensor, list[RunStats]]:
     """PipeFusion: `bands` patches, the first `warm_up` steps exact. The sample, and what each rank did.
 
@@ -84,12 +100,13 @@ def sample_in_bands(
     """
     patching = model.family.patching
     rows = cut_rows(tuple(noise.shape), bands, patching)
-    run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0, overlap, extrapolate)
+    run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0, overlap, extrapolate, cache)
     limit = exact_above(sigmas, warm_up)
 
     def sample(band: int) -> torch.Tensor:
         def predict(x, timestep, tensors):
-            return run.predict(band, x, timestep, tensors, exact=float(timestep[0]) > limit)
+            exact, allowed = float(timestep[0]) > limit, may_forecast(timestep, sigmas)
+            return run.predict(band, x, timestep, tensors, exact, may_forecast=allowed)
 
         return euler(predict, patching.rows(noise, rows[band]), sigmas, prompt)
 

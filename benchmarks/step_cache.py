@@ -1,0 +1,155 @@
+"""What the step cache costs and gains on the trained mini model, beside fewer steps: the control that needs no cache.
+
+    python benchmarks/step_cache.py --images 400 --out benchmarks/results/step_cache_mini_400_NAME_DATE.json
+
+For each number of steps and of PipeFusion's patches (one warm-up step; 0: whole calls, exact): the calls computed, the
+digits read, and the PSNR (decoded pictures in 0..1, mean over pictures) to the uncached run of the same steps and patches,
+of the cache at each threshold and of as many steps as the cache computed calls (rounded up), sampled in the same way.
+`to_exact_psnr_db`: to the whole uncached run, where 0 is among `--bands`, first.
+
+What a band sees depends on the number of patches alone, so pictures are computed with split_batch to use every core.
+Seconds are those of two stages and a picture at a time, uncached, cached and with fewer steps in turn (`--rounds`), medians;
+`speedup` is the ratio of uncached to this within a round, its median.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.quality import CHUNK, judge, load  # noqa: E402
+from parallel_backend.client import RemoteTransformer  # noqa: E402
+from parallel_backend.config import Degrees  # noqa: E402
+from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
+from parallel_backend.quickstart.prompt import CELLS  # noqa: E402
+from parallel_backend.quickstart.sampling import (  # noqa: E402
+    digit_prompts,
+    linear_sigmas,
+    sample_in_bands,
+    sample_whole,
+)
+from parallel_backend.step_cache import StepCache  # noqa: E402
+
+
+def sample(
+    model: RemoteTransformer,
+    symbols: torch.Tensor,
+    noise: torch.Tensor,
+    steps: int,
+    bands: int,
+    cfg: float,
+    threshold: float,
+) -> tuple[torch.Tensor, list[int]]:
+    """Latents [N, 16, 32, 32], and the calls computed by request. `bands` 0: whole calls; `threshold` 0: no cache."""
+    latents, computed = [], []
+    for part, start in zip(symbols.split(CHUNK), noise.split(CHUNK), strict=True):
+        prompt, sigmas = digit_prompts(part, cfg), linear_sigmas(steps)
+        cache = StepCache(threshold, max(1, bands)) if threshold else None
+        if bands:
+            latent, _ = sample_in_bands(model, start, sigmas, prompt, bands, warm_up=1, cache=cache)
+        else:
+            latent = sample_whole(model, start, sigmas, prompt, cache=cache)
+        latents.append(latent)
+        computed.append(steps if cache is None else cache.computed)
+    return torch.cat(latents), computed
+
+
+def pictures(latents: torch.Tensor) -> torch.Tensor:
+    return decode(process_out(latents))
+
+
+def main() -> None:
+    def numbers(kind: type) -> Callable[[str], list]:
+        return lambda text: [kind(part) for part in text.split(",") if part]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=400)
+    parser.add_argument("--steps", type=numbers(int), default=[30, 20])
+    parser.add_argument("--bands", type=numbers(int), default=[0, 2, 4])
+    parser.add_argument("--thresholds", type=numbers(float), default=[0.04])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cfg", type=float, default=3.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(2026)
+    symbols = torch.randint(10, (options.images, CELLS), generator=generator)
+    noise = torch.randn(options.images, 16, 32, 32, generator=generator)
+    rows: list[dict] = []
+    started = time.perf_counter()
+
+    def report(row: dict) -> None:
+        rows.append(row)
+        print(f"[{time.perf_counter() - started:6.0f} s] {row}", flush=True)
+        if options.out is not None:
+            about = {
+                "date": date.today().isoformat(),
+                "hardware": f"{platform.machine()}, CPU, 2 ranks of 1 thread, fp32, torch {torch.__version__}",
+                "images": options.images,
+                "cfg": options.cfg,
+                "rows": rows,
+            }
+            options.out.write_text(json.dumps(about, indent=1) + "\n")
+
+    model = load(Degrees(batch=2))
+    timed: list[tuple[int, int, float, int]] = []  # steps, bands, threshold, steps instead
+    for steps in options.steps:
+        exact = None
+        for bands in options.bands:
+            mode = f"pipefusion M={bands}" if bands else "one rank"
+            latents, _ = sample(model, symbols, noise, steps, bands, options.cfg, 0.0)
+            uncached = pictures(latents)
+            exact = exact if bands else uncached
+
+            def judged(images: torch.Tensor, exact=exact, uncached=uncached) -> dict:
+                figures = judge(images, uncached, symbols)
+                to_exact = None if exact is None else judge(images, exact, symbols).get("psnr_db")
+                return figures | ({} if to_exact is None else {"to_exact_psnr_db": to_exact})
+
+            report({"steps": steps, "mode": mode, "computed": steps, **judged(uncached)})
+            instead = set()
+            for threshold in options.thresholds:
+                latents, computed = sample(model, symbols, noise, steps, bands, options.cfg, threshold)
+                mean = statistics.fmean(computed)
+                fewer = min(steps, int(-(-mean // 1)))
+                name = f"{mode}, cache {threshold:g}"
+                report({"steps": steps, "mode": name, "computed": round(mean, 2), **judged(pictures(latents))})
+                instead.add(fewer)
+                if bands:
+                    timed.append((steps, bands, threshold, fewer))
+            for fewer in sorted(instead):
+                images = pictures(sample(model, symbols, noise, fewer, bands, options.cfg, 0.0)[0])
+                report({"steps": steps, "mode": f"{mode}, {fewer} steps instead", "computed": fewer, **judged(images)})
+    model.pool.close()
+    if not options.rounds:
+        return
+    model = load(Degrees(pipe=2))
+    sample(model, symbols[:1], noise[:1], 4, 2, options.cfg, 0.0)
+    for steps, bands, threshold, fewer in timed:
+        taken: dict[str, list[float]] = {"uncached": [], f"cache {threshold:g}": [], f"{fewer} steps instead": []}
+        settings = zip(taken, ((steps, 0.0), (steps, threshold), (fewer, 0.0)), strict=True)
+        settings = [(name, *values) for name, values in settings]
+        for _ in range(options.rounds):
+            for name, count, limit in settings:
+                began = time.perf_counter()
+                sample(model, symbols[:1], noise[:1], count, bands, options.cfg, limit)
+                taken[name].append(time.perf_counter() - began)
+        for name, found in taken.items():
+            ratio = statistics.median(a / b for a, b in zip(taken["uncached"], found, strict=True))
+            row = {"seconds": round(statistics.median(found), 2), "speedup": round(ratio, 2)}
+            report({"steps": steps, "mode": f"pipefusion M={bands} on 2 stages, {name}", **row})
+    model.pool.close()
+
+
+if __name__ == "__main__":
+    main()
