@@ -217,7 +217,7 @@ def install_seams(modules: list[tuple[torch.nn.Module, str]], context: Attention
         return
 
     def dispatch(query, key, value, attn_mask=None, scale=None, _parallel_config=None, **options):
-        if not isinstance(_parallel_config, Seam):
+        if not hasattr(_parallel_config, "attend"):
             return native(query, key, value, attn_mask=attn_mask, scale=scale, _parallel_config=_parallel_config, **options)
         return _parallel_config.attend(query, key, value, scale, attn_mask)
 

@@ -4,13 +4,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from .adapters import Adapters
 from .attention import AttentionContext, StepView, install_seams
 from .block_watch import BlockWatch
-from .checkpoint import open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint
 from .config import Degrees
 from .dtypes import compute_dtype
 from .families.base import GUIDANCE, REFERENCE_POSITIONS, REFERENCES, TEXT_MASK, Rows, StepInputs
@@ -21,13 +22,16 @@ from .linear_attention import install_linear
 from .mesh import close_axes, make_axes
 from .messages import Load, OpenRun, Output, PutConditioning, RunStats, Step, Timeline
 from .schedule import Op, stage_ops
-from .slots import StageDone
+from .slots import StageDone, own_blocks
 from .stage import build_stage, keep_timestep_exact
 from .stage_link import StageLink
 from .stream import Stream
 from .tensor_parallel import TensorPlan
 from .timeline import OUTSIDE, WORK, StepLabel
 from .traffic import Elapsed, Traffic
+
+if TYPE_CHECKING:
+    from .compilation import Compiler
 
 KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE)
 """Conditioning tensors that no dtype but their own can hold: positions above 256 are not all there in bf16."""
@@ -80,6 +84,7 @@ class Engine:
         self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.drops_mask)
         install_seams(stage.attention, self.context)
         install_linear(stage.attention, self.context)
+        self.compiler = self._compiler(checkpoint, degrees.world) if load.compile else None
         self.watch = BlockWatch(self.model, load.only, self.traffic, slowdown)
         self.timestep: torch.Tensor | None = None
         self.guidance: torch.Tensor | None = None
@@ -101,6 +106,8 @@ class Engine:
         """Let the transfers under way end, then the mesh's groups. Collective over all ranks."""
         self.link.await_sends()
         self._drop_buffers(lambda key: True)
+        if self.compiler is not None:
+            self.compiler.close()
         close_axes(self.axes)
 
     def put_conditioning(self, message: PutConditioning) -> None:
@@ -158,7 +165,14 @@ class Engine:
         micro_steps, self.micro_steps = self.micro_steps, 0
         busy = self.working.take() - waited
         peak, blocks = self._peak_bytes(), self.watch.take()
-        return RunStats(self.rank, run, micro_steps, busy, under_way, waited, bytes_sent, buffer_bytes, peak, blocks)
+        graphs = 0 if self.compiler is None else self.compiler.graphs
+        return RunStats(self.rank, run, micro_steps, busy, under_way, waited, bytes_sent, buffer_bytes, peak, blocks, graphs)
+
+    def _compiler(self, checkpoint: Checkpoint, ranks: int) -> "Compiler":
+        from .compilation import Compiler  # takes a second
+
+        blocks = own_blocks(self.model, self.family.block_lists)
+        return Compiler(blocks, lambda layer: checkpoint.shape(f"{layer}.weight")[0], self.device, ranks)
 
     def begin_timeline(self) -> None:
         """What is recorded from now on is the last run's. Sends of the one before are over, or would count from then."""
