@@ -1,4 +1,4 @@
-"""torch.compile of a stage's blocks: one graph per block class and shape, as diffusers' `compile_repeated_blocks` makes them.
+"""torch.compile of a stage's blocks: a graph for each block class and shape, as by diffusers' `compile_repeated_blocks`.
 
 A block's own hooks (slots.py) stay outside. What inside it reaches beyond its own tokens, or is no arithmetic that a
 compiler could better, is one opaque operation each: attention (the layer's Seam), layers with a hook of tensor parallelism,

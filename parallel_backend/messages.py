@@ -50,7 +50,7 @@ class Load:
     `degrees`: the mesh sizes. `patch_shares`: each patch rank's share of the tokens. `stage_blocks`: per stage, the span
     of blocks it owns (all block lists counted through). `only`: for a rehearsal, "<list>.<index>" of the blocks that are
     there; the others hand on what they are given, and RunStats say what these cost. Empty: all. `compile`: see
-    compilation.py.
+    compilation.py. `transfer_dtype`: one of config.TRANSFER_DTYPES.
     """
 
     path: str
@@ -62,6 +62,7 @@ class Load:
     attention: str
     only: tuple[str, ...] = ()
     compile: bool = False
+    transfer_dtype: str = "full"
 
 
 @dataclass(frozen=True)
