@@ -78,8 +78,9 @@ class UlyssesConfig:
                     list(TRANSFER_DTYPES),
                     {
                         "default": "full",
-                        "tooltip": "What ulysses_degree sends: full (exact), or one byte for each value, int8 or fp8. For slow "
-                        "links: half the traffic of bf16, a quarter of fp32, for a slightly different picture. int8 is closer.",
+                        "tooltip": "What ulysses_degree sends: full (exact), or one byte for each value, int8 or fp8. For "
+                        "slow links: half the traffic of bf16, a quarter of fp32, for a slightly different picture. "
+                        "int8 is closer.",
                     },
                 ),
             },

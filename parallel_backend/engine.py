@@ -12,6 +12,7 @@ from .adapters import Adapters
 from .attention import AttentionContext, StepView, install_seams
 from .block_watch import BlockWatch
 from .checkpoint import Checkpoint, open_checkpoint
+from .compression import codec_for
 from .config import Degrees
 from .dtypes import compute_dtype
 from .families.base import GUIDANCE, REFERENCE_POSITIONS, REFERENCES, TEXT_MASK, Rows, StepInputs
@@ -81,7 +82,8 @@ class Engine:
         plan.apply(self.model, self.traffic)
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype)
         kernel = choose_kernel(load.attention, device, load.dtype)
-        self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.drops_mask)
+        codec = codec_for(load.transfer_dtype)
+        self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.drops_mask, codec)
         install_seams(stage.attention, self.context)
         install_linear(stage.attention, self.context)
         self.compiler = self._compiler(checkpoint, degrees.world) if load.compile else None
