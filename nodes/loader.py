@@ -7,6 +7,7 @@ import torch
 
 from parallel_backend.balance import check_stage_split
 from parallel_backend.checkpoint import open_checkpoint
+from parallel_backend.compilers import check_compile
 from parallel_backend.config import DTYPES, Degrees, check_attention, check_devices, check_model, resolve_dtype
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.registry import ModelKey
@@ -151,6 +152,14 @@ class ParallelDiTLoader:
                         "numbers such as 30,27. With patch_mode displaced, auto gives faster GPUs larger bands.",
                     },
                 ),
+                "compile": (
+                    "BOOLEAN",
+                    {
+                        "default": False,
+                        "tooltip": "Compiles the model's blocks with torch.compile. The first steps with a model, or with "
+                        "another size of picture, then take a minute or more; the following ones are faster.",
+                    },
+                ),
             },
         }
 
@@ -164,6 +173,7 @@ class ParallelDiTLoader:
         devices,
         parallel_config=None,
         stage_split="auto",
+        compile=False,
     ):
         config = parallel_config or ParallelConfig()
         degrees = Degrees(
@@ -189,7 +199,11 @@ class ParallelDiTLoader:
         dtype = resolve_dtype(weight_dtype, checkpoint.dtype, chosen)
         check_attention(config.attention, chosen, dtype)
         check_stage_split(stage_split, degrees.pipe, family.block_count(checkpoint.config))
-        key = ModelKey(checkpoint.path, dtype, chosen, degrees, config.attention, stage_split)
+        if compile:
+            check_compile(chosen)
+        key = ModelKey(
+            checkpoint.path, dtype, chosen, degrees, config.attention, stage_split, compile, config.transfer_dtype
+        )
         model = make_model(checkpoint, key, config.comm_overlap)
         if degrees.displaced:
             # Keys of the step before need a sampler's run around them; PipeFusion Sampler replaces this one by its own.

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .checkpoint import Checkpoint
@@ -43,7 +42,6 @@ class Adapters:
         self._device, self._dtype = device, dtype
         self._factors: list[Adapt] = []  # the rank's shard of each, as it came: what another scale is applied to
         self._layers: list[RankLinear] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # parameter -> (as loaded, what is added in float32)
         self.nbytes = 0
 
@@ -72,11 +70,9 @@ class Adapters:
         """Every parameter is as it was loaded, bit for bit."""
         for layer in self._layers:
             layer.adapters.clear()
-        for hook in self._hooks:
-            hook.remove()
         for parameter, (loaded, _) in self._values.items():
             self._model.get_parameter(parameter).copy_(loaded)
-        self._factors, self._layers, self._hooks, self._values, self.nbytes = [], [], [], {}, 0
+        self._factors, self._layers, self._values, self.nbytes = [], [], {}, 0
 
     @torch.no_grad()
     def _put(self, part: Adapt) -> None:
@@ -85,12 +81,10 @@ class Adapters:
         up = part.up.to(self._device, torch.float32) * part.scale
         parent = self._model.get_submodule(name.rpartition(".")[0])
         if isinstance(layer, RankLinear) and leaf == "weight" and type(parent).__name__ not in READS_WEIGHTS:
-            if part.down is None:
-                self._add_beside(layer, up.to(self._dtype))
-            else:
-                layer.adapters.append((up.to(self._dtype), part.down.to(self._device, self._dtype)))
-                self._layers.append(layer)
-                self.nbytes += sum(factor.nbytes for factor in layer.adapters[-1])
+            down = None if part.down is None else part.down.to(self._device, self._dtype)
+            layer.adapters.append((up.to(self._dtype), down))
+            self._layers.append(layer)
+            self.nbytes += sum(factor.nbytes for factor in layer.adapters[-1] if factor is not None)
         else:
             parameter = layer.get_parameter(leaf)
             delta = up if part.down is None else up @ part.down.to(self._device, torch.float32)
@@ -105,12 +99,6 @@ class Adapters:
         added += delta
         self._values[name] = loaded, added
         parameter.copy_(loaded + added)
-
-    def _add_beside(self, layer: RankLinear, delta: torch.Tensor) -> None:
-        # Before the hooks of tensor parallelism, which add up or gather what the layer and this give together.
-        hook = layer.register_forward_hook(lambda _layer, given, out: out + F.linear(given[0], delta), prepend=True)
-        self._hooks.append(hook)
-        self.nbytes += delta.nbytes
 
 
 def _take(values: torch.Tensor, shard: Shard | None) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from .collectives import start_gather
+from .compression import Codec
 from .config import Degrees
 from .families.base import IMAGE, JOINT
 from .kernels import Kernel
@@ -90,11 +91,19 @@ class StepView:
 class AttentionContext:
     """Shared by all layers of a stage: the parts that stay (axes, kernel, counters) and the micro-step under way."""
 
-    def __init__(self, degrees: Degrees, axes: dict[str, Axis], kernel: Kernel, traffic: Traffic, drops_mask: bool = False):
+    def __init__(
+        self,
+        degrees: Degrees,
+        axes: dict[str, Axis],
+        kernel: Kernel,
+        traffic: Traffic,
+        drops_mask: bool = False,
+        codec: Codec | None = None,
+    ):
         self.patch, self.ring, self.ulysses = axes["patch"], axes["ring"], axes["ulysses"]
         self.naive = degrees.naive
         self.drops_mask = drops_mask  # see Family
-        self.kernel, self.traffic = kernel, traffic
+        self.kernel, self.traffic, self.codec = kernel, traffic, codec
         self.step: StepView | None = None
 
     # Sequence ranks are counted patch, ring, ulysses, so each of these is a range.
@@ -139,10 +148,12 @@ class Seam:
             kept = slice(sides[0], query.shape[1] - sides[1])
             return F.pad(self.attend(*(x[:, kept] for x in (query, key, value)), scale, mask), (0, 0, 0, 0, *sides))
         if axis.size > 1:
-            query, key, value = sequence_to_heads(query, key, value, lengths, axis, context.traffic)
+            query, key, value = sequence_to_heads(query, key, value, lengths, axis, context.traffic, context.codec)
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
         out = attend(step, query, key, value, scale)
-        return heads_to_sequence(out, lengths, heads, axis, context.traffic) if axis.size > 1 else out
+        if axis.size == 1:
+            return out
+        return heads_to_sequence(out, lengths, heads, axis, context.traffic, context.codec)
 
     def _attend_fresh(self, step: StepView, query, key, value, scale) -> torch.Tensor:
         """Everything that is attended to was computed in this call."""
@@ -217,7 +228,7 @@ def install_seams(modules: list[tuple[torch.nn.Module, str]], context: Attention
         return
 
     def dispatch(query, key, value, attn_mask=None, scale=None, _parallel_config=None, **options):
-        if not isinstance(_parallel_config, Seam):
+        if not hasattr(_parallel_config, "attend"):
             return native(query, key, value, attn_mask=attn_mask, scale=scale, _parallel_config=_parallel_config, **options)
         return _parallel_config.attend(query, key, value, scale, attn_mask)
 

@@ -30,8 +30,9 @@ class RemoteTransformer:
     """A checkpoint, cut by `degrees`, on the ranks of `pool`. Thread-safe.
 
     `stage_split`: 'even' (block counts), 'auto' (measured block costs decide stages and patch shares) or a number of
-    blocks for each stage, such as '10,9'. `only`: see messages.Load. `stage_blocks`, `patch_shares` and `stage_costs` say
-    what came of it. `progress` is called with `poll`, on the same thread.
+    blocks for each stage, such as '10,9'. `only`, `compile`, `transfer_dtype`: see messages.Load.
+    `stage_blocks`, `patch_shares` and `stage_costs` say what came of it. `progress` is called with `poll`, on the same
+    thread.
     Raises ValueError (naming the widget) where the model cannot be cut so, RankError when a rank fails.
     """
 
@@ -46,6 +47,8 @@ class RemoteTransformer:
         stage_split: str = "even",
         progress: Progress = lambda doing, fraction: None,
         only: tuple[str, ...] = (),
+        compile: bool = False,
+        transfer_dtype: str = "full",
     ):
         check_devices(degrees, pool.devices)
         family, config = checkpoint.family, checkpoint.config
@@ -83,6 +86,8 @@ class RemoteTransformer:
             self.stage_blocks,
             attention,
             only,
+            compile,
+            transfer_dtype,
         )
 
         def look() -> None:

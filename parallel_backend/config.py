@@ -28,6 +28,9 @@ PATCH_MODES = ("none", "displaced", "naive")
 FLASH_CAPABILITY = (8, 0)
 """CUDA devices from Ampere on have what flash attention needs."""
 
+TRANSFER_DTYPES = ("full", "int8", "fp8")
+"""How Ulysses' transfers carry values: as they are computed with, or in one byte each (compression.py)."""
+
 DTYPES = ("default", "fp32", "bf16", "fp16", "fp8_e4m3fn")
 
 

@@ -5,14 +5,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .adapters import Adapters
 from .attention import AttentionContext, StepView, install_seams
 from .block_watch import BlockWatch
-from .checkpoint import open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint
+from .compression import codec_for
 from .config import Degrees
 from .dtypes import compute_dtype
 from .families.base import GUIDANCE, REFERENCE_POSITIONS, REFERENCES, TEXT_MASK, Rows, StepInputs
@@ -25,13 +26,16 @@ from .mesh import close_axes, make_axes
 from .messages import Load, OpenRun, Output, PutConditioning, RunStats, Step, Timeline
 from .once import Once
 from .schedule import Op, stage_ops
-from .slots import StageDone
+from .slots import StageDone, own_blocks
 from .stage import build_stage, keep_timestep_exact
 from .stage_link import StageLink
 from .stream import Stream
 from .tensor_parallel import TensorPlan
 from .timeline import OUTSIDE, WORK, StepLabel
 from .traffic import Elapsed, Traffic
+
+if TYPE_CHECKING:
+    from .compilation import Compiler
 
 KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE)
 """Conditioning tensors that no dtype but their own can hold: positions above 256 are not all there in bf16."""
@@ -82,11 +86,13 @@ class Engine:
         plan.apply(self.model, self.traffic)
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype)
         kernel = choose_kernel(load.attention, device, load.dtype)
-        self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.drops_mask)
+        codec = codec_for(load.transfer_dtype)
+        self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.drops_mask, codec)
         install_seams(stage.attention, self.context)
         install_linear(stage.attention, self.context)
-        self.watch = BlockWatch(self.model, load.only, self.traffic, slowdown)
         self.once = Once(self.model, computed_once(family))
+        self.compiler = self._compiler(checkpoint, degrees.world) if load.compile else None
+        self.watch = BlockWatch(self.model, load.only, self.traffic, slowdown)
         self.timestep: torch.Tensor | None = None
         self.guidance: torch.Tensor | None = None
         # Of the last grid and number of reference tokens: the stream's places in the model's own order (Rows.image).
@@ -107,6 +113,8 @@ class Engine:
         """Let the transfers under way end, then the mesh's groups. Collective over all ranks."""
         self.link.await_sends()
         self._drop_buffers(lambda key: True)
+        if self.compiler is not None:
+            self.compiler.close()
         close_axes(self.axes)
 
     def put_conditioning(self, message: PutConditioning) -> None:
@@ -171,7 +179,14 @@ class Engine:
         micro_steps, self.micro_steps = self.micro_steps, 0
         busy = self.working.take() - waited
         peak, blocks = self._peak_bytes(), self.watch.take()
-        return RunStats(self.rank, run, micro_steps, busy, under_way, waited, bytes_sent, buffer_bytes, peak, blocks)
+        graphs = 0 if self.compiler is None else self.compiler.graphs
+        return RunStats(self.rank, run, micro_steps, busy, under_way, waited, bytes_sent, buffer_bytes, peak, blocks, graphs)
+
+    def _compiler(self, checkpoint: Checkpoint, ranks: int) -> "Compiler":
+        from .compilation import Compiler  # takes a second
+
+        blocks = own_blocks(self.model, self.family.block_lists)
+        return Compiler(blocks, lambda layer: checkpoint.shape(f"{layer}.weight")[0], self.device, ranks)
 
     def begin_timeline(self) -> None:
         """What is recorded from now on is the last run's. Sends of the one before are over, or would count from then."""

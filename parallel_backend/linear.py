@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-Adapter = tuple[torch.Tensor, torch.Tensor]
-"""(up [out, r], down [r, in]) in the compute dtype, on the layer's device: what a low-rank adapter adds to the weight."""
+Adapter = tuple[torch.Tensor, torch.Tensor | None]
+"""(up [out, r], down [r, in]) in the compute dtype, on the layer's device: what a low-rank adapter adds to the weight.
+
+Without `down`, `up` is [out, in].
+"""
 
 
 class Packing(Protocol):
@@ -58,7 +61,7 @@ class RankLinear(nn.Linear):
         """[..., in] -> [..., out]."""
         out = F.linear(x, self.weight, self.bias)
         for up, down in self.adapters:
-            out += F.linear(F.linear(x, down), up)
+            out += F.linear(x if down is None else F.linear(x, down), up)
         return out
 
 

@@ -49,7 +49,8 @@ class Load:
 
     `degrees`: the mesh sizes. `patch_shares`: each patch rank's share of the tokens. `stage_blocks`: per stage, the span
     of blocks it owns (all block lists counted through). `only`: for a rehearsal, "<list>.<index>" of the blocks that are
-    there; the others hand on what they are given, and RunStats say what these cost. Empty: all.
+    there; the others hand on what they are given, and RunStats say what these cost. Empty: all. `compile`: see
+    compilation.py. `transfer_dtype`: one of config.TRANSFER_DTYPES.
     """
 
     path: str
@@ -60,6 +61,8 @@ class Load:
     stage_blocks: tuple[Span, ...]
     attention: str
     only: tuple[str, ...] = ()
+    compile: bool = False
+    transfer_dtype: str = "full"
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,7 @@ class BlockStats:
 class RunStats:
     """Rank -> client, for the time since the last report. Bytes are payload that left this rank, by mesh axis.
 
-    `blocks`: in a rehearsal (Load.only), by block "<list>.<index>".
+    `blocks`: in a rehearsal (Load.only), by block "<list>.<index>". `graphs`: compiled since the model was loaded.
     """
 
     rank: int
@@ -266,6 +269,7 @@ class RunStats:
     buffer_bytes: int  # K/V buffers of the run at their largest
     peak_bytes: int  # device memory at its highest (CUDA) or resident set (CPU)
     blocks: dict[str, BlockStats] = field(default_factory=dict)
+    graphs: int = 0
 
 
 @dataclass(frozen=True)

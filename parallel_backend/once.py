@@ -69,7 +69,7 @@ def _expression(pattern: str) -> re.Pattern:
     return re.compile(re.escape(pattern).replace(r"\*", star))
 
 
-class _AnswersOnce:
+class AnswersOnce:
     """Mixed into a module's class. Its output must not be changed in place by whoever gets it."""
 
     once: Once
@@ -89,4 +89,4 @@ class _AnswersOnce:
 @functools.cache
 def _answering_once(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the same name: adapters and diffusers tell classes by it."""
-    return type(base.__name__, (_AnswersOnce, base), {})
+    return type(base.__name__, (AnswersOnce, base), {})

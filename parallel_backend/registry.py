@@ -30,6 +30,8 @@ class ModelKey:
     degrees: Degrees
     attention: str
     stage_split: str = "auto"
+    compile: bool = False
+    transfer_dtype: str = "full"
 
 
 class Registry:
@@ -60,7 +62,16 @@ class Registry:
                 self._start(key.devices)
                 self._model = None
                 self._model = RemoteTransformer(
-                    self._pool, checkpoint, key.degrees, key.dtype, key.attention, poll, key.stage_split, progress
+                    self._pool,
+                    checkpoint,
+                    key.degrees,
+                    key.dtype,
+                    key.attention,
+                    poll,
+                    key.stage_split,
+                    progress,
+                    compile=key.compile,
+                    transfer_dtype=key.transfer_dtype,
                 )
                 self._key, self._owner = key, owner
             except BaseException:  # Cancel while loading too: ranks half loaded are of no use

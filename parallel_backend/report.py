@@ -63,6 +63,8 @@ class RunReport:
                 f"blocked in transfers: {100 * blocked:.0f} % of the ranks' working time; "
                 f"{100 * (1 - waited / under_way):.0f} % of the transfers' time was hidden behind computing"
             )
+        if graphs := max((rank.graphs for rank in self.ranks), default=0):
+            lines.append(f"compiled: {graphs} graphs on a rank since the model was loaded; new ones took time of this run")
         lines += [
             f"rank {rank.rank}: {rank.micro_steps} micro-steps, computing {rank.compute_seconds:.2f} s, "
             f"K/V buffers {rank.buffer_bytes / 1e6:.1f} MB, peak memory {rank.peak_bytes / 1e9:.2f} GB"

@@ -4,11 +4,13 @@ Shape letters: B batch entries, S tokens of all ranks of the axis, s tokens of t
 D head size. Neither tokens nor heads need be the same number on every rank.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .collectives import all_to_all, start_shift
+from .compression import Codec
 from .kernels import AttendLse
 from .layout import Span, split
 from .mesh import Axis
@@ -22,6 +24,7 @@ def sequence_to_heads(
     lengths: Sequence[int],
     axis: Axis,
     traffic: Traffic,
+    codec: Codec | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ulysses (arXiv 2309.14509), before attention: three [B, s, H, D] -> three [B, S, h, D].
 
@@ -38,12 +41,17 @@ def sequence_to_heads(
         for index, x in enumerate((q_BsHD, k_BsHD, v_BsHD)):
             part[:, index] = x[:, :, span.slice].transpose(0, 1)
     receive = [3 * batch * length * here * size for length in lengths]
-    rows = all_to_all(flat, send, receive, axis, traffic).view(sum(lengths), 3, batch, here, size)
+    rows = _exchange(codec, size)(flat, send, receive, axis, traffic).view(sum(lengths), 3, batch, here, size)
     return tuple(rows[:, i].transpose(0, 1) for i in range(3))
 
 
 def heads_to_sequence(
-    out_BShD: torch.Tensor, lengths: Sequence[int], heads: int, axis: Axis, traffic: Traffic
+    out_BShD: torch.Tensor,
+    lengths: Sequence[int],
+    heads: int,
+    axis: Axis,
+    traffic: Traffic,
+    codec: Codec | None = None,
 ) -> torch.Tensor:
     """Ulysses, after attention: [B, S, h, D] -> [B, s, H, D] with H = `heads`, the inverse of `sequence_to_heads`."""
     batch, _, here, size = out_BShD.shape
@@ -51,11 +59,15 @@ def heads_to_sequence(
     spans = split(Span(0, heads), axis.size)
     send = [length * batch * here * size for length in lengths]
     receive = [own * batch * len(span) * size for span in spans]
-    flat = all_to_all(out_BShD.transpose(0, 1).reshape(-1), send, receive, axis, traffic)
+    flat = _exchange(codec, size)(out_BShD.transpose(0, 1).reshape(-1), send, receive, axis, traffic)
     out = flat.new_empty(batch, own, heads, size)
     for span, part in zip(spans, flat.split(receive), strict=True):
         out[:, :, span.slice] = part.view(own, batch, len(span), size).transpose(0, 1)
     return out
+
+
+def _exchange(codec: Codec | None, size: int) -> Callable[..., torch.Tensor]:
+    return all_to_all if codec is None else functools.partial(codec.all_to_all, size)
 
 
 def ring_attention(

@@ -9,7 +9,7 @@ of a list cuts its arguments down, the last one puts its results into whole tens
 """
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -257,6 +257,12 @@ class Absent(nn.Module):
 
 
 STAND_INS = (Before, After, Passed, Absent)
+
+
+def own_blocks(model: nn.Module, specs: Sequence[BlockList]) -> dict[str, nn.Module]:
+    """The blocks of these lists that the stage has, by "<list>.<index>"."""
+    blocks = {f"{spec.name}.{index}": block for spec in specs for index, block in enumerate(getattr(model, spec.name))}
+    return {name: block for name, block in blocks.items() if not isinstance(block, STAND_INS)}
 
 
 def fill_slots(

@@ -15,7 +15,7 @@ from parallel_backend.engine import Engine
 from parallel_backend.families.base import REFERENCES
 from parallel_backend.families.once import Per, computed_once
 from parallel_backend.layout import Span, split
-from parallel_backend.once import _AnswersOnce, _expression
+from parallel_backend.once import AnswersOnce, _expression
 from tests.families import all_cases
 
 CASES = [case for case in all_cases() if "pipe" not in case.row.unsupported]
@@ -121,7 +121,7 @@ def test_they_are_just_those_that_give_the_same_in_every_band(runs, nothing_kept
     model, planned = runs.engine.model, {}
     for name, module in model.named_modules():
         per = next((per for pattern, per in plan.items() if pattern.fullmatch(name)), None)
-        assert isinstance(module, _AnswersOnce) == (per is not None), name
+        assert isinstance(module, AnswersOnce) == (per is not None), name
         if per is not None:
             planned[name] = per
     assert planned
@@ -156,7 +156,7 @@ def test_each_is_computed_once(runs, monkeypatch):
     plan = {_expression(pattern): per for pattern, per in computed_once(runs.family).items()}
     handles = []
     for name, module in runs.engine.model.named_modules():
-        if isinstance(module, _AnswersOnce):
+        if isinstance(module, AnswersOnce):
             count = lambda *_args, name=name: counts.update({name: counts[name] + 1})  # noqa: E731
             handles.append(module.register_forward_hook(count))
     with runs.run():
@@ -179,7 +179,7 @@ def test_the_comparison_sees_another_call_s_modulation(runs, monkeypatch):
     monkeypatch.setattr(runs.engine.once, "begin", lambda step, whole: begin(at_zero(step), whole))
     found = runs.everything((1,))
     with_time = any(
-        isinstance(module, _AnswersOnce) and module.once_per is Per.CALL and "attn2" not in name
+        isinstance(module, AnswersOnce) and module.once_per is Per.CALL and "attn2" not in name
         for name, module in runs.engine.model.named_modules()
     )
     assert with_time != all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -187,7 +187,7 @@ def test_the_comparison_sees_another_call_s_modulation(runs, monkeypatch):
 
 def test_a_lora_changes_what_was_kept(runs, monkeypatch):
     """In the middle of a run, which ComfyUI never does, but at the same timestep as before it."""
-    names = [name for name, module in runs.engine.model.named_modules() if isinstance(module, _AnswersOnce)]
+    names = [name for name, module in runs.engine.model.named_modules() if isinstance(module, AnswersOnce)]
     parameter = next(
         name
         for name, value in runs.engine.model.named_parameters()

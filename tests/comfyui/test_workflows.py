@@ -133,7 +133,10 @@ def test_every_input_has_a_tooltip_and_later_ones_are_optional(definitions):
     assert {"ParallelDiTLoader", "UlyssesConfig", "PipeFusionSampler", "ApplyPipeFusion"} <= ours.keys()
     bare = [(node, name) for node in ours for name, _, said, _ in declared(ours[node]) if len(said.get("tooltip", "")) < 10]
     assert not bare
-    later = {"ParallelDiTLoader": {"stage_split": "auto"}, "UlyssesConfig": {"patch_warmup_steps": 1}}
+    later = {
+        "ParallelDiTLoader": {"stage_split": "auto", "compile": False},
+        "UlyssesConfig": {"patch_warmup_steps": 1, "transfer_dtype": "full"},
+    }
     for node, widgets in later.items():
         optional = {name: said for name, _, said, required in declared(ours[node]) if not required}
         assert {name: optional[name]["default"] for name in widgets} == widgets
