@@ -2,8 +2,9 @@
 
 A block's own hooks (slots.py) stay outside. What inside it reaches beyond its own tokens, or is no arithmetic that a
 compiler could better, is one opaque operation each: attention (the layer's Seam), layers with a hook of tensor parallelism,
-packed weights, linear attention, what is computed once for many micro-steps (once.py). An operation says its place in the block, and finds the module there when it runs. So
-all blocks of a class share their graphs, and no graph knows a layer's number, a transfer or a K/V buffer.
+packed weights, linear attention, what is computed once for many micro-steps (once.py). An operation says its place in the
+block, and finds the module there when it runs. So all blocks of a class share their graphs, and no graph knows a layer's
+number, a transfer or a K/V buffer.
 
 All operations say that they write to one tensor, which keeps them in the order of the code: a compiler may order
 independent ones as it likes, and ranks with shards of different shapes would meet in different transfers.
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from .attention import Seam
-from .linear import PackedLinear
+from .linear import PackedLinear, RankLinear
 from .linear_attention import SharedLinearAttention
 from .once import AnswersOnce
 from .sdpa_seam import SdpaProcessor, SdpaToSeam
@@ -165,12 +166,18 @@ class Compiler:
                 module.processor._parallel_config = GraphSeam(seam, name, self._order)
             elif name and self._stays_outside(module, processor):
                 places.modules[name] = module
-                last = f"{name}.{len(module) - 1}" if isinstance(module, nn.Sequential) else name
-                linear = isinstance(block.get_submodule(last), nn.Linear)
-                width = self._widths(f"{block_name}.{last}") if linear else None
-                module.outside = OutsideModule(type(module), name, self._order, width)
+                module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
                 module.__class__ = _outside(type(module))
         block.forward = CompiledForward(block.forward, places, self._backend)
+
+    def _width(self, name: str, module: nn.Module) -> int | None:
+        """Features that the module `name` of the model gives. None: as many as it is given."""
+        if isinstance(module, nn.Sequential):
+            return self._width(f"{name}.{len(module) - 1}", module[-1])
+        if not isinstance(module, RankLinear):
+            return None
+        # A layer with a hook adds up or gathers over the ranks; a column-cut one without gives the rank's own features.
+        return self._widths(name) if module._forward_hooks else module.weight_shape[0]
 
     @staticmethod
     def _stays_outside(module: nn.Module, processor: Any) -> bool:

@@ -296,9 +296,9 @@ def test_cancel_does_not_wait_for_the_compiler(flux_file, pools, monkeypatch):
     class Cancelled(Exception):
         pass
 
-    monkeypatch.setattr(pool, "main", tracing_rank.tracing_slowly)
     inputs = tiny.inputs(tiny.FLUX)
     expected = pools.load(flux_file, Degrees()).predict(*inputs, lambda: None)
+    monkeypatch.setattr(pool, "main", tracing_rank.tracing_slowly)  # of ranks to come; those of `pools` are for all tests
     polls = itertools.count()
 
     def poll():
