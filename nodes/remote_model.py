@@ -90,6 +90,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     """Takes ComfyUI's model call and answers with what the ranks say. Holds no parameters and no process.
 
     `patches`, `patches_uuid`: those of `patcher`, the one under which it is sampled; its clones all share this module.
+    `devices`: those that it may use. `key` has the ones that it does use; degrees `auto` set it before a run.
     """
 
     weights: NativeWeights  # set by make_model
@@ -97,6 +98,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     def __init__(self, checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool):
         super().__init__()
         self.checkpoint, self.key, self.comm_overlap = checkpoint, key, comm_overlap
+        self.devices = key.devices
         self.patches: dict[str, list[Patch]] = {}
         self.patches_uuid: UUID | None = None
         self.patcher: Callable[[], RemoteModelPatcher | None] = lambda: None
@@ -105,6 +107,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
         copy = RemoteDiffusionModel(self.checkpoint, self.key, self.comm_overlap)
+        copy.devices = self.devices
         copy.weights = self.weights
         return copy
 

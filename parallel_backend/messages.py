@@ -24,15 +24,19 @@ class Ready:
 
 @dataclass(frozen=True)
 class Probe:
-    """Client -> rank: time this model's blocks on your device; drops whatever model the rank held."""
+    """Client -> rank: time this model's blocks on your device; drops whatever model the rank held.
+
+    `rows`: of 32 image tokens, of a longer sequence and a shorter one.
+    """
 
     path: str
     dtype: str
+    rows: tuple[int, int] = (32, 8)
 
 
 @dataclass(frozen=True)
 class Probed:
-    """Rank -> client: seconds for 1,024 image tokens and for 256, of one block of each list and of what surrounds them.
+    """Rank -> client: seconds of one block of each list and of what surrounds them, for the longer sequence and the shorter.
 
     `free_bytes`: of the device's memory; None for a CPU, whose memory all ranks share.
     """
@@ -281,7 +285,7 @@ class LinksProbed:
 
     `links`: rank -> for each size (bytes, seconds one way). `peers`: rank -> its device's memory can be reached directly
     (P2P), for pairs of CUDA devices. `free_bytes`, `total_bytes`: of the device's memory; None for a CPU, whose memory all
-    ranks share.
+    ranks share. `together`: seconds in which every rank sends the largest size to every other, all at once.
     """
 
     rank: int
@@ -290,6 +294,7 @@ class LinksProbed:
     total_bytes: int | None
     links: dict[int, tuple[tuple[int, float], ...]]
     peers: dict[int, bool]
+    together: float = 0.0
 
 
 @dataclass(frozen=True)

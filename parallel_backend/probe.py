@@ -13,8 +13,8 @@ from .layout import Span
 from .messages import Probed
 from .skeleton import skeleton
 
-ROWS, QUARTER_ROWS, COLUMNS = 32, 8, 32
-"""Token grids that are timed: 1,024 tokens, which is a picture of 512 x 512, and a quarter of them."""
+COLUMNS = 32
+"""Token grids that are timed have so many, and as many rows as the message says: 32 are a picture of 512 x 512."""
 TEXT_TOKENS = 64
 REPEATS = 5
 AROUND = "around the blocks"
@@ -48,13 +48,20 @@ class _Stopwatch:
 
 
 @torch.inference_mode()
-def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: str, slowdown: float) -> Probed:
-    """Seconds of one block of each list for the whole token grid and a quarter of it, and what surrounds the blocks.
+def probe(
+    rank: int,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype_name: str,
+    slowdown: float,
+    rows: tuple[int, int] = (32, 8),
+) -> Probed:
+    """Seconds of one block of each list for the longer and the shorter token grid, and what surrounds the blocks.
 
     Weights kept in fp8 are timed in the dtype they compute in. No collective: ranks may differ in what they find.
     """
-    whole, quarter = _measure(checkpoint, device, compute_dtype(dtype_name, device))
-    times = {name: (slowdown * whole[name], slowdown * quarter[name]) for name in whole}
+    long, short = _measure(checkpoint, device, compute_dtype(dtype_name, device), rows)
+    times = {name: (slowdown * long[name], slowdown * short[name]) for name in long}
     free = None
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was measured is gone, and its memory free
@@ -63,7 +70,9 @@ def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: s
     return Probed(rank, times, around, free)
 
 
-def _measure(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> list[dict[str, float]]:
+def _measure(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, rows: tuple[int, int]
+) -> list[dict[str, float]]:
     """For each grid: seconds by block list, and under AROUND of the forward without its blocks."""
     family, config = checkpoint.family, checkpoint.config
     model = skeleton(family, config)
@@ -81,8 +90,8 @@ def _measure(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -
     for name in lists:
         for block in getattr(model, name):
             watch.watch(name, block)
-    for rows in (ROWS, QUARTER_ROWS):
-        run = _forward(family, config, model, rows, device, dtype)
+    for count in rows:
+        run = _forward(family, config, model, count, device, dtype)
         run()  # the first one also allocates and picks kernels
         watch.best.clear()
         for _ in range(REPEATS):

@@ -70,9 +70,7 @@ class Stages:
         around = max(self._compute(self.machine.devices[r].around, r, queries, 0, entries, cut=False) for r in members)
         total, hidden = share * around, 0.0
         for name, count in blocks.items():
-            compute = max(
-                self._compute(self.machine.devices[r].blocks[name], r, queries, keys, entries) for r in members
-            )
+            compute = max(self._compute(self.machine.devices[r].blocks[name], r, queries, keys, entries) for r in members)
             waits, beside = self._transfers(name, members, queries, keys, entries, fresh)
             total += count * (compute + waits)
             hidden += count * beside
@@ -94,9 +92,7 @@ class Stages:
         carried = 1 + self.subject.carried[self.spans[stage].stop]
         return entries * self.job.queries(self.mode.bands, band) * self.subject.token_bytes * carried / self.degrees.sequence
 
-    def _compute(
-        self, cost: BlockCost, rank: int, queries: float, keys: float, entries: int, cut: bool = True
-    ) -> float:
+    def _compute(self, cost: BlockCost, rank: int, queries: float, keys: float, entries: int, cut: bool = True) -> float:
         degrees = self.degrees
         share = self.found.patch_shares[degrees.coordinate(rank).patch] / (degrees.ulysses * degrees.ring)
         return cost.fixed + entries * cost.work(queries, keys) * share / (degrees.tensor if cut else 1)
@@ -145,7 +141,7 @@ class Stages:
             return Probed(rank, {name: (each, each) for name, each in blocks.items()}, (around, around), device.memory)
 
         sizes = [size // self.degrees.tensor for size in self.subject.block_bytes]
-        return divide(self.degrees, self.lists, sizes, [probed(rank) for rank in range(self.degrees.world)])
+        return divide(self.degrees, self.lists, sizes, [probed(rank) for rank in range(self.degrees.world)], True)
 
 
 def run_seconds(stages: Stages) -> float:
@@ -173,6 +169,4 @@ def run_seconds(stages: Stages) -> float:
     def kind(band: int | None) -> int | None:
         return None if band is None else min(band, 1)
 
-    return pipeline_seconds(
-        exact, mode.bands, entries, lambda band: costs[kind(band)], lambda band: ways[kind(band)], hop
-    )
+    return pipeline_seconds(exact, mode.bands, entries, lambda band: costs[kind(band)], lambda band: ways[kind(band)], hop)

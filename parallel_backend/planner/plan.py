@@ -43,6 +43,16 @@ class Plan:
         return next((found for found in self.predictions if found.mode == mode), None)
 
 
+def choose(found: Plan) -> Prediction:
+    """What `degrees auto` takes: of PipeFusion and exact modes the best that fits, or else the one that needs least memory.
+
+    PipeFusion's are to be had where the sampler pipelines; elsewhere the job's steps are all warm-up, and so exact.
+    """
+    usable = [each for each in found.predictions if each.mode.degrees.patch == 1]
+    least = min(usable, key=lambda each: (max(memory.total for memory in each.memory), each.seconds))
+    return advise(usable) or least
+
+
 def plan(machine: Machine, job: Job, counts: Sequence[int] | None = None) -> Plan:
     """All modes of `counts` devices, the first so many (None: all of them), and of the best single one."""
     predictions, refused = [], {}

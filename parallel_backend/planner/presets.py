@@ -24,6 +24,7 @@ class Hardware:
     `launch`: see LAUNCH. `socket`, `bridge`: see machine.Links.
     """
 
+    name: str
     operations: float
     memory: int
     link: Link
@@ -34,7 +35,7 @@ class Hardware:
     def machine(self, count: int, model: "Model", hop: float = HOP_SECONDS) -> Machine:
         """So many of these devices, as they run this model."""
         blocks, nothing = {"blocks": model.block(self)}, BlockCost(0.0, 0.0, 0.0)
-        devices = tuple(Device(f"cuda:{index}", "simulated", blocks, nothing, self.memory) for index in range(count))
+        devices = tuple(Device(f"cuda:{index}", self.name, blocks, nothing, self.memory) for index in range(count))
         return Machine(devices, Links(alike(count, self.link), 1.0, self.socket, self.bridge), hop=hop)
 
 
@@ -104,9 +105,9 @@ MODELS = {
 both have 12 hidden^2 weights for a token.
 """
 HARDWARE = {
-    "L40": Hardware(120e12, 48 * GB, Link(30e-6, 3.0e9), socket=4, bridge=2.0e9),
-    "A100": Hardware(150e12, 80 * GB, Link(30e-6, 200e9)),
-    "H100": Hardware(550e12, 80 * GB, Link(30e-6, 300e9)),
+    "L40": Hardware("L40 (PCIe)", 120e12, 48 * GB, Link(30e-6, 3.0e9), socket=4, bridge=2.0e9),
+    "A100": Hardware("A100 (NVLink)", 150e12, 80 * GB, Link(30e-6, 200e9)),
+    "H100": Hardware("H100 (NVLink)", 550e12, 80 * GB, Link(30e-6, 300e9)),
 }
 """By the name that the command line takes: L40 on PCIe, in two sockets of four, without P2P; A100 and H100 on NVLink, at two
 thirds of its data sheet. Where each figure is from: docs/planner.md.
