@@ -161,9 +161,9 @@ class ParallelDiTLoader:
                     list(DEGREES),
                     {
                         "default": AS_SET,
-                        "tooltip": "auto: the degrees here and in Ulysses Config are not looked at. At the first picture the "
-                        "fastest ones for its size are worked out and kept until the model is unloaded: exact ones, or "
-                        "PipeFusion where it is applied. devices says which GPUs may be used.",
+                        "tooltip": "auto: the degrees here and in Ulysses Config are not looked at. At the first picture "
+                        "the fastest for it are worked out and kept until the model is unloaded: exact ones, or PipeFusion "
+                        "where it is applied. devices says which GPUs may be used.",
                     },
                 ),
             },

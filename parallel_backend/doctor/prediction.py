@@ -204,7 +204,7 @@ class Situation:
 
 
 def lacking(held: dict[int, int], devices: Sequence[str], free: Sequence[int | None], host_free: int | None) -> str:
-    """Why ranks that need so many bytes do not fit; empty if they do. `devices`, `free`: by rank, and the bytes free there."""
+    """Why ranks that need so many bytes do not fit; empty if they do. `free`: bytes on each rank's device."""
     lacks = ""
     on_host = sum(size for rank, size in held.items() if devices[rank] == "cpu")
     if host_free is not None and on_host > USABLE_MEMORY * host_free:

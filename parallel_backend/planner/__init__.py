@@ -1,4 +1,5 @@
-"""Which degrees are fastest, from a few constants of a machine rather than from rehearsals: seconds of a block, links, memory.
+"""Which degrees are fastest, from a few constants of a machine rather than from rehearsals.
 
-The machine may be this one, calibrated in seconds, or one that is not there.
+The constants are seconds of a block, links and memory. The machine may be this one, calibrated in seconds, or one that is
+not there.
 """

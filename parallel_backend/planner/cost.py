@@ -15,8 +15,8 @@ from ..layout import Span
 from ..messages import Probed
 from .machine import BlockCost, Machine
 
-EXCHANGES = 2
-"""Messages of Ulysses in a block: queries, keys and values together, and what attention makes of them."""
+BEFORE = 0.75
+"""Share of Ulysses' bytes that travel before attention, as queries, keys and values in one message; the rest after it."""
 SUMS = 2
 """Results that tensor parallelism adds up in a block."""
 
@@ -105,7 +105,7 @@ class Stages:
         waits = beside = 0.0
         if degrees.ulysses > 1:
             groups, sent = self._groups("ulysses", members), self.sent("ulysses", queries, entries)
-            waits += links.exchange(groups, 0.75 * sent) + links.exchange(groups, 0.25 * sent)
+            waits += links.exchange(groups, BEFORE * sent) + links.exchange(groups, (1 - BEFORE) * sent)
         if degrees.ring > 1:
             steps, groups = degrees.ring - 1, self._groups("ring", members)
             shift = links.shift(groups, self.sent("ring", queries, entries) / steps)

@@ -27,17 +27,26 @@ class BlockCost:
         return self.token * self.pairs * queries * keys
 
 
+LEAST_GROWTH = 0.05
+"""Share of the longer sequence's seconds that are taken to grow with the tokens, at least."""
+
+
 def pairs_of(hidden: int) -> float:
-    """A block's linear layers are 12 h^2 weights, so 24 h^2 operations for a token; its attention 4 h for a query and key."""
+    """A block's linear layers are 12 h^2 weights, so 24 h^2 operations for a token; its attention 4 h a query and key."""
     return 1 / (6 * hidden)
 
 
 def through(times: Sequence[tuple[int, float]], pairs: float) -> BlockCost:
-    """The cost that takes these (tokens, seconds), of a shorter and a longer sequence. Neither part comes out negative."""
+    """The cost that takes these (tokens, seconds), of a shorter and a longer sequence.
+
+    Neither part comes out negative, and a little grows with the tokens: a GPU that neither sequence has filled shows no
+    growth, and a longer one would seem to cost nothing.
+    """
     (short, quick), (long, slow) = sorted(times)
     sizes = [tokens * (1 + pairs * tokens) for tokens in (short, long)]
-    slope = max(0.0, (slow - quick) / (sizes[1] - sizes[0]))
-    return BlockCost(max(0.0, slow - slope * sizes[1]), min(slope, slow / sizes[1]) or slow / sizes[1], pairs)
+    most = slow / sizes[1]
+    slope = min(most, max(LEAST_GROWTH * most, (slow - quick) / (sizes[1] - sizes[0])))
+    return BlockCost(max(0.0, slow - slope * sizes[1]), slope, pairs)
 
 
 @dataclass(frozen=True)
