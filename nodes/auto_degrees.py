@@ -1,5 +1,6 @@
 """`degrees` auto of the loader: the planner chooses devices and degrees when a sampler starts, and the choice is kept."""
 
+import contextlib
 import logging
 import math
 from dataclasses import dataclass, replace
@@ -39,16 +40,22 @@ def folder() -> Path:
     return Path(folder_paths.get_user_directory()) / "parallel_dit"
 
 
-def calibrated(pool: Pool, checkpoint: Checkpoint, dtype: str, attention: str) -> Machine:
-    """What is known of these ranks' devices, or is measured now. CPU ranks' memory is what is free at present."""
+def calibrated(
+    devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str, pool: Pool | None = None
+) -> Machine:
+    """What is known of these devices, or is measured now, on the ranks of `pool` where they are borrowed already.
+
+    CPU ranks' memory is what is free at present.
+    """
 
     def measure() -> Machine:
         say("Parallel DiT: calibrating, about 10 s, once for this machine and kind of model")
-        return calibrate(pool, checkpoint, dtype, check_cancelled)
+        with contextlib.nullcontext(pool) if pool is not None else registry().borrow(devices) as ranks:
+            return calibrate(ranks, checkpoint, dtype, check_cancelled)
 
-    found = cached(folder(), fingerprint(pool.devices, checkpoint, dtype, attention), measure)
+    found = cached(folder(), fingerprint(devices, checkpoint, dtype, attention), measure)
     free = comfy.model_management.get_free_memory(torch.device("cpu"))
-    return replace(found, host_free=int(free)) if "cpu" in pool.devices else found
+    return replace(found, host_free=int(free)) if "cpu" in devices else found
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,7 @@ class AutoDegrees:
         )
         if len(devices) == 1:
             return replace(key, degrees=Degrees())
-        with registry().borrow(devices) as pool:
-            machine = calibrated(pool, self.checkpoint, key.dtype, key.attention)
+        machine = calibrated(devices, self.checkpoint, key.dtype, key.attention)
         job = job_of(self.checkpoint, replace(subject, warm_up=warm_up))
         found = choose(plan(machine, job, range(1, len(devices) + 1)))
         if found.lacks:

@@ -92,7 +92,8 @@ class ParallelDoctor:
         subject = subject_of(checkpoint, key.dtype, chosen[0], shape, entries, steps, text_tokens)
         progress = comfy.utils.ProgressBar(1)
         with registry().borrow(chosen) as pool:
-            planned = plan(calibrated(pool, checkpoint, key.dtype, key.attention), job_of(checkpoint, subject))
+            machine = calibrated(chosen, checkpoint, key.dtype, key.attention, pool)
+            planned = plan(machine, job_of(checkpoint, subject))
             findings = examine(
                 pool, checkpoint, subject, key.attention, host_free, check_cancelled, progress.update_absolute
             )

@@ -58,6 +58,13 @@ def test_pipefusion_is_taken_where_it_is_applied_and_nowhere_else(found):
     assert case["measured"] == 1
 
 
+def test_where_an_exact_mode_is_faster_nothing_runs_in_bands(found):
+    case = got(found, "pipefusion_unused")
+    assert "pipefusion" not in case["chosen"][0]
+    assert case["chosen"][1] == BOTH
+    assert case["difference"] == 0
+
+
 def test_pipefusion_sampler_reports_the_degrees_that_were_chosen(found):
     case = got(found, "sampler_node")
     assert case["chosen"] == ["pipefusion_degree 2", BOTH]
