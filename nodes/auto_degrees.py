@@ -85,10 +85,8 @@ class AutoDegrees:
         return self._planned(key, sampling, warm_up)
 
     def _planned(self, key: ModelKey, sampling: Sampling, warm_up: int) -> ModelKey:
-        shape, devices = tuple(sampling.noise.shape), key.devices
-        subject = subject_of(
-            self.checkpoint, key.dtype, devices[0], shape, entries(sampling), sampling.steps, text_tokens(sampling)
-        )
+        shape, devices, steps = tuple(sampling.noise.shape), key.devices, max(1, sampling.steps)
+        subject = subject_of(self.checkpoint, key.dtype, devices[0], shape, entries(sampling), steps, text_tokens(sampling))
         if len(devices) == 1:
             return replace(key, degrees=Degrees())
         machine = calibrated(devices, self.checkpoint, key.dtype, key.attention)

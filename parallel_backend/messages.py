@@ -22,11 +22,15 @@ class Ready:
     rank: int
 
 
+PROBE_COLUMNS, PROBE_TEXT = 32, 64
+"""Image tokens in a row of the sequences that are timed, and text tokens beside them."""
+
+
 @dataclass(frozen=True)
 class Probe:
     """Client -> rank: time this model's blocks on your device; drops whatever model the rank held.
 
-    `rows`: of 32 image tokens, of a longer sequence and a shorter one.
+    `rows`: of a longer sequence and a shorter one. 32 rows are a picture of 512 x 512.
     """
 
     path: str

@@ -10,12 +10,9 @@ from .checkpoint import Checkpoint
 from .dtypes import compute_dtype
 from .families.base import StepInputs
 from .layout import Span
-from .messages import Probed
+from .messages import PROBE_COLUMNS, PROBE_TEXT, Probed
 from .skeleton import skeleton
 
-COLUMNS = 32
-"""Token grids that are timed have so many, and as many rows as the message says: 32 are a picture of 512 x 512."""
-TEXT_TOKENS = 64
 REPEATS = 5
 AROUND = "around the blocks"
 
@@ -104,15 +101,15 @@ def _measure(
 
 
 def _forward(family, config, model: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """The model's forward on a random picture of `rows` x COLUMNS tokens."""
+    """The model's forward on a random picture of `rows` x PROBE_COLUMNS tokens."""
     patching = family.patching
-    grid = ((1,) if patching.video else ()) + (rows, COLUMNS)
+    grid = ((1,) if patching.video else ()) + (rows, PROBE_COLUMNS)
     tokens = patching.pack(torch.randn(1, family.latent_channels(config), *patching.whole(grid))).to(device, dtype)
     tensors = {
         name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-        for name, tensor in family.example(config, TEXT_TOKENS).items()
+        for name, tensor in family.example(config, PROBE_TEXT).items()
     }
     timestep = torch.full((1,), 0.5, device=device)
-    image, text = Span(0, tokens.shape[1]), Span(0, TEXT_TOKENS)
-    inputs = StepInputs(tokens, timestep, tensors, grid, family.stream(grid), image, text, TEXT_TOKENS, dtype)
+    image, text = Span(0, tokens.shape[1]), Span(0, PROBE_TEXT)
+    inputs = StepInputs(tokens, timestep, tensors, grid, family.stream(grid), image, text, PROBE_TEXT, dtype)
     return lambda: family.run(model, inputs)

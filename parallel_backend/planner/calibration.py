@@ -1,5 +1,6 @@
 """The machine that is there, in few numbers: the ranks' own timings of blocks and links, about ten seconds in all."""
 
+import os
 import platform
 from collections.abc import Sequence
 
@@ -9,15 +10,14 @@ from ..balance import without_noise
 from ..checkpoint import Checkpoint
 from ..doctor.machine import SIZES, fit
 from ..doctor.subject import Subject
-from ..messages import LinksProbed, Probe, Probed, ProbeLinks
+from ..messages import PROBE_COLUMNS, PROBE_TEXT, LinksProbed, Probe, Probed, ProbeLinks
 from ..pool import Poll, Pool, wait_for
-from ..probe import COLUMNS, TEXT_TOKENS
 from ..schedule import HOP_SECONDS
 from .cost import Job
 from .machine import Device, Links, Machine, pairs_of, through
 
 ROWS = {"cuda": (64, 16), "cpu": (32, 8)}
-"""Of 32 image tokens: a GPU is not filled by less, and a CPU would take minutes for more."""
+"""Of image tokens: a GPU is not filled by less, and a CPU would take minutes for more."""
 CONTEXTS = 1_500_000_000
 """Bytes of a GPU that the processes on it need for themselves."""
 VERSION = 1
@@ -51,7 +51,7 @@ def fingerprint(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, atte
 def _device(name: str) -> list[object]:
     """[its name for torch, what it is, bytes of memory or number of cores]."""
     if not name.startswith("cuda"):
-        return [name, platform.machine(), torch.get_num_threads()]
+        return [name, platform.machine(), os.cpu_count()]
     properties = torch.cuda.get_device_properties(name)
     return [name, properties.name, properties.total_memory]
 
@@ -75,8 +75,8 @@ def machine_of(
     family, config = checkpoint.family, checkpoint.config
     linear = "pipe" in family.unsupported  # its attention has no keys to look at, so it costs nothing for each
     pairs = 0.0 if linear else pairs_of(family.hidden(config))
-    text = TEXT_TOKENS if joint_text(checkpoint) else 0
-    tokens = [count * COLUMNS + text for count in rows]
+    text = PROBE_TEXT if joint_text(checkpoint) else 0
+    tokens = [count * PROBE_COLUMNS + text for count in rows]
     lists = [name for name, count in family.blocks(config).items() for _ in range(count)]
     ranks = []
     for rank, probed in enumerate(without_noise(lists, probes)):

@@ -93,7 +93,7 @@ def main() -> None:
 
     def pipefusion() -> dict:
         """Links that only PipeFusion can use."""
-        with machine(3e6):
+        with machine(1.2e6):
             model = load()
             wrapped = pipelined(model)
             ksampler(wrapped, prompts, latent, cfg=1.0, steps=8)
@@ -119,7 +119,7 @@ def main() -> None:
 
     def sampler_node() -> dict:
         """PipeFusion Sampler puts its own wrapper on, inside ours; it says what it ran on."""
-        with machine(3e6):
+        with machine(1.2e6):
             model = load()
             kind = nodes.NODE_CLASS_MAPPINGS["PipeFusionSampler"]
             _, report = kind().sample(
