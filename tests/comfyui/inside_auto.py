@@ -218,11 +218,9 @@ def main() -> None:
             ksampler(model, prompts, latent)
             return {"world": key_of(model).degrees.world}
 
-    choices = (batches, tokens, slow_links, pipefusion, pipefusion_unused, sampler_node)
-    for case in (
-        *choices,
-        *(kept, by_hand_first, one_device, ulysses_config, for_real, unloads, cancelled, stages_by_hand, nothing_fits),
-    ):
+    # Those of two ranks first: ranks start anew where their number changes.
+    two = (batches, tokens, pipefusion_unused, sampler_node, kept, ulysses_config, unloads, cancelled, nothing_fits, for_real)
+    for case in (*two, pipefusion, by_hand_first, slow_links, one_device, stages_by_hand):
         results.case(case.__name__, case)
     results.write()
 
