@@ -219,8 +219,8 @@ def main() -> None:
             return {"world": key_of(model).degrees.world}
 
     # Those of two ranks first: ranks start anew where their number changes.
-    two = (batches, tokens, pipefusion_unused, sampler_node, kept, ulysses_config, unloads, cancelled, nothing_fits, for_real)
-    for case in (*two, pipefusion, by_hand_first, slow_links, one_device, stages_by_hand):
+    two = (batches, tokens, pipefusion_unused, sampler_node, kept, ulysses_config, unloads, cancelled, nothing_fits)
+    for case in (*two, for_real, pipefusion, by_hand_first, slow_links, one_device, stages_by_hand):
         results.case(case.__name__, case)
     results.write()
 
