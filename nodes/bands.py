@@ -217,7 +217,8 @@ class PipeFusion:
         """The latent rows of each band; one band where there is no pipeline to fill."""
         patching, shape = model.family.patching, tuple(sampling.noise.shape)
         height = shape[patching.band_dim]
-        if model.degrees.patch > 1:
+        planned = sampling.guider.inner_model.diffusion_model.key.planned
+        if model.degrees.patch > 1 or (planned and model.degrees.pipe == 1):  # degrees auto took an exact mode over bands
             return (Span(0, height),)
         bands = self.num_pipeline_patch or choose_bands(
             model.degrees.pipe, -(-height // patching.band_size), sampling.steps, model.stage_costs

@@ -7,8 +7,12 @@ import torch
 from parallel_backend.doctor.examination import Findings, examine
 from parallel_backend.doctor.subject import subject_of
 from parallel_backend.doctor.words import describe
+from parallel_backend.planner.calibration import job_of
+from parallel_backend.planner.plan import plan
+from parallel_backend.planner.words import beside
 from parallel_backend.registry import registry
 
+from .auto_degrees import calibrated
 from .loader import all_gpus, is_auto, named_devices
 from .remote_model import RemoteDiffusionModel, check_cancelled, remote_stub
 from .ulysses_config import ParallelConfig
@@ -17,7 +21,7 @@ from .widgets import CATEGORY, cfg_scale
 
 def doctor_devices(text: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
     """`auto`: every GPU, or the model's own CPU ranks where there is none. ValueError for a device that is not there."""
-    return (all_gpus() or stub.key.devices) if is_auto(text) else named_devices(text)
+    return (all_gpus() or stub.devices) if is_auto(text) else named_devices(text)
 
 
 def host_free() -> int:
@@ -88,8 +92,10 @@ class ParallelDoctor:
         subject = subject_of(checkpoint, key.dtype, chosen[0], shape, entries, steps, text_tokens)
         progress = comfy.utils.ProgressBar(1)
         with registry().borrow(chosen) as pool:
+            machine = calibrated(chosen, checkpoint, key.dtype, key.attention, pool)
+            planned = plan(machine, job_of(checkpoint, subject))
             findings = examine(
                 pool, checkpoint, subject, key.attention, host_free, check_cancelled, progress.update_absolute
             )
-        text = describe(findings)
+        text = f"{describe(findings)}\n\n{beside(planned, findings)}"
         return {"ui": {"text": [text]}, "result": (text, advised_config(findings, stub))}

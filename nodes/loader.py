@@ -12,6 +12,7 @@ from parallel_backend.config import DTYPES, Degrees, check_attention, check_devi
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.registry import ModelKey
 
+from .auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
 from .pipefusion import apply_pipefusion
 from .remote_model import make_model
 from .ulysses_config import ParallelConfig
@@ -89,6 +90,11 @@ def named_devices(text: str) -> tuple[str, ...]:
     return devices
 
 
+def possible_devices(text: str) -> tuple[str, ...]:
+    """Those that degrees `auto` may use. `auto`: every GPU, or one CPU rank, which has all cores to itself."""
+    return (all_gpus() or ("cpu",)) if is_auto(text) else named_devices(text)
+
+
 class ParallelDiTLoader:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("MODEL",)
@@ -160,6 +166,15 @@ class ParallelDiTLoader:
                         "another size of picture, then take a minute or more; the following ones are faster.",
                     },
                 ),
+                "degrees": (
+                    list(DEGREES),
+                    {
+                        "default": AS_SET,
+                        "tooltip": "auto: the degrees here and in Ulysses Config are not looked at. At the first picture "
+                        "the fastest for it are worked out and kept until the model is unloaded: exact ones, or PipeFusion "
+                        "where it is applied. devices says which GPUs may be used.",
+                    },
+                ),
             },
         }
 
@@ -174,18 +189,23 @@ class ParallelDiTLoader:
         parallel_config=None,
         stage_split="auto",
         compile=False,
+        degrees=AS_SET,
     ):
         config = parallel_config or ParallelConfig()
-        degrees = Degrees(
-            batch=split_batch_degree,
-            pipe=pipefusion_degree,
-            patch=config.patch_degree,
-            patch_mode=config.patch_mode,
-            ring=config.ring_degree,
-            ulysses=config.ulysses_degree,
-            tensor=tensor_parallel_degree,
-        )
-        chosen = choose_devices(devices, degrees)
+        planned = degrees == AUTO
+        if planned:
+            degrees, chosen = Degrees(), possible_devices(devices)
+        else:
+            degrees = Degrees(
+                batch=split_batch_degree,
+                pipe=pipefusion_degree,
+                patch=config.patch_degree,
+                patch_mode=config.patch_mode,
+                ring=config.ring_degree,
+                ulysses=config.ulysses_degree,
+                tensor=tensor_parallel_degree,
+            )
+            chosen = choose_devices(devices, degrees)
         checkpoint = open_checkpoint(model_path(model_name))
         family = checkpoint.family
         sizes = checkpoint.config
@@ -198,12 +218,14 @@ class ParallelDiTLoader:
         )
         dtype = resolve_dtype(weight_dtype, checkpoint.dtype, chosen)
         check_attention(config.attention, chosen, dtype)
-        check_stage_split(stage_split, degrees.pipe, family.block_count(checkpoint.config))
         if compile:
             check_compile(chosen)
         key = ModelKey(
             checkpoint.path, dtype, chosen, degrees, config.attention, stage_split, compile, config.transfer_dtype
         )
+        if planned:
+            return (model_to_plan(checkpoint, key, config.comm_overlap),)
+        check_stage_split(stage_split, degrees.pipe, family.block_count(checkpoint.config))
         model = make_model(checkpoint, key, config.comm_overlap)
         if degrees.displaced:
             # Keys of the step before need a sampler's run around them; PipeFusion Sampler replaces this one by its own.

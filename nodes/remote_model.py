@@ -92,7 +92,8 @@ class RemoteDiffusionModel(torch.nn.Module):
     """Takes ComfyUI's model call and answers with what the ranks say. Holds no parameters and no process.
 
     `patches`, `patches_uuid`, `cache`: those of `patcher`, the one under which it is sampled; its clones all share this
-    module. `idle`: what was said in this sampling run about replicas that have nothing to do.
+    module. `idle`: what was said in this sampling run about replicas that have nothing to do. `devices`: those that it may
+    use. `key` has the ones that it does use; degrees `auto` set it before a run.
     """
 
     weights: NativeWeights  # set by make_model
@@ -100,6 +101,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     def __init__(self, checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool):
         super().__init__()
         self.checkpoint, self.key, self.comm_overlap = checkpoint, key, comm_overlap
+        self.devices = key.devices
         self.patches: dict[str, list[Patch]] = {}
         self.patches_uuid: UUID | None = None
         self.cache: SamplingCache | None = None
@@ -110,6 +112,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
         copy = RemoteDiffusionModel(self.checkpoint, self.key, self.comm_overlap)
+        copy.devices = self.devices
         copy.weights = self.weights
         return copy
 
@@ -315,7 +318,7 @@ def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> Rem
         load_device=comfy.model_management.get_torch_device(),
         offload_device=comfy.model_management.unet_offload_device(),
     )
-    add_side_by_side(patcher, key.degrees)
+    add_side_by_side(patcher)
     return patcher
 
 

@@ -17,8 +17,6 @@ import comfy.patcher_extension
 import comfy.samplers
 import torch
 
-from parallel_backend.config import Degrees
-
 from .node_text import say
 
 log = logging.getLogger(__name__)
@@ -56,15 +54,16 @@ class Evaluation:
             self.go_on()
 
 
-def add_side_by_side(patcher: comfy.model_patcher.ModelPatcher, degrees: Degrees) -> None:
-    """To a MODEL whose ranks can have several calls under way, and to its clones."""
-    if degrees.batch * degrees.pipe > 1:
-        kind = comfy.patcher_extension.WrappersMP.CALC_COND_BATCH
-        patcher.add_wrapper_with_key(kind, WRAPPER_KEY, side_by_side)
+def add_side_by_side(patcher: comfy.model_patcher.ModelPatcher) -> None:
+    """To a parallel MODEL and its clones."""
+    patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, side_by_side)
 
 
 def side_by_side(executor, model, conds: list, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict) -> list:
     """ComfyUI's CALC_COND_BATCH wrapper: same arguments and result as `calc_cond_batch`."""
+    degrees = model.diffusion_model.key.degrees
+    if degrees.batch * degrees.pipe == 1:  # one call after the other is as good
+        return executor(model, conds, x_in, timestep, model_options)
     others = [wrapper for wrapper in executor.wrappers[executor.idx + 1 :] if wrapper is not side_by_side]
     if others:  # they are to see the whole evaluation, once: this one goes inside them
         inner = comfy.patcher_extension.WrapperExecutor.new_executor(executor.original, [*others, side_by_side])

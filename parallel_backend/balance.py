@@ -65,9 +65,14 @@ def balance(pool: Pool, checkpoint: Checkpoint, degrees: Degrees, dtype: str, st
     return divide(degrees, lists, block_bytes(checkpoint, lists, dtype, degrees.tensor), probes)
 
 
-def divide(degrees: Degrees, lists: list[str], sizes: list[int], probes: Sequence[m.Probed]) -> Balance:
-    """Balance for blocks of these lists and sizes in bytes, from what each rank (in rank order) measured."""
-    probes = _without_noise(lists, probes)
+def divide(
+    degrees: Degrees, lists: list[str], sizes: list[int], probes: Sequence[m.Probed], imagined: bool = False
+) -> Balance:
+    """Balance for blocks of these lists and sizes in bytes, from what each rank (in rank order) measured.
+
+    `imagined`: nothing is about to be loaded so, hence nobody is warned.
+    """
+    probes = without_noise(lists, probes)
 
     def slowest(axis: str, index: int) -> m.Probed:
         members = [p for p in probes if getattr(degrees.coordinate(p.rank), axis) == index]
@@ -82,7 +87,8 @@ def divide(degrees: Degrees, lists: list[str], sizes: list[int], probes: Sequenc
     room = [None if None in given else int(USABLE_MEMORY * min(given)) for given in free]
     blocks = cut_blocks(costs, sizes, room)
     if blocks is None:
-        log.warning("Parallel DiT: the weights hardly fit the devices' free memory; stages are cut by speed alone.")
+        if not imagined:
+            log.warning("Parallel DiT: the weights hardly fit the devices' free memory; stages are cut by speed alone.")
         blocks = cut_blocks(costs, sizes, [None] * degrees.pipe)
     speeds = [1 / _whole_model(lists, slowest("patch", index)) for index in range(degrees.patch)]
     return Balance(
@@ -111,7 +117,7 @@ def _whole_model(lists: list[str], probed: m.Probed) -> float:
     return sum(probed.blocks[name][0] for name in lists) + probed.ends[0]
 
 
-def _without_noise(lists: list[str], probes: Sequence[m.Probed]) -> list[m.Probed]:
+def without_noise(lists: list[str], probes: Sequence[m.Probed]) -> list[m.Probed]:
     """Ranks that are about as fast as each other get the same figures, so that equal devices get equal parts."""
     totals = [_whole_model(lists, p) for p in probes]
     if max(totals) > ALIKE * min(totals):

@@ -36,7 +36,8 @@ def probe_links(rank: int, devices: tuple[str, ...], sizes: tuple[int, ...]) -> 
             for other, theirs in enumerate(devices)
             if theirs.startswith("cuda") and theirs != devices[rank]
         }
-    return LinksProbed(rank, name, free, total, links, peers)
+    together = _all_at_once(max(sizes), rank, len(devices), device)
+    return LinksProbed(rank, name, free, total, links, peers, together)
 
 
 def _to_and_fro(size: int, peer: int, first: bool, device: torch.device) -> tuple[int, float]:
@@ -59,6 +60,28 @@ def _to_and_fro(size: int, peer: int, first: bool, device: torch.device) -> tupl
         if trip >= WARM_UP:
             best = min(best, seconds)
     return size, best / 2
+
+
+def _all_at_once(size: int, rank: int, world: int, device: torch.device) -> float:
+    """Seconds of the fastest exchange in which every rank sends `size` bytes to every other one."""
+    if world == 1:
+        return 0.0
+    ours = torch.zeros(world * size, dtype=torch.uint8, device=device)
+    theirs = torch.empty_like(ours)
+    on_host = staged(ours, None)
+    counts = [0 if other == rank else size for other in range(world)]
+    best = float("inf")
+    for trip in range(WARM_UP + ROUND_TRIPS):
+        started = _now(device)
+        source, target = (ours.cpu(), torch.empty_like(ours, device="cpu")) if on_host else (ours, theirs)
+        part = (world - 1) * size
+        dist.all_to_all_single(target[:part], source[:part], counts, counts)
+        if on_host:
+            theirs.copy_(target)
+        seconds = _now(device) - started
+        if trip >= WARM_UP:
+            best = min(best, seconds)
+    return best
 
 
 def _now(device: torch.device) -> float:

@@ -22,17 +22,25 @@ class Ready:
     rank: int
 
 
+PROBE_COLUMNS, PROBE_TEXT = 32, 64
+"""Image tokens in a row of the sequences that are timed, and text tokens beside them."""
+
+
 @dataclass(frozen=True)
 class Probe:
-    """Client -> rank: time this model's blocks on your device; drops whatever model the rank held."""
+    """Client -> rank: time this model's blocks on your device; drops whatever model the rank held.
+
+    `rows`: of a longer sequence and a shorter one. 32 rows are a picture of 512 x 512.
+    """
 
     path: str
     dtype: str
+    rows: tuple[int, int] = (32, 8)
 
 
 @dataclass(frozen=True)
 class Probed:
-    """Rank -> client: seconds for 1,024 image tokens and for 256, of one block of each list and of what surrounds them.
+    """Rank -> client: seconds of one block of each list and of what surrounds them, for the longer sequence and the shorter.
 
     `free_bytes`: of the device's memory; None for a CPU, whose memory all ranks share.
     """
@@ -285,7 +293,7 @@ class LinksProbed:
 
     `links`: rank -> for each size (bytes, seconds one way). `peers`: rank -> its device's memory can be reached directly
     (P2P), for pairs of CUDA devices. `free_bytes`, `total_bytes`: of the device's memory; None for a CPU, whose memory all
-    ranks share.
+    ranks share. `together`: seconds in which every rank sends the largest size to every other, all at once.
     """
 
     rank: int
@@ -294,6 +302,7 @@ class LinksProbed:
     total_bytes: int | None
     links: dict[int, tuple[tuple[int, float], ...]]
     peers: dict[int, bool]
+    together: float = 0.0
 
 
 @dataclass(frozen=True)

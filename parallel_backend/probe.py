@@ -10,12 +10,9 @@ from .checkpoint import Checkpoint
 from .dtypes import compute_dtype
 from .families.base import StepInputs
 from .layout import Span
-from .messages import Probed
+from .messages import PROBE_COLUMNS, PROBE_TEXT, Probed
 from .skeleton import skeleton
 
-ROWS, QUARTER_ROWS, COLUMNS = 32, 8, 32
-"""Token grids that are timed: 1,024 tokens, which is a picture of 512 x 512, and a quarter of them."""
-TEXT_TOKENS = 64
 REPEATS = 5
 AROUND = "around the blocks"
 
@@ -48,13 +45,20 @@ class _Stopwatch:
 
 
 @torch.inference_mode()
-def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: str, slowdown: float) -> Probed:
-    """Seconds of one block of each list for the whole token grid and a quarter of it, and what surrounds the blocks.
+def probe(
+    rank: int,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype_name: str,
+    slowdown: float,
+    rows: tuple[int, int] = (32, 8),
+) -> Probed:
+    """Seconds of one block of each list for the longer and the shorter token grid, and what surrounds the blocks.
 
     Weights kept in fp8 are timed in the dtype they compute in. No collective: ranks may differ in what they find.
     """
-    whole, quarter = _measure(checkpoint, device, compute_dtype(dtype_name, device))
-    times = {name: (slowdown * whole[name], slowdown * quarter[name]) for name in whole}
+    long, short = _measure(checkpoint, device, compute_dtype(dtype_name, device), rows)
+    times = {name: (slowdown * long[name], slowdown * short[name]) for name in long}
     free = None
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was measured is gone, and its memory free
@@ -63,7 +67,9 @@ def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: s
     return Probed(rank, times, around, free)
 
 
-def _measure(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> list[dict[str, float]]:
+def _measure(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, rows: tuple[int, int]
+) -> list[dict[str, float]]:
     """For each grid: seconds by block list, and under AROUND of the forward without its blocks."""
     family, config = checkpoint.family, checkpoint.config
     model = skeleton(family, config)
@@ -81,8 +87,8 @@ def _measure(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -
     for name in lists:
         for block in getattr(model, name):
             watch.watch(name, block)
-    for rows in (ROWS, QUARTER_ROWS):
-        run = _forward(family, config, model, rows, device, dtype)
+    for count in rows:
+        run = _forward(family, config, model, count, device, dtype)
         run()  # the first one also allocates and picks kernels
         watch.best.clear()
         for _ in range(REPEATS):
@@ -95,15 +101,15 @@ def _measure(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -
 
 
 def _forward(family, config, model: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """The model's forward on a random picture of `rows` x COLUMNS tokens."""
+    """The model's forward on a random picture of `rows` x PROBE_COLUMNS tokens."""
     patching = family.patching
-    grid = ((1,) if patching.video else ()) + (rows, COLUMNS)
+    grid = ((1,) if patching.video else ()) + (rows, PROBE_COLUMNS)
     tokens = patching.pack(torch.randn(1, family.latent_channels(config), *patching.whole(grid))).to(device, dtype)
     tensors = {
         name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-        for name, tensor in family.example(config, TEXT_TOKENS).items()
+        for name, tensor in family.example(config, PROBE_TEXT).items()
     }
     timestep = torch.full((1,), 0.5, device=device)
-    image, text = Span(0, tokens.shape[1]), Span(0, TEXT_TOKENS)
-    inputs = StepInputs(tokens, timestep, tensors, grid, family.stream(grid), image, text, TEXT_TOKENS, dtype)
+    image, text = Span(0, tokens.shape[1]), Span(0, PROBE_TEXT)
+    inputs = StepInputs(tokens, timestep, tensors, grid, family.stream(grid), image, text, PROBE_TEXT, dtype)
     return lambda: family.run(model, inputs)

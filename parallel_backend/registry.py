@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelKey:
-    """Everything that a loaded model was loaded with. Equal keys share the ranks and the weights on them."""
+    """Everything that a loaded model was loaded with. Equal keys share the ranks and the weights on them.
+
+    `planned`: what the planner chose degrees and devices from, empty where the user did.
+    """
 
     path: Path
     dtype: str
@@ -32,6 +35,7 @@ class ModelKey:
     stage_split: str = "auto"
     compile: bool = False
     transfer_dtype: str = "full"
+    planned: str = ""
 
 
 class Registry:
@@ -78,6 +82,14 @@ class Registry:
                 self._drop(politely=False)
                 raise
             return self._model
+
+    def planned(self, key: ModelKey) -> ModelKey | None:
+        """The key of the model on ranks now, if it was planned from the same as `key`, whose own plan does not count."""
+        with self._lock:
+            present = self._key if self._model is not None and self._pool.error is None else None
+        if present is None or replace(present, devices=key.devices, degrees=key.degrees) != key:
+            return None
+        return present
 
     def unload(self, key: ModelKey | None = None) -> None:
         """Free what the ranks hold, if it is the model of `key` or no key is given. They stay, for the next one.

@@ -89,9 +89,8 @@ class Worker:
                 self.channel.send(self.engine.timeline(message.run))
             case m.Probe():
                 self._unload()
-                found = probe(
-                    self.settings.rank, open_checkpoint(message.path), self.device, message.dtype, self.settings.slowdown
-                )
+                checkpoint, settings = open_checkpoint(message.path), self.settings
+                found = probe(settings.rank, checkpoint, self.device, message.dtype, settings.slowdown, message.rows)
                 self.channel.send(found)
             case m.ProbeLinks():
                 self._unload()

@@ -11,6 +11,7 @@ import multiprocessing, sys, threading
 import torch  # ComfyUI has it already
 before = set(sys.modules)
 import parallel_backend.bands, parallel_backend.registry, parallel_backend.report, parallel_backend.doctor.words
+import parallel_backend.planner.cache, parallel_backend.planner.calibration, parallel_backend.planner.words
 import parallel_backend.vae.keys, parallel_backend.vae.remote
 import parallel_backend.quickstart.codec, parallel_backend.quickstart.prompt, parallel_backend.quickstart.model
 new = {name.split(".")[0] for name in set(sys.modules) - before}

@@ -53,7 +53,7 @@ MESSAGES = [
     *(m.Output(1, 5, tensor) for tensor in TENSORS.values()),
     m.OpenRun(3, True),
     m.CloseRun(4),
-    m.Probe("/a folder/ü", "fp32"),
+    m.Probe("/a folder/ü", "fp32", (64, 16)),
     m.Probed(1, {"blocks": (0.25, 1e-9)}, (0.5, 0.0), None),
     m.RunStats(0, 4, 10, 0.25, 0.5, 1e-9, {"pipe": 2**40, "ulysses": 0}, 5, 6),
     m.PutDecoder("ü-1", TENSORS),
@@ -68,7 +68,7 @@ MESSAGES = [
     m.RunStats(0, 4, 10, 0.25, 0.5, 1e-9, {}, 5, 6, {"blocks.0": m.BlockStats(0.125, {"ring": 7})}),
     m.BlockStats(0.125, {}),
     m.ProbeLinks((1, 2**20)),
-    m.LinksProbed(0, "a device", 2**34, None, {1: ((1, 1e-5), (2**20, 0.25))}, {1: True}),
+    m.LinksProbed(0, "a device", 2**34, None, {1: ((1, 1e-5), (2**20, 0.25))}, {1: True}, 0.125),
     m.Stop(),
 ]
 

@@ -1,6 +1,6 @@
 """From what was rehearsed to whole runs: seconds, memory and traffic of a mode."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..balance import divide
@@ -199,16 +199,21 @@ class Situation:
         """With the reason if memory does not suffice."""
         machine = self.machine
         held = dict(zip(ranks, (memory.total for memory in found.memory), strict=True))
-        on_host = sum(size for rank, size in held.items() if machine.devices[rank] == "cpu")
-        free, lacks = machine.host_free_bytes, ""
-        if free is not None and on_host > USABLE_MEMORY * free:
-            lacks = f"the ranks need {gigabytes(on_host)} of memory together, {gigabytes(free)} is free"
-        for rank in held:
-            device, free = machine.devices[rank], machine.ranks[rank].free_bytes
-            size = sum(size for other, size in held.items() if machine.devices[other] == device)  # ranks may share one
-            if free is not None and size > USABLE_MEMORY * free:
-                lacks = f"needs {gigabytes(size)} on {device}, which has {gigabytes(free)} free"
+        lacks = lacking(held, machine.devices, [rank.free_bytes for rank in machine.ranks], machine.host_free_bytes)
         return Prediction(found.mode, found.seconds, found.step_bytes, found.memory, lacks)
+
+
+def lacking(held: dict[int, int], devices: Sequence[str], free: Sequence[int | None], host_free: int | None) -> str:
+    """Why ranks that need so many bytes do not fit; empty if they do. `free`: bytes on each rank's device."""
+    lacks = ""
+    on_host = sum(size for rank, size in held.items() if devices[rank] == "cpu")
+    if host_free is not None and on_host > USABLE_MEMORY * host_free:
+        lacks = f"the ranks need {gigabytes(on_host)} of memory together, {gigabytes(host_free)} is free"
+    for rank in held:
+        size = sum(size for other, size in held.items() if devices[other] == devices[rank])  # ranks may share one
+        if free[rank] is not None and size > USABLE_MEMORY * free[rank]:
+            lacks = f"needs {gigabytes(size)} on {devices[rank]}, which has {gigabytes(free[rank])} free"
+    return lacks
 
 
 def pipeline_seconds(

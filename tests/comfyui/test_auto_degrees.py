@@ -1,0 +1,152 @@
+"""`degrees` auto in a real ComfyUI: what is chosen, that the picture is that of the same degrees by hand, and the server."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from tests.comfyui.test_server import LOADER, pixels, small
+
+pytestmark = pytest.mark.comfyui
+
+
+@pytest.fixture(scope="module")
+def ran(comfyui, base):
+    return comfyui.run("inside_auto.py", base)
+
+
+@pytest.fixture(scope="module")
+def found(ran):
+    return ran[0]
+
+
+def got(found, case: str) -> dict:
+    assert "error" not in found[case], found[case]["traceback"]
+    return found[case]
+
+
+BOTH, ONE = ["cpu", "cpu"], ["cpu"]
+
+
+def test_two_prompts_go_side_by_side(found):
+    case = got(found, "batches")
+    assert case["before"] == ["one rank", ONE]  # nothing is known before the first run
+    assert case["chosen"] == ["split_batch_degree 2", BOTH]
+    assert case["difference"] == 0
+    assert case["said"].startswith("Parallel DiT: degrees auto: split_batch_degree 2 on cpu, cpu, planned ")
+
+
+def test_one_prompt_shares_its_tokens(found):
+    case = got(found, "tokens")
+    degrees, devices = case["chosen"]
+    assert degrees in ("ulysses_degree 2", "ring_degree 2", "tensor_parallel_degree 2")
+    assert devices == BOTH
+    assert case["difference"] == 0
+
+
+def test_slow_links_leave_one_device(found):
+    case = got(found, "slow_links")
+    assert case["chosen"] == ["one rank", ONE]
+    assert case["difference"] == 0
+
+
+def test_pipefusion_is_taken_where_it_is_applied_and_nowhere_else(found):
+    case = got(found, "pipefusion")
+    assert case["chosen"] == case["again"] == ["pipefusion_degree 2", BOTH]
+    assert case["without"] == ["one rank", ONE]
+    assert case["difference"] == 0
+    assert case["measured"] == 1
+
+
+def test_where_an_exact_mode_is_faster_nothing_runs_in_bands(found):
+    case = got(found, "pipefusion_unused")
+    assert "pipefusion" not in case["chosen"][0]
+    assert case["chosen"][1] == BOTH
+    assert case["difference"] == 0
+
+
+def test_pipefusion_sampler_reports_the_degrees_that_were_chosen(found):
+    case = got(found, "sampler_node")
+    assert case["chosen"] == ["pipefusion_degree 2", BOTH]
+    assert "pipefusion_degree 2" in case["report"]
+    assert "pipelined in 4 bands" in case["report"]
+
+
+def test_the_plan_is_kept_until_the_model_is_unloaded(found):
+    case = got(found, "kept")
+    assert case["first"] != ["split_batch_degree 2", BOTH]
+    assert case["ours"] == [case["first"]] * 2
+    assert case["same"]
+    assert case["after"] == ["split_batch_degree 2", BOTH]  # for the two prompts of that run
+    assert case["measured"] == 1
+
+
+def test_degrees_by_hand_are_no_plan(found):
+    assert got(found, "by_hand_first")["chosen"] == ["one rank", ONE]
+
+
+def test_one_device_needs_no_calibration(found):
+    case = got(found, "one_device")
+    assert case["chosen"] == case["auto"] == ["one rank", ONE]
+    assert case["measured"] == 0
+
+
+def test_ulysses_config_says_how_attention_is_computed_and_no_more(found):
+    case = got(found, "ulysses_config")
+    assert case["chosen"] == ["split_batch_degree 2", BOTH]
+    assert case["attention"] == "sdpa"
+
+
+def test_real_ranks_are_calibrated_once_and_the_file_is_kept(found):
+    case = got(found, "for_real")
+    assert case["degrees"] in (1, 2)
+    assert case["files"] == 1
+    assert case["inside"]
+    assert case["key"]["family"] == "flux"
+    assert case["key"]["dtype"] == "fp32"
+    assert case["difference"] == 0
+
+
+def test_comfyuis_button_unloads_what_was_chosen(found):
+    case = got(found, "unloads")
+    assert case["held"] > 0
+    assert case["left"] == 0
+
+
+def test_cancel_while_calibrating(found):
+    case = got(found, "cancelled")
+    assert case["stopped"]
+    assert case["chosen"] == ["split_batch_degree 2", BOTH]
+
+
+def test_stages_by_hand_are_refused(found):
+    assert "stage_split is '3,2', for stages that are not known while degrees is auto" in found["stages_by_hand"]["error"]
+
+
+def test_where_nothing_fits_it_is_tried_nevertheless_and_said(ran):
+    assert got(ran[0], "nothing_fits")["world"] in (1, 2)
+    assert "nothing fits these devices by its estimate" in ran[1]
+
+
+def test_on_the_server(server):
+    """The bundled workflow with auto, then with the degrees that it said."""
+    prompt = small(seed=77, num_pipeline_patch=0, stage_split="even")
+    prompt[LOADER]["inputs"] |= {"degrees": "auto", "pipefusion_degree": 64}
+    start = server.log.stat().st_size
+    ours = server.run(prompt)
+    assert ours.status == "success", ours.error
+    with server.log.open("rb") as log:
+        log.seek(start)
+        (line,) = [line for line in log.read().decode(errors="replace").splitlines() if "degrees auto: " in line]
+    hand = copy.deepcopy(prompt)
+    hand[LOADER]["inputs"] |= {"degrees": "as set", "pipefusion_degree": 1, "devices": "cpu"}
+    config = {"ulysses_degree": 1, "ring_degree": 1, "patch_mode": "none", "patch_degree": 1, "attention": "auto"}
+    for widget in ("pipefusion_degree", "tensor_parallel_degree", "split_batch_degree", "ulysses_degree", "ring_degree"):
+        if f"{widget} 2" in line:
+            (config if widget in config else hand[LOADER]["inputs"])[widget] = 2
+            hand[LOADER]["inputs"]["devices"] = "cpu,cpu"
+    hand["20"] = {"class_type": "UlyssesConfig", "inputs": {**config, "comm_overlap": True}}
+    hand[LOADER]["inputs"]["parallel_config"] = ["20", 0]
+    theirs = server.run(hand)
+    assert theirs.status == "success", theirs.error
+    assert np.array_equal(pixels(ours.images[0]), pixels(theirs.images[0]))
