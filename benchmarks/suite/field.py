@@ -22,6 +22,7 @@ from tests import tiny
 
 from . import measuring
 from .measuring import Outcome, figure, ratios
+from .pools import Pools
 from .subjects import FLUX_SCHNELL, PIXART_XL, Subject
 from .two_ranks import EXACT, Mode
 
@@ -78,6 +79,7 @@ def run(
     steps: int | None = None,
     only: list[str] | None = None,
     subject: Subject | None = None,
+    pools: Callable[[int], Pool] | None = None,
 ) -> dict:
     """The result. `device`: cpu or cuda; degrees for which there are too few CUDA devices are left out with a word."""
     given = {name: value for name, value in (("layers", layers), ("side", side), ("steps", steps)) if value}
@@ -94,7 +96,7 @@ def run(
     with TemporaryDirectory() as directory, ExitStack() as stack:
         say(f"writing the weights of: {own}")
         checkpoint = open_checkpoint(own.save(Path(directory)))
-        pools = stack.enter_context(_Pools(device))
+        pools = pools or stack.enter_context(Pools(device, kept=0))
 
         def once(mode: Mode) -> Outcome:
             model = RemoteTransformer(pools(mode.degrees.world), checkpoint, mode.degrees, own.dtype, "auto", lambda: None)
@@ -108,26 +110,3 @@ def run(
         "left_out": left_out,
         "cases": {name: row(outcomes, name, modes[name], own.steps) for name in outcomes},
     }
-
-
-class _Pools:
-    """One pool at a time: ranks of all sizes together would hold many devices' memory."""
-
-    def __init__(self, device: str):
-        self._device = device
-        self._world, self._pool = 0, None
-
-    def __call__(self, world: int) -> Pool:
-        if world != self._world:
-            self.__exit__()
-            names = ("cpu",) * world if self._device == "cpu" else tuple(f"cuda:{index}" for index in range(world))
-            self._world, self._pool = world, Pool(names, threads=1)
-        return self._pool
-
-    def __enter__(self) -> "_Pools":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.close()
-        self._world, self._pool = 0, None

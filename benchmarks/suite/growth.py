@@ -4,9 +4,8 @@ The last is told by CPU seconds: where ranks outnumber cores the clock shows the
 what it had to do.
 """
 
-import functools
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +16,7 @@ from parallel_backend.pool import Pool
 
 from . import measuring
 from .measuring import Outcome
+from .pools import Pools
 from .subjects import DEEPER_FLUX_LIKE, Subject
 from .two_ranks import Mode
 
@@ -56,20 +56,19 @@ def run(
     sides: tuple[int, ...] = SIDES,
     steps: tuple[int, ...] = STEPS,
     ranks: tuple[int, ...] = RANKS,
+    pools: Callable[[int], Pool] | None = None,
 ) -> dict:
     """The result: by curve and mode, a list of points."""
     curves: dict[str, dict[str, list[dict]]] = {"tokens": {}, "steps": {}, "ranks": {}}
     with TemporaryDirectory() as directory, ExitStack() as stack:
         checkpoint = open_checkpoint(subject.save(Path(directory)))
 
-        @functools.cache
-        def pool(world: int) -> Pool:
-            return stack.enter_context(closing(Pool(("cpu",) * world, threads=1)))
+        pools = pools or stack.enter_context(Pools())
 
         def case(own: Subject, mode: Mode) -> Callable[[], Outcome]:
             def once() -> Outcome:
                 degrees = mode.degrees
-                model = RemoteTransformer(pool(degrees.world), checkpoint, degrees, "fp32", "auto", lambda: None)
+                model = RemoteTransformer(pools(degrees.world), checkpoint, degrees, "fp32", "auto", lambda: None)
                 return measuring.run_ranks(model, own, bands=mode.bands)
 
             return once
@@ -89,10 +88,7 @@ def run(
             measure("steps", subject.at(side=sides[0], steps=count), OVER_TOKENS, steps=count)
         middle = subject.at(side=sides[len(sides) // 2], steps=few)
         for count in ranks:
-            modes = over_ranks(count)
-            measure("ranks", middle, modes, ranks=count)
-            stack.pop_all().close() if count > 2 else None
-            pool.cache_clear() if count > 2 else None
+            measure("ranks", middle, over_ranks(count), ranks=count)
     head = measuring.head("growth", subject, rounds)
     head.pop("steps")
     return head | {

@@ -209,10 +209,11 @@ def head(what: str, subject: Subject, rounds: int, scope: str = SCOPE, devices: 
 
 def readable(result: dict) -> str:
     """JSON with a list of numbers on one line."""
-    text = json.dumps(result, indent=1)
-    return re.sub(
-        r"\[[^\[\]{}\"]*\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]).replace("[ ", "[").replace(" ]", "]"), text
-    )
+
+    def on_one_line(found: re.Match) -> str:
+        return "[" + re.sub(r"\s+", " ", found[1].strip()) + "]"
+
+    return re.sub(r"\[([^\[\]{}\"]*)\]", on_one_line, json.dumps(result, indent=1))
 
 
 def keep(result: dict, folder: Path, label: str) -> Path:

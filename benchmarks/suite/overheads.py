@@ -7,7 +7,7 @@ points in time are of `time.perf_counter`, which is one clock for the processes 
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from parallel_backend.timeline import WORK
 
 from . import measuring
 from .measuring import figure
+from .pools import Pools
 from .subjects import FLUX_LIKE, Subject
 
 CALLS = 200
@@ -108,6 +109,7 @@ def run(
     larger: Subject = FLUX_LIKE,
     calls: int = CALLS,
     prompts: int = PROMPTS,
+    pools: Callable[[int], Pool] | None = None,
 ) -> dict:
     """The result. `subject`: the tiny model; `larger`: the one on which a second prompt starts."""
     torch.set_num_threads(1)
@@ -122,10 +124,10 @@ def run(
         for name, made in (("tiny", subject), ("larger", larger)):
             (folder := Path(directory) / name).mkdir()
             checkpoints[name] = open_checkpoint(made.save(folder))
-        pools = {world: stack.enter_context(closing(Pool(("cpu",) * world, threads=1))) for world in (1, 2)}
+        pools = pools or stack.enter_context(Pools())
 
         def load(checkpoint: Checkpoint, degrees: Degrees) -> RemoteTransformer:
-            return RemoteTransformer(pools[degrees.world], checkpoint, degrees, "fp32", "auto", lambda: None)
+            return RemoteTransformer(pools(degrees.world), checkpoint, degrees, "fp32", "auto", lambda: None)
 
         for _ in range(rounds):
             for name, degrees in DEGREES.items():

@@ -16,6 +16,7 @@ from tests import tiny
 from . import measuring
 from .measuring import Outcome, Outcomes, figure, ratios
 from .peers import APART, PLAIN, DiffusersRanks, PeerFailed, XditRanks, xdit_version
+from .pools import Pools
 from .subjects import Subject
 
 WHAT = "two_ranks"
@@ -83,12 +84,15 @@ def names(subject: Subject) -> list[str]:
 class Bench:
     """Processes of all kinds, started when a case first needs them and kept."""
 
-    def __init__(self, subject: Subject, folder: Path, stack: ExitStack, xdit_python: Path | None):
+    def __init__(
+        self,
+        subject: Subject,
+        folder: Path,
+        stack: ExitStack,
+        pools: Callable[[int], Pool],
+        xdit_python: Path | None,
+    ):
         checkpoint = open_checkpoint(folder)
-
-        @functools.cache
-        def pool(world: int) -> Pool:
-            return stack.enter_context(closing(Pool(("cpu",) * world, threads=1)))
 
         @functools.cache
         def diffusers() -> DiffusersRanks:
@@ -101,7 +105,7 @@ class Bench:
             return ranks
 
         def ours(mode: Mode) -> Outcome:
-            model = RemoteTransformer(pool(mode.degrees.world), checkpoint, mode.degrees, "fp32", "auto", lambda: None)
+            model = RemoteTransformer(pools(mode.degrees.world), checkpoint, mode.degrees, "fp32", "auto", lambda: None)
             return measuring.run_ranks(model, subject, mode.pictures, mode.bands)
 
         self.start_xdit = xdit
@@ -169,6 +173,7 @@ def run(
     say: Callable[[str], None],
     xdit_python: Path | None = None,
     only: list[str] | None = None,
+    pools: Callable[[int], Pool] | None = None,
 ) -> dict:
     """The result. `only`: names of cases to run. A peer that cannot run is left out, and `left_out` says why."""
     wanted = [name for name in names(subject) if only is None or name in only]
@@ -176,7 +181,7 @@ def run(
     version = None
     with TemporaryDirectory() as directory, ExitStack() as stack:
         folder = subject.save(Path(directory))
-        bench = Bench(subject, folder, stack, xdit_python)
+        bench = Bench(subject, folder, stack, pools or stack.enter_context(Pools()), xdit_python)
         try:
             version = xdit_version(xdit_python)
         except PeerFailed as error:
