@@ -1,7 +1,6 @@
 """Every part of the benchmark suite runs and says what it should, on models so small that its seconds mean nothing."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +19,9 @@ SMALL = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (
 FLUX = replace(
     FLUX_LIKE, config=FLUX_LIKE.config | SMALL | {"num_layers": 1, "num_single_layers": 1}, side=16, text=4, steps=3
 )
-PIXART = replace(
-    PIXART_LIKE, config=PIXART_LIKE.config | {"num_attention_heads": 2, "num_layers": 2}, side=16, text=4, steps=3
-)
-PIXART.config["cross_attention_dim"] = 144
+SMALL_PIXART = {"num_attention_heads": 2, "cross_attention_dim": 144, "num_layers": 2}
+PIXART = replace(PIXART_LIKE, config=PIXART_LIKE.config | SMALL_PIXART, side=16, text=4, steps=3)
+PIXART_CASES = ["one rank", "pipefusion M=2", "split batch"]
 
 
 @pytest.fixture
@@ -60,7 +58,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("subject", [FLUX, PIXART], ids=["flux", "pixart"])
 def test_all_competitors_compute_the_same(subject, folders, own_pools, said, results):
     """Every exact mode, whoever's, ends with the plain loop's sample; the others with another one."""
-    mine = [PIXART_CASES, None][subject is FLUX]
+    mine = None if subject is FLUX else PIXART_CASES
     result = two_ranks.run(subject, 1, said.append, only=mine, pools=own_pools)
     cases = result["cases"]
     assert set(cases) == {name for name in mine or two_ranks.names(subject) if name not in two_ranks.XDIT}
@@ -73,9 +71,6 @@ def test_all_competitors_compute_the_same(subject, folders, own_pools, said, res
     assert cases["pipefusion M=2"]["sent_MB_per_step"]["pipe"] > 0
     assert str(subject.tokens) in result["model"] and "transformer" in result["scope"]
     measuring.keep(result, results, "test")
-
-
-PIXART_CASES = ["one rank", "pipefusion M=2", "split batch"]
 
 
 def test_the_plain_loop_is_the_same_with_our_ranks(folders, pools):
@@ -105,7 +100,7 @@ def test_growth(own_pools, said, results):
     measuring.keep(result, results, "test")
 
 
-def test_the_fields_cases(own_pools, said, results, monkeypatch):
+def test_the_fields_cases(own_pools, said, results):
     two = ["one rank", "pipefusion 2", "ulysses 2", "split batch 2"]
     result = field.run("field-pixart", 1, said.append, only=two, subject=PIXART, side=8, pools=own_pools)
     assert set(result["cases"]) == set(two) and "64 instead of 128 pixels" in result["model"]
@@ -144,11 +139,12 @@ def test_first_picture_with_a_vae(said, results):
 
 
 def test_a_table_and_plots_come_of_the_results_alone(results, tmp_path):
-    """Runs last in this file: of what the tests before have kept."""
+    if not (kept := list(results.glob("*.json"))):
+        pytest.skip("needs what the tests before have measured")
     page = tmp_path / "benchmarks.md"
     render.render(results, page, tmp_path / "images")
     text = page.read_text()
-    for path in results.glob("*.json"):
+    for path in kept:
         result = json.loads(path.read_text())
         assert result["model"] in text and path.name in text
     for line in text.splitlines():
@@ -171,7 +167,6 @@ def test_figures():
     assert two_ranks.bound("pipefusion M=2", 20) == pytest.approx(1 / (0.05 + 0.95 / 2))
     assert two_ranks.bound("ulysses", 20) == 2.0
     assert measuring.readable({"a": [1, 2], "b": {"c": [3.5]}}).splitlines()[1] == ' "a": [1, 2],'
-    assert not math.isnan(sum(first_picture.WIDTHS))
 
 
 def test_unknown_parts_are_refused(capsys):
