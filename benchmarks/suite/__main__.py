@@ -28,7 +28,9 @@ def _two_ranks(subject):
 
 
 def _field(part):
-    return lambda given, say: field.run(part, 1, say, given.device, given.layers, given.side, given.steps, given.cases)
+    return lambda given, say: field.run(
+        part, 1, say, given.device, given.layers, given.side, given.steps, given.heads, given.cases
+    )
 
 
 def _one_device(given: argparse.Namespace, say: Say) -> dict:
@@ -65,6 +67,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.add_argument("--layers", type=int, help="blocks of the field's models and of one-device's")
     options.add_argument("--side", type=int, help="of their latent, in latent pixels")
     options.add_argument("--steps", type=int, help="of the field's runs")
+    options.add_argument("--heads", type=int, help="attention heads of the field's models, which narrows them")
     options.add_argument("--with-vae", action="store_true", help="first-picture decodes the picture too")
     options.add_argument("--compiled", action="store_true", help="one-device compares with compiled diffusers blocks")
     options.add_argument("--rounds", type=int, default=3)

@@ -72,14 +72,21 @@ class Subject:
             f"tokens, {self.dtype}{guided}" + (f"; {self.reduced}" if self.reduced else "")
         )
 
-    def at(self, side: int | None = None, layers: int | None = None, steps: int | None = None) -> "Subject":
-        """The same with a smaller picture, fewer blocks or fewer steps; says so where it stands for a real model."""
+    def at(
+        self, side: int | None = None, layers: int | None = None, steps: int | None = None, heads: int | None = None
+    ) -> "Subject":
+        """The same with a smaller picture, fewer blocks, attention heads (so narrower) or steps, and says so."""
         side, steps = side or self.side, steps or self.steps
         config, cut = dict(self.config), []
         if layers and layers != sum(self.blocks):
             doubles = layers if len(self.blocks) == 1 else max(1, layers // 3)
             config |= {"num_layers": doubles} | ({"num_single_layers": layers - doubles} if len(self.blocks) > 1 else {})
             cut.append(f"{layers} of {sum(self.blocks)} blocks")
+        if heads and heads != config["num_attention_heads"]:
+            cut.append(f"{heads} of {config['num_attention_heads']} heads")
+            config["num_attention_heads"] = heads
+            if "cross_attention_dim" in config:
+                config["cross_attention_dim"] = heads * config["attention_head_dim"]
         if side != self.side:
             cut.append(f"{side * 8} instead of {self.side * 8} pixels square")
         if steps != self.steps:
