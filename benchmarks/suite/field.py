@@ -39,7 +39,7 @@ ONE = "one rank"
 
 
 def degrees(guided: bool) -> dict[str, Mode]:
-    """One, two, four and eight ranks, alone and in the products in use. PipeFusion with twice as many patches as stages, 8 at most."""
+    """One, two, four and eight ranks, alone and in the products in use. PipeFusion has two patches a stage, 8 at most."""
     made = {ONE: Mode(Degrees())}
     for count in (2, 4, 8):
         made |= {
@@ -88,9 +88,8 @@ def run(
     pools: Callable[[int], Pool] | None = None,
 ) -> dict:
     """The result. `device`: cpu or cuda; degrees for which there are too few CUDA devices are left out with a word."""
-    given = {
-        name: value for name, value in (("layers", layers), ("side", side), ("steps", steps), ("heads", heads)) if value
-    }
+    asked = {"layers": layers, "side": side, "steps": steps, "heads": heads}
+    given = {name: value for name, value in asked.items() if value}
     cpu = device == "cpu"
     whole = subject or replace(SUBJECTS[part], dtype="fp32" if cpu else "bf16")
     own = whole.at(**(ON_CPU[part] if cpu and subject is None else {}) | given)

@@ -142,6 +142,10 @@ def row(outcomes: Outcomes, name: str, subject: Subject) -> dict:
         if not name.startswith("one rank"):
             limit = bound(name, subject.steps)
             said |= {"bound": round(limit, 3), "share_of_bound": round(over["median"] / limit, 3)}
+    if name not in (PLAIN_LOOP, PLAIN_TWICE) and PLAIN_LOOP in outcomes:
+        # On a machine that others use too, CPU seconds of the busiest rank say what waiting hides.
+        alone, own = (measuring.by_rank(outcomes[each], "cpu_seconds", digits=3) for each in (PLAIN_LOOP, name))
+        said["speed_up_by_cpu_seconds"] = round(count * max(alone) / max(own), 3) if max(own) else None
     if name not in (PLAIN_LOOP, PLAIN_TWICE, base) and (over := _times(outcomes, base, name)):
         said["speed_up_over_one_rank"] = over
     if name not in (PLAIN_TWICE, reference) and reference in outcomes:
