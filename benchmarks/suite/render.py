@@ -22,7 +22,8 @@ INTRO = """# Benchmarks
 Made by `python -m benchmarks.suite.render` from the newest files in `benchmarks/results`, which
 `python -m benchmarks.suite` writes. Every round runs each case once, in turn; figures are medians over the rounds with the
 smallest and largest in brackets, and ratios are taken within a round. CPU seconds are those of each rank's process inside
-the loop; "by CPU s" is the plain loop's over the busiest rank's, a speed-up without waiting. Unless a section says otherwise only the transformer and the sampler loop are timed."""
+the loop; "by CPU s" is the plain loop's over the busiest rank's, a speed-up without waiting. Unless a section says otherwise
+only the transformer and the sampler loop are timed."""
 
 PEERS = """diffusers' context parallelism and xDiT do not start on a CPU as shipped; what is changed from outside is in
 `benchmarks/suite/diffusers_cpu.py` and `benchmarks/xdit_peer.py`. All read the same weights and start from the same noise.

@@ -119,8 +119,8 @@ class Bench:
 
 
 def bound(name: str, steps: int) -> float:
-    """The most that two ranks can gain: one exact step costs PipeFusion and displaced patches their second rank, unless
-    batch entries fill the pipeline."""
+    """The most that two ranks can gain. Of PipeFusion's steps one is exact and has one rank at a time at work, unless a
+    guided picture's two entries fill the pipeline."""
     warm = 1 / steps
     return 1 / (warm + (1 - warm) / 2) if name.startswith(("pipefusion", "xDiT pipefusion")) else 2.0
 
