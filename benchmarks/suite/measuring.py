@@ -23,7 +23,7 @@ import torch
 
 from parallel_backend.client import RemoteTransformer
 from parallel_backend.messages import RunStats
-from parallel_backend.quickstart.sampling import Predict, euler, linear_sigmas, sample_in_bands, sample_whole
+from parallel_backend.quickstart.sampling import Predict, Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 
 from .subjects import Subject
 
@@ -88,6 +88,8 @@ def run_plain(
     finish = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     x, prompt = subject.problem(pictures)
     x = x.to(device)
+    entries = ({name: tensor.to(device) for name, tensor in each.items()} for each in (prompt.positive, prompt.negative))
+    prompt = Prompt(*entries, prompt.cfg)  # where the model is, as a pipeline has it: no copy is within the clock
     euler(predict, x, linear_sigmas(REHEARSAL), prompt)
     finish()
     start()

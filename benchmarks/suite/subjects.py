@@ -163,13 +163,14 @@ class Subject:
     def _flux(self, model, x, timestep, tensors) -> torch.Tensor:
         patching = self.family.patching
         rows, columns = patching.grid(tuple(x.shape))
-        places = torch.cartesian_prod(torch.zeros(1), torch.arange(rows).float(), torch.arange(columns).float())
+        down, across = (torch.arange(count, device=x.device).float() for count in (rows, columns))
+        places = torch.cartesian_prod(torch.zeros(1, device=x.device), down, across)
         out = model(
             hidden_states=patching.pack(x),
             encoder_hidden_states=tensors["context"],
             pooled_projections=tensors["pooled"],
             timestep=timestep,
-            img_ids=places.to(x.device),
+            img_ids=places,
             txt_ids=torch.zeros(self.text, 3, device=x.device),
             return_dict=False,
         )[0]
