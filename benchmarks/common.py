@@ -21,7 +21,7 @@ import torch
 
 from parallel_backend.client import RemoteTransformer
 from parallel_backend.messages import RunStats
-from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from tests import tiny
 
 CONFIG = tiny.FLUX | {
@@ -64,39 +64,6 @@ def weights() -> Iterator[Path]:
 def problem(batch: int, side: int = SIDE) -> tuple[torch.Tensor, Prompt]:
     x, _, tensors = tiny.inputs(CONFIG, batch=batch, height=side, width=side, text=TEXT)
     return x, Prompt(tensors, {}, 1.0)
-
-
-def run_plain(model: torch.nn.Module, steps: int, start: Callable[[], None] = lambda: None) -> Outcome:
-    """diffusers' own forward in a plain loop in this process. `start` is called just before the clock starts."""
-    x, prompt = problem(1)
-    predict = lambda x, t, tensors: tiny.reference(model, x, t, tensors)  # noqa: E731
-    euler(predict, x, linear_sigmas(REHEARSAL), prompt)
-    start()
-    started = time.perf_counter()
-    sample = euler(predict, x, linear_sigmas(steps), prompt)
-    return Outcome(time.perf_counter() - started, sample)
-
-
-def _independent(path: Path, steps: int, barrier, outcomes) -> None:
-    """One of the processes of `run_plain_processes`."""
-    torch.set_num_threads(1)
-    model = tiny.whole_model(path)
-    barrier.wait()
-    outcome = run_plain(model, steps)
-    outcomes.put((outcome.seconds, outcome.sample.numpy()))  # not as a tensor: its memory would go with the process
-
-
-def run_plain_processes(path: Path, steps: int, count: int) -> Outcome:
-    """The slowest of `count` independent processes that run the plain loop at the same time."""
-    context = multiprocessing.get_context("spawn")
-    barrier, outcomes = context.Barrier(count), context.Queue()
-    processes = [context.Process(target=_independent, args=(path, steps, barrier, outcomes)) for _ in range(count)]
-    for process in processes:
-        process.start()
-    seconds, sample = max((outcomes.get() for _ in processes), key=lambda outcome: outcome[0])
-    for process in processes:
-        process.join()
-    return Outcome(seconds, torch.from_numpy(sample))
 
 
 def run_ranks(model: RemoteTransformer, steps: int, batch: int = 1, bands: int = 0, side: int = SIDE) -> Outcome:

@@ -13,7 +13,6 @@ from contextlib import closing
 from datetime import date
 from pathlib import Path
 
-import diffusers
 import psutil
 import torch
 
@@ -21,21 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import common  # noqa: E402
+from benchmarks.suite.first_picture import autoencoder, decoder_weights  # noqa: E402
 from parallel_backend.pool import Pool  # noqa: E402
 from parallel_backend.vae.remote import RemoteDecoder  # noqa: E402
-from tests import tiny  # noqa: E402
 
 WIDTHS = (128, 256, 512, 512)
-
-
-def autoencoder() -> diffusers.AutoencoderKL:
-    vae = diffusers.AutoencoderKL(
-        block_out_channels=WIDTHS,
-        layers_per_block=2,
-        down_block_types=("DownEncoderBlock2D",) * len(WIDTHS),
-        up_block_types=("UpDecoderBlock2D",) * len(WIDTHS),
-    )
-    return tiny.randomise(vae.eval().requires_grad_(False), seed=0)
 
 
 class Watch:
@@ -76,16 +65,14 @@ def main() -> None:
     options.add_argument("--out", type=Path)
     given = options.parse_args()
     torch.set_num_threads(1)
-    vae, side = autoencoder(), given.side // 8
+    vae, side = autoencoder(4, WIDTHS), given.side // 8
     latent = torch.randn(1, 4, side, side, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         vae.decode(latent[:, :, :1, :1])
         watch, started = Watch(psutil.Process().pid), time.perf_counter()
         expected = vae.decode(latent).sample
     whole = {"seconds": round(time.perf_counter() - started, 1), **watch.figures()}
-    weights = {
-        name: tensor for name, tensor in vae.state_dict().items() if name.startswith(("decoder.", "post_quant_conv."))
-    }
+    weights = decoder_weights(vae)
     result = {
         "date": date.today().isoformat(),
         "hardware": common.hardware(),
