@@ -30,8 +30,10 @@ def _loader(model_name: str, config: Node | None = None, **widgets: Any) -> Node
         "devices": "auto",
         "parallel_config": config["parallel_config"] if config else Unconnected("PARALLEL_CONFIG"),
         "stage_split": "auto",
+        "compile": False,
+        "degrees": "as set",
     }
-    return Node("ParallelDiTLoader", (320, 206), inputs | widgets, (MODEL,))
+    return Node("ParallelDiTLoader", (320, 254), inputs | widgets, (MODEL,))
 
 
 def _sampling(model: Link, positive: Link, negative: Link, latent: Node, **widgets: Any) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def _sampling(model: Link, positive: Link, negative: Link, latent: Node, **widge
 
 def _pipefusion_sampler(inputs: dict[str, Any], **settings: Any) -> Node:
     outputs = (LATENT, ("report", "STRING"))
-    return Node("PipeFusionSampler", (320, 366), inputs | PIPEFUSION | settings, outputs)
+    return Node("PipeFusionSampler", (320, 390), inputs | PIPEFUSION | {"step_cache": 0.0} | settings, outputs)
 
 
 def _apply_pipefusion(model: Link) -> Node:
@@ -207,7 +209,7 @@ def flux_dev_ulysses_pipefusion() -> Graph:
     """FLUX.1 dev on four GPUs, two stages of two that share the tokens, by ComfyUI's custom sampling nodes."""
     config = Node(
         "UlyssesConfig",
-        (320, 206),
+        (320, 254),
         {
             "ulysses_degree": 2,
             "ring_degree": 1,
@@ -216,6 +218,7 @@ def flux_dev_ulysses_pipefusion() -> Graph:
             "attention": "auto",
             "comm_overlap": True,
             "patch_warmup_steps": 1,
+            "transfer_dtype": "full",
         },
         (("parallel_config", "PARALLEL_CONFIG"),),
     )
