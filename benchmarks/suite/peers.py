@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -162,6 +163,7 @@ class XditRanks:
         except PeerFailed:
             self.close()
             raise
+        self._signal(signal.SIGSTOP)
 
     def _answers(self) -> list[dict[str, Any]]:
         """What each rank says next. They wait for each other, so all are listened to at once: one may have ended."""
@@ -186,9 +188,16 @@ class XditRanks:
             print(json.dumps({"steps": steps}), file=process.stdin, flush=True)
         return self._answers()
 
+    def _signal(self, number: signal.Signals) -> None:
+        """They are stopped while others are measured: their idle threads took a tenth of both cores."""
+        for process in self._processes:
+            process.send_signal(number)
+
     def run(self) -> Outcome:
+        self._signal(signal.SIGCONT)
         self.run_steps(REHEARSAL)
         answers = self.run_steps(self._subject.steps)
+        self._signal(signal.SIGSTOP)
         sample = load_file(self._sample)["sample"]
         if sample.ndim == 3:  # packed, as Flux's pipeline has it
             sample = self._subject.family.patching.unpack(sample, tuple(self._subject.problem()[0].shape))
