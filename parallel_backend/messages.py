@@ -354,6 +354,8 @@ _TYPES = {
         *(BeginTimeline, ReadTimeline, Timeline),
     )
 }
+_FIELDS = {cls: tuple(field.name for field in dataclasses.fields(cls)) for cls in _TYPES.values()}
+_PLAIN = (int, str, bool, float, type(None))
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -370,14 +372,13 @@ def encode(message: Any) -> tuple[bytes, list[torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             tensors.append(value.detach().to("cpu").contiguous())
             return {"$tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
-        if dataclasses.is_dataclass(value):
-            fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-            return {"$type": type(value).__name__, **fields}
+        if (names := _FIELDS.get(type(value))) is not None:
+            return {"$type": type(value).__name__, **{name: plain(getattr(value, name)) for name in names}}
         if isinstance(value, (tuple, list)):
             return [plain(item) for item in value]
         if isinstance(value, dict):
             return {"$dict": [[key, plain(item)] for key, item in value.items()]}
-        assert value is None or isinstance(value, (bool, int, float, str)), f"{type(value)} cannot cross processes"
+        assert type(value) in _PLAIN, f"{type(value)} cannot cross processes"
         return value
 
     return json.dumps(plain(message)).encode(), tensors

@@ -28,8 +28,8 @@ def main() -> None:
 
     def load(devices: str = "cpu,cpu", config=None, stage_split: str = "even"):
         """Degrees that could not be served, since they are not looked at."""
-        arguments = (FILE, "fp32", 7, 7, 7, devices, config, stage_split, "auto")
-        return node("ParallelDiTLoader", *arguments)
+        arguments = (FILE, "fp32", 7, 7, 7, devices, config, stage_split)
+        return node("ParallelDiTLoader", *arguments, degrees="auto")
 
     def pipelined(model):
         return node("ApplyPipeFusion", model, 4, 1, True)
