@@ -3,6 +3,7 @@
     python -m benchmarks.suite --xdit-python /path/to/venv/with/xfuser/bin/python
     python -m benchmarks.suite --quick --only flux,overheads
     python -m benchmarks.suite --only field-pixart,field-flux,one-device --device cuda
+    python -m benchmarks.suite --only one-device --compiled --device cuda
 
 Each part writes a dated JSON into benchmarks/results as soon as it is done; `python -m benchmarks.suite.render` makes
 docs/benchmarks.md and its plots of the newest ones. Parts that are not asked for by name and need another machine are left
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from . import field, first_picture, growth, measuring, one_device, overheads, two_ranks
-from .subjects import FLUX_LIKE, PIXART_LIKE
+from .subjects import FLUX_LIKE, FLUX_SCHNELL, PIXART_LIKE
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 Say = Callable[[str], None]
@@ -34,8 +35,11 @@ def _field(part):
 
 
 def _one_device(given: argparse.Namespace, say: Say) -> dict:
-    sides = (given.side,) if given.side else one_device.SIDES
-    return one_device.run(given.rounds, say, "cuda", sides=sides, layers=given.layers, compiled=given.compiled)
+    """Flux's shapes on CUDA; on a CPU, where asked for by name, the small model of the other parts."""
+    small = given.device == "cpu"
+    sides = (given.side,) if given.side else (FLUX_LIKE.side,) if small else one_device.SIDES
+    subject = FLUX_LIKE if small else FLUX_SCHNELL
+    return one_device.run(given.rounds, say, given.device, subject, sides, layers=given.layers, compiled=given.compiled)
 
 
 PARTS: dict[str, Callable[[argparse.Namespace, Say], dict]] = {
@@ -63,13 +67,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--only", type=chosen, help=f"comma list of {', '.join(PARTS)}")
     options.add_argument("--cases", type=lambda text: text.split(","), help="comma list of cases of the parts asked for")
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="for the field's cases, whole on cuda")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="for the field's cases and one-device")
     options.add_argument("--layers", type=int, help="blocks of the field's models and of one-device's")
     options.add_argument("--side", type=int, help="of their latent, in latent pixels")
     options.add_argument("--steps", type=int, help="of the field's runs")
     options.add_argument("--heads", type=int, help="attention heads of the field's models, which narrows them")
     options.add_argument("--with-vae", action="store_true", help="first-picture decodes the picture too")
-    options.add_argument("--compiled", action="store_true", help="one-device compares with compiled diffusers blocks")
+    options.add_argument("--compiled", action="store_true", help="one-device compiles its blocks and diffusers'")
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--quick", action="store_true", help="one round")
     options.add_argument("--xdit-python", type=Path, help="interpreter that has xfuser; without it xDiT is left out")

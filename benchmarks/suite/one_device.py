@@ -143,7 +143,7 @@ def run(
     compiled: bool = False,
     pools: Callable[[int], Pool] | None = None,
 ) -> dict:
-    """The result. `compiled`: diffusers' blocks are compiled in their own way, to stand beside ranks that compile theirs."""
+    """The result. `compiled`: the rank compiles its blocks, and diffusers' are compiled in their own way."""
     whole = replace(subject, dtype="bf16" if device.startswith("cuda") else "fp32").at(layers=layers)
     with TemporaryDirectory() as directory, ExitStack() as stack:
         say(f"writing the weights of: {whole}")
@@ -152,7 +152,8 @@ def run(
         if compiled:
             model.compile_repeated_blocks(fullgraph=True)
         pool = (pools or stack.enter_context(Pools(device)))(1)
-        remote = RemoteTransformer(pool, open_checkpoint(folder), Degrees(), whole.dtype, "auto", lambda: None)
+        checkpoint = open_checkpoint(folder)
+        remote = RemoteTransformer(pool, checkpoint, Degrees(), whole.dtype, "auto", lambda: None, compile=compiled)
         sizes = [_rounds(replace(whole, side=side, steps=steps), model, remote, device, rounds, say) for side in sides]
     return measuring.head(
         "one_device", replace(whole, side=sides[0], steps=steps), rounds, devices=("cuda:0" if device == "cuda" else device,)
