@@ -199,7 +199,7 @@ class BandedRun:
             if not torch.equal(request.timestep, timestep):
                 self.abort(NotLocal("the bands are at different timesteps"))
                 return
-            request.future.set_result(forecast.output(band).to(request.x.device))
+            self._settle(request, None, forecast.output(band))
         for call in [call for call in self._forecasts if call < min(self._calls)]:  # every band has asked
             del self._forecasts[call]
 
