@@ -21,8 +21,12 @@ from .kv_buffer import Arriving, KVBuffer, Piece
 from .layout import Span
 from .mesh import Axis
 from .sdpa_seam import SdpaProcessor
-from .sequence_parallel import heads_to_sequence, ring_attention, sequence_to_heads
+from .sequence_parallel import head_groups, ring_attention, start_heads_to_sequence, start_sequence_to_heads
 from .traffic import Traffic
+
+HEAD_GROUPS = 2
+LEAST_WORK = 1 << 14
+"""Query tokens times heads times batch entries that keep a large GPU busy: tiles of 128 by 128 multiprocessors."""
 
 
 @dataclass
@@ -147,13 +151,28 @@ class Seam:
             sides = (surplus, 0) if step.text_first else (0, surplus)
             kept = slice(sides[0], query.shape[1] - sides[1])
             return F.pad(self.attend(*(x[:, kept] for x in (query, key, value)), scale, mask), (0, 0, 0, 0, *sides))
-        if axis.size > 1:
-            query, key, value = sequence_to_heads(query, key, value, lengths, axis, context.traffic, context.codec)
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
-        out = attend(step, query, key, value, scale)
         if axis.size == 1:
-            return out
-        return heads_to_sequence(out, lengths, heads, axis, context.traffic, context.codec)
+            return attend(step, query, key, value, scale)
+        groups = head_groups(heads, axis.size, self._groups(step, query))
+        shared = (axis, context.traffic, context.codec)
+        ready = start_sequence_to_heads(query, key, value, lengths, groups[0], *shared)
+        out, finishing = torch.empty_like(query, memory_format=torch.contiguous_format), []
+        for number, group in enumerate(groups, 1):
+            own = ready()
+            if number < len(groups):
+                ready = start_sequence_to_heads(query, key, value, lengths, groups[number], *shared)
+            finishing.append(start_heads_to_sequence(attend(step, *own, scale), out, lengths, group, *shared))
+        for finish in finishing:
+            finish()
+        return out
+
+    def _groups(self, step: StepView, query: torch.Tensor) -> int:
+        """In how many parts the rank's heads are attended to, so that those of one travel beside the other's attention."""
+        heads = query.shape[2] // self.context.ulysses.size
+        work = len(query) * sum(step.lengths) * (heads // HEAD_GROUPS)
+        whole = not step.overlap or step.buffer is not None or heads < HEAD_GROUPS
+        return 1 if whole or (query.is_cuda and work < LEAST_WORK) else HEAD_GROUPS
 
     def _attend_fresh(self, step: StepView, query, key, value, scale) -> torch.Tensor:
         """Everything that is attended to was computed in this call."""

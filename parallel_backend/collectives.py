@@ -11,17 +11,29 @@ from .mesh import Axis
 from .traffic import Traffic, Transfer, staged
 
 
-def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic) -> torch.Tensor:
+@dataclass
+class Exchange:
+    """An all-to-all under way. `wait` gives what came for this rank, [sum(receive)]."""
+
+    source: torch.Tensor  # kept alive
+    target: torch.Tensor
+    device: torch.device
+    transfer: Transfer
+
+    def wait(self) -> torch.Tensor:
+        self.transfer.wait()
+        return self.target.to(self.device)
+
+
+def start_all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic) -> Exchange:
     """[sum(send)] -> [sum(receive)]: send[i] values go to rank i of the axis, receive[i] values come from it."""
-    out = x.new_empty(sum(receive))
     traffic.bytes_sent[axis.name] += (sum(send) - send[axis.index]) * x.element_size()
-    source, target = (x.cpu(), torch.empty_like(out, device="cpu")) if staged(x, axis.group) else (x, out)
-    traffic.start(
+    source = x.cpu() if staged(x, axis.group) else x
+    target = source.new_empty(sum(receive))
+    transfer = traffic.start(
         lambda: dist.all_to_all_single(target, source, list(receive), list(send), group=axis.group, async_op=True)
-    ).wait()
-    if target is not out:
-        out.copy_(target)
-    return out
+    )
+    return Exchange(source, target, x.device, transfer)
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .collectives import all_to_all
+from .collectives import Exchange, start_all_to_all
 from .mesh import Axis
 from .traffic import Traffic
 
@@ -36,10 +36,10 @@ class Codec:
 
     kind: str
 
-    def all_to_all(
+    def start_all_to_all(
         self, size: int, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic
-    ) -> torch.Tensor:
-        """As collectives.all_to_all, for values of heads of `size`. What a rank keeps for itself is as it was."""
+    ) -> "PackedExchange":
+        """As collectives.start_all_to_all, for values of heads of `size`. What a rank keeps for itself is as it was."""
         own = axis.index
         sent, received = ([self.nbytes(n, size) for n in counts] for counts in (send, receive))
         sent[own] = received[own] = 0
@@ -47,14 +47,10 @@ class Codec:
         for index, (part, place) in enumerate(zip(x.split(list(send)), packed.split(sent), strict=True)):
             if index != own:
                 self.encode(part, size, place)
-        packed = all_to_all(packed, sent, received, axis, traffic)
-        out = x.new_empty(sum(receive))
-        for index, (place, part) in enumerate(zip(packed.split(received), out.split(list(receive)), strict=True)):
-            if index != own:
-                self.decode(place, size, part)
-            else:
-                part.copy_(x.split(list(send))[own])
-        return out
+        kept = x.split(list(send))[own]
+        return PackedExchange(
+            self, size, start_all_to_all(packed, sent, received, axis, traffic), kept, receive, received, own
+        )
 
     def nbytes(self, values: int, size: int) -> int:
         """Of so many values, packed. Even: the next part begins with a scale."""
@@ -86,6 +82,29 @@ class Codec:
     def _views(packed: torch.Tensor, values: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
         head = groups * SCALE.itemsize
         return packed[:head].view(SCALE), packed[head : head + values]
+
+
+@dataclass(frozen=True)
+class PackedExchange:
+    """As collectives.Exchange. `kept`: the part of rank `own`, itself; `receive`, `received`: values and bytes by rank."""
+
+    codec: Codec
+    size: int
+    exchange: Exchange
+    kept: torch.Tensor
+    receive: Sequence[int]
+    received: Sequence[int]
+    own: int
+
+    def wait(self) -> torch.Tensor:
+        packed, out = self.exchange.wait(), self.kept.new_empty(sum(self.receive))
+        parts = zip(packed.split(list(self.received)), out.split(list(self.receive)), strict=True)
+        for index, (place, part) in enumerate(parts):
+            if index != self.own:
+                self.codec.decode(place, self.size, part)
+            else:
+                part.copy_(self.kept)
+        return out
 
 
 def _group(size: int) -> int:

@@ -45,7 +45,7 @@ def there_and_back(codec: Codec, values: torch.Tensor, size: int) -> torch.Tenso
 def test_every_value_is_close_on_the_scale_of_its_group(kind, dtype, size, vectors, exponent, seed):
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(vectors, size, generator=generator).exp2_().sub_(1).mul_(10.0**exponent)
-    values = values.to(dtype)
+    values = values.clamp(-6e4, 6e4).to(dtype)  # within float16
     out = there_and_back(Codec(kind), values, size).double()
     group = next(n for n in range(32, 0, -1) if size % n == 0)
     groups, error = values.double().view(-1, group), (out - values.double()).abs().view(-1, group)
