@@ -184,9 +184,12 @@ class XditRanks:
         return [found[rank] for rank in range(RANKS)]
 
     def run_steps(self, steps: int) -> list[dict[str, Any]]:
+        self._signal(signal.SIGCONT)
         for process in self._processes:
             print(json.dumps({"steps": steps}), file=process.stdin, flush=True)
-        return self._answers()
+        answers = self._answers()
+        self._signal(signal.SIGSTOP)
+        return answers
 
     def _signal(self, number: signal.Signals) -> None:
         """They are stopped while others are measured: their idle threads took a tenth of both cores."""
@@ -194,10 +197,8 @@ class XditRanks:
             process.send_signal(number)
 
     def run(self) -> Outcome:
-        self._signal(signal.SIGCONT)
         self.run_steps(REHEARSAL)
         answers = self.run_steps(self._subject.steps)
-        self._signal(signal.SIGSTOP)
         sample = load_file(self._sample)["sample"]
         if sample.ndim == 3:  # packed, as Flux's pipeline has it
             sample = self._subject.family.patching.unpack(sample, tuple(self._subject.problem()[0].shape))
