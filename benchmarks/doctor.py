@@ -12,6 +12,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,8 +128,9 @@ def chosen(text: str) -> list[str]:
     return names
 
 
-def main() -> None:
-    parser = common.parser(__doc__)
+def measure(description: str, run: Callable[[Problem, int], tuple], summary: Callable[..., dict]) -> None:
+    """A benchmark over PROBLEMS, from its options to its result. `run` gives what `summary` takes, outcomes second."""
+    parser = common.parser(description)
     parser.set_defaults(rounds=2)
     parser.add_argument("--only", type=chosen, default=list(PROBLEMS), help=f"comma list of {', '.join(PROBLEMS)}")
     options = parser.parse_args()
@@ -143,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    measure(__doc__, run, summary)

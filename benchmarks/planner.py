@@ -15,14 +15,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import common  # noqa: E402
 from benchmarks.common import Outcomes  # noqa: E402
-from benchmarks.doctor import PROBLEMS, WITHIN, WORLD, Bench, Problem, chosen  # noqa: E402
+from benchmarks.doctor import WITHIN, WORLD, Bench, Problem, measure  # noqa: E402
 from parallel_backend.checkpoint import open_checkpoint  # noqa: E402
 from parallel_backend.doctor.subject import subject_of  # noqa: E402
 from parallel_backend.planner.calibration import calibrate, job_of  # noqa: E402
@@ -111,20 +109,5 @@ def summary(problem: Problem, turns: list[Round], measured: Outcomes) -> dict:
     }
 
 
-def main() -> None:
-    parser = common.parser(__doc__)
-    parser.set_defaults(rounds=2)
-    parser.add_argument("--only", type=chosen, default=list(PROBLEMS), help=f"comma list of {', '.join(PROBLEMS)}")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = {name: run(PROBLEMS[name], options.rounds) for name in options.only}
-    head = common.head(options.steps, next(iter(found.values()))[1])
-    for key in ("steps", "rounds"):
-        head.pop(key)
-    head["model"] = "Flux-like, random weights, hidden 512, 4 + 8 blocks, 32 text tokens, fp32"
-    problems = {name: summary(PROBLEMS[name], *each) for name, each in found.items()}
-    common.report({**head, "ranks": WORLD, "rounds": options.rounds, "problems": problems}, options.out)
-
-
 if __name__ == "__main__":
-    main()
+    measure(__doc__, run, summary)

@@ -25,6 +25,8 @@ from .sequence_parallel import head_groups, ring_attention, start_heads_to_seque
 from .traffic import Traffic
 
 HEAD_GROUPS = 2
+"""In so many parts a rank's heads are attended to under Ulysses, so that transfers run beside attention."""
+
 LEAST_WORK = 1 << 14
 """Query tokens times heads times batch entries that keep a large GPU busy: tiles of 128 by 128 multiprocessors."""
 

@@ -175,7 +175,7 @@ def moved(outcome: Outcome, steps: int) -> dict[str, float]:
 
 def row(outcomes: list[Outcome], steps: int) -> dict:
     """What is said of every case."""
-    first, said = outcomes[0], {"seconds": figure(seconds(outcomes), 2)}
+    first, said = outcomes[0], {"seconds": figure(seconds(outcomes), 4)}
     if first.cpu_seconds:
         said["cpu_seconds_by_rank"] = by_rank(outcomes, "cpu_seconds")
     if first.client_cpu is not None:
