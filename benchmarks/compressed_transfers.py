@@ -22,23 +22,20 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import common  # noqa: E402
-from benchmarks.quality import judge, sample  # noqa: E402
+from benchmarks.mini import CHUNK, judge, requests, sample  # noqa: E402
 from parallel_backend.checkpoint import open_checkpoint  # noqa: E402
 from parallel_backend.client import RemoteTransformer  # noqa: E402
 from parallel_backend.compression import KINDS, Codec  # noqa: E402
 from parallel_backend.config import TRANSFER_DTYPES, Degrees  # noqa: E402
 from parallel_backend.pool import Pool  # noqa: E402
 from parallel_backend.quickstart.model import WEIGHTS  # noqa: E402
-from parallel_backend.quickstart.prompt import CELLS  # noqa: E402
 
 TOKENS, HEADS, SIZE = 4096 + 512, 24, 128  # Flux at 1024 x 1024
 LINKS = (1, 3, 6, 12, 25)  # GB/s
 
 
 def pictures(count: int, steps: int, ranks: int) -> list[dict]:
-    generator = torch.Generator().manual_seed(2026)
-    symbols = torch.randint(10, (count, CELLS), generator=generator)
-    noise = torch.randn(count, 16, 32, 32, generator=generator)
+    symbols, noise = requests(count)
     pool = Pool(("cpu",) * ranks, threads=1)
     rows, exact = [], None
     for kind in TRANSFER_DTYPES:
@@ -49,7 +46,7 @@ def pictures(count: int, steps: int, ranks: int) -> list[dict]:
         exact = images if exact is None else exact
         stats = model.close_run(model.open_run(), lambda: None)
         sent = sum(rank.bytes_sent.get("ulysses", 0) for rank in stats)
-        batches = math.ceil(count / 20)  # quality.CHUNK
+        batches = math.ceil(count / CHUNK)
         row = {"transfer_dtype": kind, **judge(images, exact, symbols)}
         rows.append(row | {"megabytes_per_step_fp32": round(sent / steps / batches / 1e6, 2)})
         print(rows[-1], flush=True)

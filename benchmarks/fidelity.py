@@ -13,14 +13,9 @@ band sees depends on nothing else. With the present order the pictures equal tho
 checked for each number of steps and bands. As in quality.py, split_batch shares the pictures out to use every core.
 """
 
-import argparse
-import json
-import platform
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -28,14 +23,14 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.quality import CHUNK, judge, load, sample  # noqa: E402
+from benchmarks import mini  # noqa: E402
+from benchmarks.mini import CHUNK, judge, load, sample  # noqa: E402
 from parallel_backend.bands import cut_rows  # noqa: E402
 from parallel_backend.client import RemoteTransformer  # noqa: E402
 from parallel_backend.config import Degrees  # noqa: E402
 from parallel_backend.layout import Span  # noqa: E402
 from parallel_backend.pool import wait_for  # noqa: E402
 from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
-from parallel_backend.quickstart.prompt import CELLS  # noqa: E402
 from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas  # noqa: E402
 from parallel_backend.schedule import MicroStep, StageCost, finish_times_of  # noqa: E402
 
@@ -136,20 +131,14 @@ def pictures(
 
 
 def main() -> None:
-    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=40)
-    parser.add_argument("--steps", type=numbers, default=[20, 8, 28])
-    parser.add_argument("--bands", type=numbers, default=[2, 4, 8])
-    parser.add_argument("--cfg", type=float, default=3.0)
-    parser.add_argument("--out", type=Path)
+    parser = mini.parser(__doc__, 40)
+    parser.add_argument("--steps", type=mini.numbers(int), default=[20, 8, 28])
+    parser.add_argument("--bands", type=mini.numbers(int), default=[2, 4, 8])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(2026)
-    symbols = torch.randint(10, (options.images, CELLS), generator=generator)
-    noise = torch.randn(options.images, 16, 32, 32, generator=generator)
+    symbols, noise = mini.requests(options.images)
     model = load(Degrees(batch=2))
-    rows, started = [], time.perf_counter()
+    report = mini.Report(options, predicted_time="in exact steps of one rank: two even stages, no transfers")
     for steps in options.steps:
         reference = sample(model, symbols, noise, steps, 0, options.cfg)
         for bands in options.bands:
@@ -158,27 +147,10 @@ def main() -> None:
                 images = pictures(model, symbols, noise, steps, bands, options.cfg, variant)
                 if variant == Variant((0,)):
                     assert torch.equal(images[:CHUNK], product), "this is not what the product computes"
-                rows.append(
-                    {
-                        "steps": steps,
-                        "bands": bands,
-                        "exact_steps": variant.exact,
-                        "order": variant.order,
-                        "predicted_time": round(variant.seconds(steps, bands), 3),
-                        **judge(images, reference, symbols),
-                    }
-                )
-                print(f"[{time.perf_counter() - started:6.0f} s] {rows[-1]}", flush=True)
-                if options.out is not None:
-                    about = {
-                        "date": date.today().isoformat(),
-                        "hardware": f"{platform.machine()}, CPU, fp32, torch {torch.__version__}",
-                        "predicted_time": "in exact steps of one rank: two even stages, no transfers",
-                        "images": options.images,
-                        "cfg": options.cfg,
-                        "rows": rows,
-                    }
-                    options.out.write_text(json.dumps(about, indent=1) + "\n")
+                how = {"exact_steps": variant.exact, "order": variant.order}
+                seconds = round(variant.seconds(steps, bands), 3)
+                row = {"steps": steps, "bands": bands, **how, "predicted_time": seconds}
+                report(row | judge(images, reference, symbols))
     model.pool.close()
 
 

@@ -11,13 +11,8 @@ computed with split_batch to use every core; `--stages 2,4` recomputes some with
 largest difference.
 """
 
-import argparse
-import json
 import math
-import platform
 import sys
-import time
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -25,56 +20,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel_backend.checkpoint import open_checkpoint  # noqa: E402
-from parallel_backend.client import RemoteTransformer  # noqa: E402
+from benchmarks import mini  # noqa: E402
+from benchmarks.mini import CHUNK, judge, load, sample  # noqa: E402
 from parallel_backend.config import Degrees  # noqa: E402
-from parallel_backend.pool import Pool  # noqa: E402
-from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
-from parallel_backend.quickstart.digits import read_digits  # noqa: E402
-from parallel_backend.quickstart.model import WEIGHTS  # noqa: E402
-from parallel_backend.quickstart.prompt import CELLS  # noqa: E402
-from parallel_backend.quickstart.sampling import (  # noqa: E402
-    digit_prompts,
-    linear_sigmas,
-    sample_in_bands,
-    sample_whole,
-)
 from parallel_backend.schedule import StageCost, finish_times  # noqa: E402
-
-CHUNK = 20  # pictures per request
-
-
-def load(degrees: Degrees) -> RemoteTransformer:
-    pool = Pool(("cpu",) * degrees.world, threads=1)
-    return RemoteTransformer(pool, open_checkpoint(WEIGHTS), degrees, "fp32", "auto", lambda: None)
-
-
-def sample(model: RemoteTransformer, symbols: torch.Tensor, noise: torch.Tensor, steps: int, bands: int, cfg: float):
-    """Pictures [N, 256, 256]; `bands` 0 runs every call whole, 1 is for displaced patches."""
-    images = []
-    for part, start in zip(symbols.split(CHUNK), noise.split(CHUNK), strict=True):
-        prompt, sigmas = digit_prompts(part, cfg), linear_sigmas(steps)
-        if bands:
-            latent, _ = sample_in_bands(model, start, sigmas, prompt, bands, warm_up=1)
-        else:
-            latent = sample_whole(model, start, sigmas, prompt)
-        images.append(decode(process_out(latent)))
-    return torch.cat(images)
-
-
-def judge(images: torch.Tensor, exact: torch.Tensor, symbols: torch.Tensor) -> dict[str, float]:
-    """`psnr_db`: mean over pictures; `pooled_psnr_db`: of the mean squared error over all pictures."""
-    error = (images - exact).square().flatten(1).mean(1)
-    read = 100 * (torch.as_tensor(read_digits(images)) == symbols).float().mean().item()
-    if error.max() == 0:
-        return {"digits_read_percent": round(read, 2)}
-    psnr = -10 * error.clamp_min(1e-12).log10()
-    return {
-        "digits_read_percent": round(read, 2),
-        "psnr_db": round(psnr.mean().item(), 2),
-        "pooled_psnr_db": round(-10 * error.mean().log10().item(), 2),
-        "worst_psnr_db": round(psnr.min().item(), 2),
-    }
 
 
 def same_time_steps(steps: int, stages: int, bands: int) -> set[int]:
@@ -84,35 +33,15 @@ def same_time_steps(steps: int, stages: int, bands: int) -> set[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=400)
-    parser.add_argument("--steps", type=lambda text: [int(part) for part in text.split(",")], default=[20, 8, 4])
-    parser.add_argument("--bands", type=lambda text: [int(part) for part in text.split(",") if part], default=[2, 4, 8])
-    parser.add_argument("--patches", type=lambda text: [int(part) for part in text.split(",") if part], default=[])
-    parser.add_argument("--stages", type=lambda text: [int(part) for part in text.split(",") if part], default=[])
-    parser.add_argument("--cfg", type=float, default=3.0)
-    parser.add_argument("--out", type=Path)
+    parser = mini.parser(__doc__, 400)
+    parser.add_argument("--steps", type=mini.numbers(int), default=[20, 8, 4])
+    parser.add_argument("--bands", type=mini.numbers(int), default=[2, 4, 8])
+    parser.add_argument("--patches", type=mini.numbers(int), default=[])
+    parser.add_argument("--stages", type=mini.numbers(int), default=[])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(2026)
-    symbols = torch.randint(10, (options.images, CELLS), generator=generator)
-    noise = torch.randn(options.images, 16, 32, 32, generator=generator)
-    rows = []
-    started = time.perf_counter()
-
-    def report(row: dict) -> None:
-        rows.append(row)
-        print(f"[{time.perf_counter() - started:6.0f} s] {row}", flush=True)
-        if options.out is not None:
-            about = {
-                "date": date.today().isoformat(),
-                "hardware": f"{platform.machine()}, CPU, 2 ranks of 1 thread, fp32, torch {torch.__version__}",
-                "images": options.images,
-                "cfg": options.cfg,
-                "rows": rows,
-            }
-            options.out.write_text(json.dumps(about, indent=1) + "\n")
-
+    symbols, noise = mini.requests(options.images)
+    report = mini.Report(options)
     model = load(Degrees(batch=2))
     references: dict[int, torch.Tensor] = {}
     pipefusion: dict[tuple[int, int], torch.Tensor] = {}

@@ -12,14 +12,9 @@ Seconds are those of two stages and a picture at a time, uncached, cached and wi
 `speedup` is the ratio of uncached to this within a round, its median.
 """
 
-import argparse
-import json
-import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -27,11 +22,11 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.quality import CHUNK, judge, load  # noqa: E402
+from benchmarks import mini  # noqa: E402
+from benchmarks.mini import CHUNK, judge, load  # noqa: E402
 from parallel_backend.client import RemoteTransformer  # noqa: E402
 from parallel_backend.config import Degrees  # noqa: E402
 from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
-from parallel_backend.quickstart.prompt import CELLS  # noqa: E402
 from parallel_backend.quickstart.sampling import (  # noqa: E402
     digit_prompts,
     linear_sigmas,
@@ -69,38 +64,15 @@ def pictures(latents: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    def numbers(kind: type) -> Callable[[str], list]:
-        return lambda text: [kind(part) for part in text.split(",") if part]
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=400)
-    parser.add_argument("--steps", type=numbers(int), default=[30, 20])
-    parser.add_argument("--bands", type=numbers(int), default=[0, 2, 4])
-    parser.add_argument("--thresholds", type=numbers(float), default=[0.04])
+    parser = mini.parser(__doc__, 400)
+    parser.add_argument("--steps", type=mini.numbers(int), default=[30, 20])
+    parser.add_argument("--bands", type=mini.numbers(int), default=[0, 2, 4])
+    parser.add_argument("--thresholds", type=mini.numbers(float), default=[0.04])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cfg", type=float, default=3.0)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(2026)
-    symbols = torch.randint(10, (options.images, CELLS), generator=generator)
-    noise = torch.randn(options.images, 16, 32, 32, generator=generator)
-    rows: list[dict] = []
-    started = time.perf_counter()
-
-    def report(row: dict) -> None:
-        rows.append(row)
-        print(f"[{time.perf_counter() - started:6.0f} s] {row}", flush=True)
-        if options.out is not None:
-            about = {
-                "date": date.today().isoformat(),
-                "hardware": f"{platform.machine()}, CPU, 2 ranks of 1 thread, fp32, torch {torch.__version__}",
-                "images": options.images,
-                "cfg": options.cfg,
-                "rows": rows,
-            }
-            options.out.write_text(json.dumps(about, indent=1) + "\n")
-
+    symbols, noise = mini.requests(options.images)
+    report = mini.Report(options)
     model = load(Degrees(batch=2))
     timed: list[tuple[int, int, float, int]] = []  # steps, bands, threshold, steps instead
     for steps in options.steps:

@@ -69,11 +69,13 @@ class DiffusersRanks:
     def __init__(self, subject: Subject, folder: Path):
         self._subject = subject
         self._directory = TemporaryDirectory(prefix="diffusers-ranks-")
+        store = Path(self._directory.name) / "store"
+        store.touch()
         context = torch.multiprocessing.get_context("spawn")
         self._connections, self._processes = [], []
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
-            arguments = (rank, subject, folder, Path(self._directory.name) / "store", theirs)
+            arguments = (rank, subject, folder, store, theirs)
             process = context.Process(target=_serve_diffusers, args=arguments, name=f"diffusers rank {rank}", daemon=True)
             process.start()
             theirs.close()
