@@ -24,8 +24,11 @@ from .sdpa_seam import SdpaProcessor
 from .sequence_parallel import head_groups, ring_attention, start_heads_to_sequence, start_sequence_to_heads
 from .traffic import Traffic
 
-HEAD_GROUPS = 2
-"""In so many parts a rank's heads are attended to under Ulysses, so that transfers run beside attention."""
+HEAD_GROUPS = {"cuda": 2, "cpu": 1}
+"""In so many parts a rank's heads are attended to under Ulysses, by device: transfers of one run beside another's attention.
+
+A CPU's cores carry the transfers themselves, so there it gains nothing (docs/performance.md).
+"""
 
 LEAST_WORK = 1 << 14
 """Query tokens times heads times batch entries that keep a large GPU busy: tiles of 128 by 128 multiprocessors."""
@@ -172,9 +175,10 @@ class Seam:
     def _groups(self, step: StepView, query: torch.Tensor) -> int:
         """In how many parts the rank's heads are attended to, so that those of one travel beside the other's attention."""
         heads = query.shape[2] // self.context.ulysses.size
-        work = len(query) * sum(step.lengths) * (heads // HEAD_GROUPS)
-        whole = not step.overlap or step.buffer is not None or heads < HEAD_GROUPS
-        return 1 if whole or (query.is_cuda and work < LEAST_WORK) else HEAD_GROUPS
+        groups = HEAD_GROUPS[query.device.type]
+        work = len(query) * sum(step.lengths) * (heads // groups)
+        whole = not step.overlap or step.buffer is not None or heads < groups
+        return 1 if whole or (query.is_cuda and work < LEAST_WORK) else groups
 
     def _attend_fresh(self, step: StepView, query, key, value, scale) -> torch.Tensor:
         """Everything that is attended to was computed in this call."""

@@ -10,7 +10,8 @@ from . import messages as m
 from .checkpoint import Checkpoint
 from .config import Degrees
 from .layout import Span, cut_blocks
-from .pool import Poll, Pool, wait_for
+from .measurements import measured_blocks
+from .pool import Poll, Pool
 from .schedule import StageCost
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def balance(pool: Pool, checkpoint: Checkpoint, degrees: Degrees, dtype: str, st
         sizes = [1] * len(lists)
         blocks = by_hand or cut_blocks([sizes] * degrees.pipe, sizes, [None] * degrees.pipe)
         return Balance(blocks, even, None)
-    probes = wait_for(pool.ask(m.Probe(str(checkpoint.path), dtype), m.Probed), poll)
+    probes = measured_blocks(pool, m.Probe(str(checkpoint.path), dtype), lists, poll)
     return divide(degrees, lists, block_bytes(checkpoint, lists, dtype, degrees.tensor), probes)
 
 

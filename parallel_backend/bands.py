@@ -63,6 +63,7 @@ class BandedRun:
 
     With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes.
     `overlap`, `extrapolate`: see messages.Step and OpenRun. `cache`: a StepCache for as many bands, to forecast calls.
+    `poll` runs while the ranks are asked what memory they have.
 
     With displaced patches the run is one band of all rows, whose calls are stale unless they are exact. There the first
     call for a conditioning is always exact: a patch rank has no other way to the other bands' keys.
@@ -77,6 +78,7 @@ class BandedRun:
         overlap: bool = True,
         extrapolate: bool = True,
         cache: StepCache | None = None,
+        poll: Poll = lambda: None,
     ):
         assert cache is None or cache.bands == len(rows)
         assert len(rows) == 1 or not model.degrees.displaced
@@ -85,6 +87,11 @@ class BandedRun:
         self.patching = model.family.patching
         self.grid = self.patching.grid(shape)
         self.run = model.open_run(extrapolate)
+        try:
+            model.watch_memory(self.run, len(rows), extrapolate, poll)
+        except BaseException:  # Cancel too
+            model.discard_run(self.run)
+            raise
         self.exact_calls, self.banded_calls = 0, 0
         self._lock = threading.RLock()
         self._calls = [0] * len(rows)  # calls made so far, per band
@@ -107,7 +114,7 @@ class BandedRun:
         timestep: torch.Tensor,
         tensors: dict[str, torch.Tensor],
         exact: bool,
-        poll: Poll = lambda: None,
+        poll: Poll | None = None,
         residuals: Residuals | None = None,
         may_forecast: bool = True,
         home: int = 0,
@@ -115,7 +122,9 @@ class BandedRun:
     ) -> torch.Tensor:
         """The model's output for the band's latent `x`. Blocks; raises what `abort` or `poll` raised, or RankError.
 
-        `home`, `meanwhile`: see RemoteTransformer.predict. All bands give the same `home` in the same call.
+        Bands need no `poll`: each of them waking up many times a second would take the cores that CPU ranks compute on, and
+        whoever looks for Cancel aborts them. `home`, `meanwhile`: see RemoteTransformer.predict. All bands give the same
+        `home` in the same call.
         """
         request = _Request(band, x, timestep, tensors, exact, residuals or {}, may_forecast, home)
         with self._lock:
@@ -126,7 +135,7 @@ class BandedRun:
             self._calls[band] += 1
             self._post_what_can_go()
         meanwhile()
-        return wait_for(request.future, poll)
+        return request.future.result() if poll is None else wait_for(request.future, poll)
 
     def finish(self, band: int) -> None:
         """The band's sampler has returned."""

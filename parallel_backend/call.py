@@ -1,11 +1,13 @@
 """A model call on its way: what it is made of at the client, cut into micro-steps and put together again."""
 
-from concurrent.futures import Future
+import contextlib
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 import torch
 
 from .layout import Span, split
+from .pool import again
 from .stream import Stream
 
 
@@ -64,11 +66,18 @@ class Call:
     future: Future = field(default_factory=Future)
 
 
+def fail(future: Future, error: Exception) -> None:
+    """End a call with `error`, unless it has ended already: a rank may fail while others are asked about an output."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(again(error))
+
+
 class Assembly:
     """The output of a call while its parts arrive. Parts are (entries, tokens) of [B, n, c], by micro-step and rank."""
 
     def __init__(self, call: Call):
         self.call, self.missing, self.value = call, 0, None
+        self.spoilt = False  # a part was not finite: the call is going to fail, with what the ranks know of it
 
     def put(self, entries: Span, rows: Span, part: torch.Tensor) -> bool:
         """True when this was the last part."""

@@ -2,13 +2,17 @@
 are at the other end."""
 
 import threading
-from multiprocessing import BufferTooShort
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from .messages import MAX_HEADER_BYTES, BadMessage, decode_header, encode
+from .encoding import MAX_HEADER_BYTES, BadMessage
+from .messages import decode_header, encode
+
+CLOSE_SECONDS = 1.0
+FRAME_BYTES = 1 << 20
+"""Of a tensor that travel as one frame: no more is read at once, whatever a frame says of its length."""
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -23,26 +27,56 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Raises OSError when the other end is gone."""
+        """Raises OSError when the other end is gone, AssertionError for what is no message."""
         header, tensors = encode(message)
         with self._sending:
             self.connection.send_bytes(header)
             for tensor in tensors:
-                if tensor.numel():
-                    self.connection.send_bytes(_bytes(tensor))
+                content = _bytes(tensor)
+                for start in range(0, len(content), FRAME_BYTES):
+                    self.connection.send_bytes(content[start : start + FRAME_BYTES])
 
     def receive(self) -> Any:
-        """Blocks. Raises EOFError or OSError when the other end is gone, BadMessage for bytes that are no message."""
-        message, tensors = decode_header(self.connection.recv_bytes(MAX_HEADER_BYTES))
-        for tensor in tensors:
-            if tensor.numel():
-                try:
-                    got = self.connection.recv_bytes_into(_bytes(tensor))
-                except BufferTooShort as error:
-                    raise BadMessage(f"more than {tensor.nbytes} bytes for a tensor") from error
-                if got != tensor.nbytes:
-                    raise BadMessage(f"{got} bytes for a tensor of {tensor.nbytes}")
+        """Blocks. Raises EOFError or OSError when the other end is gone, BadMessage for bytes that are no message.
+
+        After a BadMessage nothing more can be received: nobody knows where the next message begins.
+        """
+        message, pending = decode_header(self._frame(MAX_HEADER_BYTES))
+        for tensor, shape, nbytes in pending:
+            for start in range(0, nbytes, FRAME_BYTES):
+                length = min(FRAME_BYTES, nbytes - start)
+                frame = self._frame(length)
+                if len(frame) != length:
+                    raise BadMessage(f"{len(frame)} bytes of a tensor where {length} belong")
+                if not start:
+                    content = self._room(tensor, shape)
+                content[start : start + length] = frame
         return message
 
+    @property
+    def sending(self) -> bool:
+        """Whether a thread is inside `send` now, which blocks as long as the other end takes nothing."""
+        return self._sending.locked()
+
     def close(self) -> None:
+        """A send under way is let fail first, which it does at once where the other end is gone."""
+        idle = self._sending.acquire(timeout=CLOSE_SECONDS)
         self.connection.close()
+        if idle:
+            self._sending.release()
+
+    def _frame(self, limit: int) -> bytes:
+        try:
+            return self.connection.recv_bytes(limit)
+        except OSError as error:
+            if not self.connection.closed and not self.connection.readable:  # after a longer one
+                raise BadMessage(f"a frame of more than {limit} bytes") from error
+            raise
+
+    @staticmethod
+    def _room(tensor: torch.Tensor, shape: list[int]) -> memoryview:
+        """Memory for the tensor, now that its bytes arrive; pages that none of them reaches are never touched."""
+        try:
+            return _bytes(tensor.resize_(shape))
+        except RuntimeError as error:
+            raise BadMessage(f"there is no memory for a tensor of the shape {shape}") from error

@@ -21,6 +21,7 @@ from .families.base import Source
 from .files import GGUF, SAFETENSORS, Entry, read_header, read_stated_config
 from .layout import Span
 from .packings import BLOCKS, FP8_KINDS
+from .plausible import MAX_CONFIG_BYTES, check_settings, check_sizes
 from .scales import attach_scales
 
 PREFIXES = ("model.diffusion_model.", "model.model.", "")
@@ -105,9 +106,17 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a file or a diffusers folder. ValueError, in the user's words, for whatever is not a model that can be run."""
     path = Path(path)
-    if not path.exists():
+    if not path.is_dir() and not path.is_file():  # a pipe in their place could be waited for for ever
         raise ValueError(f"model_name: {path.name} does not exist at {path.parent}.")
-    return _open_folder(path) if path.is_dir() else _open_single_file(path)
+    try:
+        return _open_folder(path) if path.is_dir() else _open_single_file(path)
+    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
+        if isinstance(error, ValueError) and str(error).startswith("model_name: "):
+            raise
+        raise ValueError(
+            f"model_name: {path.name} is not what its names promise: its tensors or settings do not fit each other "
+            f"({type(error).__name__}: {error})."
+        ) from error
 
 
 def _open_single_file(path: Path) -> Checkpoint:
@@ -119,7 +128,7 @@ def _open_single_file(path: Path) -> Checkpoint:
     prefix = next(prefix for prefix in PREFIXES if prefix == "" or any(key.startswith(prefix) for key in entries))
     entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     stated = {layer.removeprefix(prefix): how for layer, how in stated.items()}
-    entries = attach_scales(path.name, entries, stated)
+    entries = _with_values(path.name, attach_scales(path.name, entries, stated))
     family = next((f for f in FAMILIES.values() if f.detect({k: e.shape for k, e in entries.items()})), None)
     if family is None:
         known = ", ".join(FAMILIES)
@@ -138,7 +147,17 @@ def _configure(path: Path, family: Family, entries: dict[str, Entry]) -> dict[st
         config = family.configure({key: entry.shape for key, entry in entries.items()})
     except KeyError as missing:
         raise ValueError(f"model_name: {path.name} looks like {family.name}, but lacks {missing}.") from missing
-    return config | _settings(family, config, read_stated_config(path) if family.settings else {})
+    settings = _settings(family, config, read_stated_config(path) if family.settings else {})
+    check_settings(path.name, settings, {name: usual(config) for name, usual in family.settings.items()}, len(entries))
+    return config | settings
+
+
+def _with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The same. A matrix without values could be of any size, in a file of no size; empty lists are marks."""
+    empty = next((key for key, entry in entries.items() if 0 in entry.shape and len(entry.shape) > 1), None)
+    if empty is not None:
+        raise ValueError(f"model_name: {name} holds {empty} of shape {list(entries[empty].shape)}, which has no values.")
+    return entries
 
 
 def _settings(family: Family, config: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
@@ -147,8 +166,8 @@ def _settings(family: Family, config: dict[str, Any], stated: dict[str, Any]) ->
 
 def _open_folder(path: Path) -> Checkpoint:
     try:
-        config = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        config = _read_config(path / "config.json")
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"model_name: the folder {path.name} has no readable config.json of a diffusers model.") from error
     kind = config.get("_class_name") if isinstance(config, dict) else None
     family = next((f for f in FAMILIES.values() if kind in (f.model_class, f.older_class) and f.takes(config)), None)
@@ -157,21 +176,35 @@ def _open_folder(path: Path) -> Checkpoint:
     entries: dict[str, Entry] = {}
     stated: dict[str, str] = {}
     for file in sorted(path.glob("*.safetensors")):
+        if not file.is_file():
+            raise ValueError(f"model_name: {path.name} holds {file.name}, which is no file.")
         for known, found in zip((entries, stated), read_header(file), strict=True):
             known.update(found)
-    entries = attach_scales(path.name, entries, stated)
-    config = _constructor_arguments(family, config)
+    if not entries:
+        raise ValueError(f"model_name: the folder {path.name} lacks its weights: there is no .safetensors file in it.")
+    entries = _with_values(path.name, attach_scales(path.name, entries, stated))
+    config = _constructor_arguments(path.name, family, config, len(entries))
     recipe = {target: Source(target) for target in family.recipe(config)}
     return _checked(Checkpoint(path, family, config, recipe, entries))
 
 
-def _constructor_arguments(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+def _read_config(path: Path) -> Any:
+    if not path.is_file() or path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ValueError(f"{path} is no file, or too long")
+    return json.loads(path.read_text())
+
+
+def _constructor_arguments(name: str, family: Family, config: dict[str, Any], tensors: int) -> dict[str, Any]:
     """What config.json says and, where it is silent, the class's defaults."""
     import diffusers  # takes seconds, and ComfyUI's process can do without it for single files
 
     parameters = inspect.signature(getattr(diffusers, family.model_class).__init__).parameters
-    arguments = {name: config.get(name, p.default) for name, p in parameters.items() if name != "self"}
-    return arguments | _settings(family, arguments, config)
+    defaults = {parameter: p.default for parameter, p in parameters.items() if parameter != "self"}
+    arguments = {parameter: config.get(parameter, default) for parameter, default in defaults.items()}
+    check_settings(name, arguments, defaults, tensors)
+    settings = _settings(family, arguments, config)
+    check_settings(name, settings, {setting: usual(arguments) for setting, usual in family.settings.items()}, tensors)
+    return arguments | settings
 
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
@@ -190,10 +223,13 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
         )
     for target, source in checkpoint.recipe.items():
         shape, dtype = entries[source.key].shape, entries[source.key].dtype
-        if source.rows is not None and source.rows.stop > shape[0]:
-            raise ValueError(f"model_name: {name}: {source.key} has {shape[0]} rows, too few for {target}.")
+        if source.rows is not None and source.rows.stop > (rows := shape[0] if shape else 0):
+            raise ValueError(f"model_name: {name}: {source.key} has {rows} rows, too few for {target}.")
+        if 0 in shape:
+            raise ValueError(f"model_name: {name} holds {source.key} of shape {list(shape)}, which has no values.")
         if dtype not in READABLE:
             raise ValueError(f"model_name: {name} holds {source.key} as {dtype}, which this version cannot read.")
+    check_sizes(name, checkpoint.family, checkpoint.config, [entry.shape for entry in entries.values()])
     return replace(checkpoint, entries={key: entry for key, entry in entries.items() if key in used})
 
 

@@ -1,26 +1,34 @@
 """What the nodes call: a model that lives on a pool of ranks and answers `predict`.
 
 A call is cut into micro-steps (batch entries over replicas, entries of an exact call one by one through the pipeline),
-posted in order with a small window, and its outputs, shard by shard, are put together again.
+posted in order with a small window, and its outputs, shard by shard, are put together again (see micro_steps.py).
 """
 
 import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future
 from statistics import fmean
 
 import torch
 
 from . import messages as m
 from .balance import balance
-from .call import Assembly, Call, Conditioning, PostedStep, Residuals
+from .call import Call, Conditioning, Residuals, fail
 from .checkpoint import Checkpoint
 from .config import SEQUENCE_AXES, WIDGETS, Degrees, check_devices, check_model
 from .deltas import Delta, Deltas
-from .families.base import REFERENCE_POSITIONS, REFERENCES, TEXT_MASK
-from .layout import SequenceCut, Span, split
-from .pool import Poll, Pool, Progress, wait_for
+from .device_names import on_ray
+from .families.base import REFERENCES
+from .fingerprint import fingerprint
+from .fitting import Fitting, devices_for
+from .layout import SequenceCut, Span
+from .memory_guard import MemoryGuard
+from .micro_steps import MicroSteps
+from .not_finite import NotFiniteError, all_finite, check_conditioning, check_latent, explanation
+from .pool import Poll, Pool, Progress, RankError, again, wait_for
+from .sending import Sender
 from .step_cache import Forecast, StepCache
 
 CONDITIONINGS_KEPT = 8
@@ -59,15 +67,14 @@ class RemoteTransformer:
             key_heads=family.key_heads(config),
             unsupported=family.unsupported,
         )
-        self.pool, self.checkpoint, self.degrees, self.family = pool, checkpoint, degrees, family
+        self.pool, self.checkpoint, self.degrees, self.family, self.dtype = pool, checkpoint, degrees, family, dtype
         self._lock = threading.RLock()
-        self._seq, self._ids, self._runs = itertools.count(1), itertools.count(1), itertools.count(1)
+        self._ids, self._runs = itertools.count(1), itertools.count(1)
         self._conditionings: deque[Conditioning] = deque()
-        self._window = degrees.pipe + 1
-        self._waiting: list[deque[PostedStep]] = [deque() for _ in range(degrees.batch)]
-        self._flying: list[dict[int, PostedStep]] = [{} for _ in range(degrees.batch)]
-        self._shards_left: dict[int, int] = {}
+        patch = family.patching.frames * family.patching.side**2
+        self._micro_steps = MicroSteps(degrees, patch, lambda replica, step: self._sender.step(replica, step), self._rows)
         self._error: Exception | None = None
+        self._memory: MemoryGuard | None = None
         self._loading = [0.0] * len(pool.devices)
         pool.take_over(self._on_output, self._on_loading, self._on_failure)
         if not pool.ready.done():
@@ -76,7 +83,12 @@ class RemoteTransformer:
         progress("loading", 0.0)
         found = balance(pool, checkpoint, degrees, dtype, stage_split, poll)
         self.stage_blocks, self.patch_shares, self.stage_costs = found.stage_blocks, found.patch_shares, found.stage_costs
+        fitting = Fitting(checkpoint, degrees, self.stage_blocks, dtype, pool.devices, devices_for(pool.devices))
+        self._memory = MemoryGuard(pool, fitting, family, self._runs)
+        if not only:
+            self._memory.check_weights(poll)
         self.cut = SequenceCut(self.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
+        self._sender = Sender(checkpoint, degrees, self.stage_blocks, self.cut, pool)
         load = m.Load(
             str(checkpoint.path),
             dtype,
@@ -88,19 +100,25 @@ class RemoteTransformer:
             only,
             compile,
             transfer_dtype,
+            fingerprint(checkpoint) if any(map(on_ray, pool.devices)) else "",
         )
-
-        def look() -> None:
-            poll()
-            progress("loading", fmean(self._loading))
-
-        replies = wait_for(pool.ask(load, m.Loaded), look)
+        replies = self._load(load, poll, progress)
         self.weight_bytes = [reply.weight_bytes for reply in replies]
         progress(f"{sum(self.weight_bytes) / 1e9:.1f} GB of weights on {len(replies)} ranks", 1.0)
         self._deltas = Deltas(checkpoint, [reply.parameters for reply in replies], pool.send)
         self._adapting = threading.Lock()
         self._adapters: Hashable | None = None
         self.adapter_bytes = [0] * len(replies)
+
+    def _load(self, load: m.Load, poll: Poll, progress: Progress) -> list[m.Loaded]:
+        def look() -> None:
+            poll()
+            progress("loading", fmean(self._loading))
+
+        try:
+            return wait_for(self.pool.ask(load, m.Loaded), look)
+        except RankError as error:
+            raise self._memory.explained(error) from None
 
     def adapt(self, name: Hashable | None, deltas: Iterable[Delta], poll: Poll) -> None:
         """Compute with the checkpoint's weights and these added, in place of what was added before; for no call under way.
@@ -153,6 +171,7 @@ class RemoteTransformer:
         entry = None if cache is None else cache.call(conditioning.id, float(timestep.max()), may_forecast)
         if isinstance(entry, Forecast):
             return entry.output().to(x.device)
+        self._memory.admit(conditioning, poll)
         call = self.call(patching.pack(x), timestep, conditioning, run=0, overlap=overlap, residuals=residuals)
         self.post(call)
         try:
@@ -181,13 +200,15 @@ class RemoteTransformer:
         tokens = tokens or conditioning.stream.span
         assert x.shape[:2] == (conditioning.batch, len(conditioning.stream.images(tokens)))
         assert not (run and self.degrees.naive), "naive patches keep nothing from call to call"
+        check_latent(x, timestep)
+        self._memory.check(run, conditioning)
         if not all(len(shard) for shard in self.cut.image(tokens)):
             degrees = " x ".join(f"{WIDGETS[axis]} {n}" for axis in SEQUENCE_AXES if (n := getattr(self.degrees, axis)) > 1)
             raise ValueError(
                 f"{degrees} cuts this picture (or patch of it), which has only {len(tokens)} tokens: one for each rank is "
                 "the least. Use a larger picture, fewer patches or smaller degrees."
             )
-        return Call(x, timestep.float().cpu(), conditioning, tokens, with_text, run, stale, overlap, residuals or {})
+        return Call(x, timestep.float().cpu(), conditioning, tokens, with_text, run, stale, bool(overlap), residuals or {})
 
     def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], home: int = 0) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet.
@@ -210,6 +231,7 @@ class RemoteTransformer:
             for known in reversed(self._conditionings):
                 if known.home == home and known.matches(grid, tensors):
                     return known
+            check_conditioning(tensors)
             names = [name for name in self.family.token_tensors if name in tensors]
             conditioning = Conditioning(
                 next(self._ids),
@@ -220,7 +242,7 @@ class RemoteTransformer:
                 {name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
                 home,
             )
-            self._send_conditioning(conditioning)
+            self._sender.conditioning(conditioning)
             self._conditionings.append(conditioning)
             if len(self._conditionings) > CONDITIONINGS_KEPT:
                 old = self._conditionings.popleft()
@@ -243,158 +265,103 @@ class RemoteTransformer:
             self.pool.tell(m.OpenRun(run, extrapolate))
             return run
 
+    def watch_memory(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
+        """Ask the ranks once what memory they have; the run's first call for each conditioning is then refused with a
+        ValueError if what it keeps and computes cannot fit. `bands`, `extrapolate`: of the run.
+        """
+        self._memory.watch(run, bands, extrapolate, poll)
+
     def close_run(self, run: int, poll: Poll) -> list[m.RunStats]:
         """Drop the run's buffers; what each rank did since the last report, in rank order."""
+        self._memory.forget(run)
         self._check()
         return wait_for(self.pool.ask(m.CloseRun(run), m.RunStats), poll)
 
     def begin_timeline(self) -> None:
-        """A sampling run begins: `timeline` is about what the ranks do from now on."""
+        """A sampling run begins: `timeline` is about what the ranks do from now on, and memory is looked at anew."""
+        self._memory.begin()
         self.pool.tell(m.BeginTimeline())
 
     def timeline(self, poll: Poll) -> list[m.Timeline]:
         """What each rank did when since the last `begin_timeline`, or since it was loaded, in rank order."""
-        return wait_for(self.pool.ask(m.ReadTimeline(next(self._runs)), m.Timeline), poll)
+        found = wait_for(self.pool.ask(m.ReadTimeline(next(self._runs)), m.Timeline), poll)
+        for each in found:
+            spans = len(each.times)
+            if (each.times.shape, each.labels.shape) != ((spans, 2), (spans, 5)) or not each.times.isfinite().all():
+                raise self.pool.refuse(each.rank, f"a timeline of {list(each.times.shape)} and {list(each.labels.shape)}")
+        return found
 
     def discard_run(self, run: int) -> None:
         """Give the run up without waiting: what was sent (the window at most) still finishes on the ranks, unheard."""
         self.abandon(run)
+        self._memory.forget(run)
         if self._error is None and self.pool.error is None:
             self.pool.tell(m.CloseRun(run))
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
 
     def abandon(self, run: int) -> None:
         """Forget the run's calls: those not sent yet never will be, those under way finish and are dropped."""
         self._abandon(lambda call: call.run == run)
 
-    def _abandon(self, forget: Callable[[Call], bool]) -> None:
+    def _abandon(self, which: Callable[[Call], bool]) -> None:
         with self._lock:
-            for waiting in self._waiting:
-                kept = [step for step in waiting if not forget(step.assembly.call)]
-                waiting.clear()
-                waiting.extend(kept)
+            self._micro_steps.forget(which)
 
     def post(self, call: Call) -> None:
         """Queue the call's micro-steps; `call.future` gives tokens [B, n, c] on the CPU."""
-        assembly = Assembly(call)
         with self._lock:
-            if self._error is not None:
-                call.future.set_exception(self._error)
-                return
-            whole = call.tokens == call.conditioning.stream.span
-            for replica, entries in enumerate(call.conditioning.shares(self.degrees.batch)):
-                # An exact call fills the pipeline with its batch entries: nothing else could overlap in it.
-                parts = len(entries) if whole and self.degrees.pipe > 1 else min(1, len(entries))
-                for part in split(entries, parts) if parts else ():
-                    step = PostedStep(next(self._seq), assembly, part, part.shift(-entries.start))
-                    assembly.missing += self.degrees.sequence
-                    self._waiting[replica].append(step)
-            for replica in range(self.degrees.batch):
-                self._fill(replica)
+            if self._error is None:
+                self._micro_steps.post(call)
+            else:
+                fail(call.future, self._error)
 
-    def _fill(self, replica: int) -> None:
-        """Send waiting micro-steps while fewer than the window are under way.
-
-        The window keeps every stage busy and one micro-step ahead, and no more: what is sent cannot be called back.
-        """
-        waiting, flying = self._waiting[replica], self._flying[replica]
-        while waiting and len(flying) < self._window:
-            step = waiting.popleft()
-            flying[step.seq] = step
-            self._shards_left[step.seq] = self.degrees.sequence
-            self._send_step(replica, step)
-
-    def _send_step(self, replica: int, step: PostedStep) -> None:
-        call = step.assembly.call
-        stream = call.conditioning.stream
-        first = stream.images(call.tokens).start
-        for stage in range(self.degrees.pipe):
-            blocks = self._stage_residuals(stage, call.residuals)
-            # A ControlNet with few blocks repeats its tensors: each is sent once.
-            added = list({id(tensor): tensor for tensor in blocks.values()}.values())
-            numbers = {id(tensor): number for number, tensor in enumerate(added)}
-            for index, shard in enumerate(self.cut.image(call.tokens)):
-                images = stream.images(shard).shift(-first).slice
-                message = m.Step(
-                    step.seq,
-                    call.run,
-                    call.conditioning.id,
-                    call.tokens,
-                    call.with_text,
-                    call.stale,
-                    call.overlap,
-                    step.local,
-                    call.timestep[step.entries.slice],
-                    {block: numbers[id(tensor)] for block, tensor in blocks.items()},
-                    tuple(tensor[step.entries.slice, images] for tensor in added),
-                    call.x[step.entries.slice, images] if stage == 0 else None,
-                )
-                for rank in self.degrees.ranks(replica, stage, index):
-                    self.pool.send(rank, message)
-
-    def _stage_residuals(self, stage: int, residuals: Residuals) -> Residuals:
-        """Those of the stage's own blocks."""
-        if not residuals:
-            return {}
-        owned = self.family.owned(self.checkpoint.config, self.stage_blocks[stage])
-        own = {f"{name}.{index}" for name in self.family.residuals.values() for index in owned[name]}
-        return {block: tensor for block, tensor in residuals.items() if block in own}
-
-    def _send_conditioning(self, conditioning: Conditioning) -> None:
-        family, degrees = self.family, self.degrees
-        text = self.cut.text(conditioning.text_tokens)
-        for replica, entries in enumerate(conditioning.shares(degrees.batch)):
-            for stage in range(degrees.pipe):
-                for index in range(degrees.sequence):
-                    tensors = {}
-                    for name, tensor in conditioning.tensors.items():
-                        everywhere = name in (*family.vector_tensors, TEXT_MASK, REFERENCE_POSITIONS)
-                        if stage > 0 and not everywhere:
-                            continue
-                        whole = everywhere or name == REFERENCES or family.whole_latent
-                        tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, text[index].slice]
-                    message = m.PutConditioning(
-                        conditioning.id,
-                        conditioning.grid,
-                        conditioning.stream.references,
-                        conditioning.text_tokens,
-                        len(entries),
-                        tensors,
-                    )
-                    for rank in degrees.ranks(replica, stage, index):
-                        self.pool.send(rank, message)
+    def _rows(self, call: Call, index: int) -> Span:
+        """Of the call's output, those that the sequence rank of this number has."""
+        images = call.conditioning.stream.images
+        return images(self.cut.image(call.tokens)[index]).shift(-images(call.tokens).start)
 
     def _on_output(self, output: m.Output) -> None:
-        """On the pool's thread: put the part in its place, send what the window now allows, hand out a finished call."""
-        at = self.degrees.coordinate(output.rank)
+        """On a thread of the pool: hand out a call that this completes. BadMessage: see MicroSteps.take."""
+        finite = all_finite(output.value)
         with self._lock:
-            step = self._flying[at.batch].get(output.seq)
-            if step is None:  # from before this model was loaded: a cancelled run's last micro-steps
-                return
-            call = step.assembly.call
-            images = call.conditioning.stream.images
-            shard = images(self.cut.image(call.tokens)[self.degrees.sequence_index(at)])
-            complete = step.assembly.put(step.entries, shard.shift(-images(call.tokens).start), output.value)
-            self._shards_left[output.seq] -= 1
-            if not self._shards_left[output.seq]:
-                del self._shards_left[output.seq], self._flying[at.batch][output.seq]
-                self._fill(at.batch)
-        if complete:
-            step.assembly.call.future.set_result(step.assembly.value)
+            found = self._micro_steps.take(output, finite)
+        if found is None:
+            return
+        assembly, complete, spoilt = found
+        if spoilt:
+            self._find_cause(assembly.call, output.seq)
+        elif complete and not assembly.spoilt:
+            assembly.call.future.set_result(assembly.value)
+
+    def _find_cause(self, call: Call, seq: int) -> None:
+        """Micro-step `seq` of the call gave values that are not finite: fail it with what the ranks know of them."""
+
+        def end(asked: Future) -> None:
+            error = asked.exception()
+            if error is None:
+                controlled, adapted = bool(call.residuals), self._adapters is not None
+                text = explanation(asked.result(), seq, self.degrees, self.pool.devices, self.dtype, adapted, controlled)
+                error = NotFiniteError(text)
+            fail(call.future, error)
+
+        try:
+            self.pool.ask(m.FindNotFinite(next(self._runs)), m.NotFiniteFound).add_done_callback(end)
+        except RankError as error:
+            fail(call.future, error)
 
     def _on_loading(self, loading: m.Loading) -> None:
         self._loading[loading.rank] = loading.fraction
 
     def _on_failure(self, error: Exception) -> None:
         """The ranks' model is this one no more, or the pool has failed: every call, waiting or to come, raises `error`."""
+        if self._memory is not None:
+            error = self._memory.explained(error)
         with self._lock:
             self._error = error
-            steps = [step for queue in (*self._waiting, *(f.values() for f in self._flying)) for step in queue]
-            futures = {id(step.assembly.call.future): step.assembly.call.future for step in steps}
-            self._waiting = [deque() for _ in range(self.degrees.batch)]
-            self._flying = [{} for _ in range(self.degrees.batch)]
-        for future in futures.values():
-            future.set_exception(error)
+            self._conditionings.clear()
+            calls = self._micro_steps.end()
+        for call in calls:
+            fail(call.future, error)

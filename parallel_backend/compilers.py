@@ -9,13 +9,15 @@ from pathlib import Path
 
 import torch
 
+from .device_names import on_ray
+
 TRITON_CAPABILITY = (7, 0)
 """CUDA devices from Volta on are what Triton compiles for."""
 
 
 def check_compile(devices: tuple[str, ...]) -> None:
-    """Raise ValueError, naming the widget, if blocks cannot be compiled for these devices."""
-    for reason in filter(None, map(_reason, sorted(set(devices)))):
+    """Raise ValueError, naming the widget, if blocks cannot be compiled for those of these devices that are here."""
+    for reason in filter(None, map(_reason, sorted({device for device in devices if not on_ray(device)}))):
         raise ValueError(f"compile: {reason} Install that, or turn compile off.")
 
 

@@ -2,9 +2,12 @@
 
 import importlib.util
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+from .device_names import device_kind, on_ray
 
 AXES = ("batch", "pipe", "patch", "ring", "ulysses", "tensor")
 """Mesh axes, outer to inner. The rank number counts them in this order."""
@@ -30,6 +33,8 @@ FLASH_CAPABILITY = (8, 0)
 
 TRANSFER_DTYPES = ("full", "int8", "fp8")
 """How Ulysses' transfers carry values: as they are computed with, or in one byte each (compression.py)."""
+
+MOST_RANKS = 64
 
 DTYPES = ("default", "fp32", "bf16", "fp16", "fp8_e4m3fn")
 
@@ -124,6 +129,25 @@ class Coordinate:
     tensor: int = 0
 
 
+def factors(world: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write `world` as a product of `axes` numbers."""
+    if axes == 1:
+        yield (world,)
+        return
+    for first in range(1, world + 1):
+        if world % first == 0:
+            yield from ((first, *rest) for rest in factors(world // first, axes - 1))
+
+
+def check_ranks(degrees: Degrees) -> None:
+    """Raise ValueError for more ranks than anybody has devices: each is a process."""
+    if degrees.world > MOST_RANKS:
+        raise ValueError(
+            f"{degrees} makes {degrees.world} ranks, of which {MOST_RANKS} are the most. Lower the degrees: their product "
+            "is the number of devices."
+        )
+
+
 def check_devices(degrees: Degrees, devices: tuple[str, ...]) -> None:
     """Raise ValueError unless there is one device per rank."""
     if len(devices) != degrees.world:
@@ -172,7 +196,7 @@ def resolve_dtype(name: str, stored: str, devices: tuple[str, ...]) -> str:
     """What weight_dtype `default` means: fp32 where ranks are CPUs, else what the file has (fp32 for anything unusual)."""
     if name != "default":
         return name
-    if not all(device.startswith("cuda") for device in devices):
+    if not all(device_kind(device) == "cuda" for device in devices):
         return "fp32"
     return stored if stored in DTYPES else "fp32"
 
@@ -188,8 +212,9 @@ def flash_possible(device: str, dtype: str) -> bool:
 
 
 def check_attention(attention: str, devices: tuple[str, ...], dtype: str) -> None:
-    """Raise ValueError if the user insists on flash-attn where it cannot run."""
-    if attention == "flash" and not all(flash_possible(device, dtype) for device in devices):
+    """Raise ValueError if the user insists on flash-attn where it cannot run. What a Ray cluster's GPUs can is not known."""
+    known = [device for device in devices if not (on_ray(device) and device_kind(device) == "cuda")]
+    if attention == "flash" and not all(flash_possible(device, dtype) for device in known):
         raise ValueError(
             "attention is 'flash', but flash-attn needs to be installed, and CUDA devices with bf16 or fp16 weights "
             f"(these are {', '.join(devices)} with {dtype}). Use 'auto' or 'sdpa'."

@@ -18,13 +18,16 @@ from .config import Degrees
 from .dtypes import compute_dtype
 from .families.base import GUIDANCE, REFERENCE_POSITIONS, REFERENCES, TEXT_MASK, Rows, StepInputs
 from .families.once import computed_once
+from .fingerprint import check_fingerprint
 from .kernels import choose_kernel
 from .kv_buffer import KVBuffer
 from .layout import SequenceCut, Span
 from .linear_attention import install_linear
 from .mesh import close_axes, make_axes
-from .messages import Load, OpenRun, Output, PutConditioning, RunStats, Step, Timeline
+from .messages import Load, NotFiniteFound, OpenRun, Output, PutConditioning, RunStats, Step, Timeline
+from .not_finite import FiniteWatch, bad_adapters, bad_weights
 from .once import Once
+from .pulse import Pulse
 from .schedule import Op, stage_ops
 from .slots import StageDone, own_blocks
 from .stage import build_stage, keep_timestep_exact
@@ -56,26 +59,38 @@ class Conditioning:
 class Engine:
     """A loaded stage. All methods are collective only where the mesh says so; none waits for another rank's choice."""
 
-    def __init__(self, rank: int, device: torch.device, load: Load, slowdown: float, progress: Callable[[float], None]):
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        load: Load,
+        slowdown: float,
+        progress: Callable[[float], None],
+        pulse: Pulse | None = None,
+    ):
         """Loads the rank's own part of the checkpoint. Collective over all ranks (it builds the mesh's groups).
 
-        `slowdown`: see rank.RankSettings. `progress`: see weights.fill_weights.
+        `slowdown`: see rank.RankSettings. `progress`: see weights.fill_weights. `pulse` is told of every block and wait.
         """
         self.rank, self.device, self.slowdown = rank, device, slowdown
+        self.pulse = pulse = pulse or Pulse()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         checkpoint = open_checkpoint(load.path)
+        if load.fingerprint:
+            check_fingerprint(checkpoint, load.fingerprint)
         family, config = checkpoint.family, checkpoint.config
         self.family, self.hidden = family, family.hidden(config)
         self.dtype = compute_dtype(load.dtype, device)
         degrees = Degrees(*load.degrees, load.patch_mode)
-        self.axes = axes = make_axes(degrees, rank)
+        with pulse.waits():
+            self.axes = axes = make_axes(degrees, rank)
         self.pipe, self.tensor = axes["pipe"], axes["tensor"]
         self.cut = SequenceCut(load.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
         self.place = degrees.sequence_index(degrees.coordinate(rank))
         self.ops = stage_ops(self.pipe.index, self.pipe.size)
 
-        self.traffic = Traffic(device)
+        self.traffic = Traffic(device, pulse)
         self.link = StageLink(self.pipe, device, self.traffic)
         plan = TensorPlan(
             family.tensor_plan, family.heads(config), family.head_size(config), self.tensor, family.key_heads(config)
@@ -93,6 +108,8 @@ class Engine:
         self.once = Once(self.model, computed_once(family))
         self.compiler = self._compiler(checkpoint, degrees.world) if load.compile else None
         self.watch = BlockWatch(self.model, load.only, self.traffic, slowdown)
+        for block in own_blocks(self.model, family.block_lists).values():
+            block.register_forward_hook(lambda *_: pulse.done())
         self.timestep: torch.Tensor | None = None
         self.guidance: torch.Tensor | None = None
         # Of the last grid and number of reference tokens: the stream's places in the model's own order (Rows.image).
@@ -103,11 +120,16 @@ class Engine:
         self.buffers: dict[tuple[int, int], KVBuffer] = {}  # (run, conditioning)
         self.runs: dict[int, OpenRun] = {}
         self.buffer_bytes = 0
+        self.finite = FiniteWatch()
         self.micro_steps, self.working = 0, Elapsed(self.traffic.clock)  # since the last report
 
     @property
     def weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    def find_not_finite(self, run: int) -> NotFiniteFound:
+        """Where values that are not finite began on this rank."""
+        return NotFiniteFound(self.rank, run, self.finite.first(), bad_weights(self.model), bad_adapters(self.model))
 
     def close(self) -> None:
         """Let the transfers under way end, then the mesh's groups. Collective over all ranks."""
@@ -115,7 +137,8 @@ class Engine:
         self._drop_buffers(lambda key: True)
         if self.compiler is not None:
             self.compiler.close()
-        close_axes(self.axes)
+        with self.pulse.waits():
+            close_axes(self.axes)
 
     def put_conditioning(self, message: PutConditioning) -> None:
         exact = (*KEPT_EXACT, *self.family.exact)
@@ -133,6 +156,7 @@ class Engine:
 
     def drop_conditioning(self, conditioning: int) -> None:
         self.conditionings.pop(conditioning, None)
+        self.once.drop(conditioning)
         self._drop_buffers(lambda key: key[1] == conditioning)
 
     @torch.inference_mode()
@@ -153,6 +177,7 @@ class Engine:
                     self._post_receive(upcoming)
             elif op is Op.COMPUTE:
                 output = self._compute(step, received)
+                self.finite.note(step.seq, output)
                 if self.slowdown > 1:
                     self._slow_down(began, waited)
             else:

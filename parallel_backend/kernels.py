@@ -35,9 +35,11 @@ class Kernel:
 
 
 def choose_kernel(attention: str, device: torch.device, dtype: str) -> Kernel:
-    """`auto`: flash-attn where it is installed and possible, else torch SDPA."""
+    """`auto`: flash-attn where it is installed and possible, else torch SDPA. ValueError for `flash` where it is not."""
     if attention in ("auto", "flash") and flash_possible(str(device), dtype):
         return Kernel("flash", flash, flash_lse)
+    if attention == "flash":  # on a machine that the client could not ask
+        raise ValueError("attention is 'flash', but flash-attn is not installed here or cannot serve this device and dtype.")
     return Kernel("sdpa", sdpa, sdpa_lse)
 
 

@@ -6,6 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from .device_names import in_its_process
 from .messages import LinksProbed
 from .traffic import staged
 
@@ -17,7 +18,7 @@ def probe_links(rank: int, devices: tuple[str, ...], sizes: tuple[int, ...]) -> 
 
     Tensors lie where the model's would: under Gloo those of a CUDA device go through host memory, as they do at work.
     """
-    device = torch.device(devices[rank])
+    device = torch.device(in_its_process(devices[rank]))
     links: dict[int, tuple[tuple[int, float], ...]] = {}
     for one in range(len(devices)):
         for two in range(one + 1, len(devices)):

@@ -1,18 +1,18 @@
-"""What crosses processes: plain dataclasses of numbers, strings, tuples and tensors, with an explicit encoding.
+"""What crosses processes: plain dataclasses of numbers, strings, tuples and tensors (encoding.py).
 
-A message travels as one JSON header followed by the raw bytes of its tensors. Nothing is ever unpickled. Tensors arrive
-on the CPU; where they go from there is the receiver's business.
+Whole numbers are never below 0, and every number is finite. Tensors arrive on the CPU; where they go from there is the
+receiver's business. What a rank sends, and nothing else, has a field `rank`.
 """
 
-import dataclasses
-import json
-import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from .doctor.messages import LinksProbed, ProbeLinks
+from .encoding import BadMessage as BadMessage
+from .encoding import Encoding
 from .layout import Span
+from .vae.messages import Decode, Decoded, PutDecoder
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,20 @@ class Ready:
     """Rank -> client: the process is up and has joined its group."""
 
     rank: int
+
+
+START_UP, IDLE = "start-up", "idle"
+"""What a rank is doing when it does nothing that a message told it to."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Rank -> client, about every second as long as the process runs: see pulse.Pulse."""
+
+    rank: int
+    doing: str
+    progress: int
+    waiting: bool
 
 
 PROBE_COLUMNS, PROBE_TEXT = 32, 64
@@ -58,7 +72,8 @@ class Load:
     `degrees`: the mesh sizes. `patch_shares`: each patch rank's share of the tokens. `stage_blocks`: per stage, the span
     of blocks it owns (all block lists counted through). `only`: for a rehearsal, "<list>.<index>" of the blocks that are
     there; the others hand on what they are given, and RunStats say what these cost. Empty: all. `compile`: see
-    compilation.py. `transfer_dtype`: one of config.TRANSFER_DTYPES.
+    compilation.py. `transfer_dtype`: one of config.TRANSFER_DTYPES. `fingerprint`: what the files must have, see
+    fingerprint.py; empty where they are this machine's own.
     """
 
     path: str
@@ -71,6 +86,7 @@ class Load:
     only: tuple[str, ...] = ()
     compile: bool = False
     transfer_dtype: str = "full"
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -196,45 +212,6 @@ class Output:
 
 
 @dataclass(frozen=True)
-class PutDecoder:
-    """Client -> rank: hold this VAE decoder, in place of another one, until a model is loaded or unloaded.
-
-    `name` stands for the weights. `tensors`: all of them, by diffusers' names (vae/keys.py), in the dtype to compute in.
-    """
-
-    name: str
-    tensors: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Decode:
-    """Client -> rank: decode your rows of `latent` [B, C, H, W] by the decoder `name`. The reply repeats the number `run`.
-
-    `bytes_needed`: of memory for one rank's rows, beside the weights.
-    """
-
-    run: int
-    name: str
-    latent: torch.Tensor
-    bytes_needed: int
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """Rank -> client: the rank's rows [B, 3, rows, W] of the picture.
-
-    None if the ranks do not hold that decoder or, where `short_of_memory`, one of them has too little. `bytes_sent`:
-    payload that left this rank.
-    """
-
-    rank: int
-    run: int
-    pixels: torch.Tensor | None
-    short_of_memory: bool
-    bytes_sent: dict[str, int]
-
-
-@dataclass(frozen=True)
 class OpenRun:
     """Client -> rank: how the steps of this run are to be done.
 
@@ -281,31 +258,6 @@ class RunStats:
 
 
 @dataclass(frozen=True)
-class ProbeLinks:
-    """Client -> rank: with all the other ranks, time transfers of these sizes in bytes between every two of you."""
-
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LinksProbed:
-    """Rank -> client: the rank's device, and its links to later ranks.
-
-    `links`: rank -> for each size (bytes, seconds one way). `peers`: rank -> its device's memory can be reached directly
-    (P2P), for pairs of CUDA devices. `free_bytes`, `total_bytes`: of the device's memory; None for a CPU, whose memory all
-    ranks share. `together`: seconds in which every rank sends the largest size to every other, all at once.
-    """
-
-    rank: int
-    name: str
-    free_bytes: int | None
-    total_bytes: int | None
-    links: dict[int, tuple[tuple[int, float], ...]]
-    peers: dict[int, bool]
-    together: float = 0.0
-
-
-@dataclass(frozen=True)
 class BeginTimeline:
     """Client -> rank: a sampling run begins; forget the spans of the one before."""
 
@@ -329,6 +281,50 @@ class Timeline:
 
 
 @dataclass(frozen=True)
+class ReadMemory:
+    """Client -> rank: how much memory is there? `run`: a number that the reply repeats."""
+
+    run: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Rank -> client: bytes of the memory `place`, which ranks of equal places share. None where it is not known.
+
+    `free_bytes`: for whoever asks; `cached_bytes`: beside them, free for this rank alone. `held_bytes`: what the rank's
+    model has of it.
+    """
+
+    rank: int
+    run: int
+    place: str
+    free_bytes: int | None
+    held_bytes: int
+    cached_bytes: int
+    total_bytes: int | None
+
+
+@dataclass(frozen=True)
+class FindNotFinite:
+    """Client -> rank: an output was not finite; what do you know of it? `run`: a number that the reply repeats."""
+
+    run: int
+
+
+@dataclass(frozen=True)
+class NotFiniteFound:
+    """Rank -> client: the first of its last micro-steps, if any, whose own result was not finite, and names of parameters
+    (a few), or of layers' adapters, that are not.
+    """
+
+    rank: int
+    run: int
+    seq: int | None
+    weights: tuple[str, ...]
+    adapters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Failure:
     """Rank -> client: the rank is about to end. `peer`: it failed in a transfer, so the cause may lie with another rank."""
 
@@ -347,75 +343,13 @@ class Stop:
 _TYPES = {
     cls.__name__: cls
     for cls in (
-        *(Ready, Probe, Probed, Load, Loading, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
+        *(Ready, Beat, Probe, Probed, Load, Loading, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
         *(DropAdapters, Adapt, Rescale, AdaptersSent, Adapted),
         *(PutDecoder, Decode, Decoded),
         *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),
         *(BeginTimeline, ReadTimeline, Timeline),
+        *(ReadMemory, Memory, FindNotFinite, NotFiniteFound),
     )
 }
-_FIELDS = {cls: tuple(field.name for field in dataclasses.fields(cls)) for cls in _TYPES.values()}
-_PLAIN = (int, str, bool, float, type(None))
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
-}
-MAX_HEADER_BYTES = 1 << 20
-MAX_TENSOR_BYTES = 1 << 33
-
-
-def encode(message: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Header and the tensors (CPU, contiguous) that follow it, in order."""
-    tensors: list[torch.Tensor] = []
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value.detach().to("cpu").contiguous())
-            return {"$tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
-        if (names := _FIELDS.get(type(value))) is not None:
-            return {"$type": type(value).__name__, **{name: plain(getattr(value, name)) for name in names}}
-        if isinstance(value, (tuple, list)):
-            return [plain(item) for item in value]
-        if isinstance(value, dict):
-            return {"$dict": [[key, plain(item)] for key, item in value.items()]}
-        assert type(value) in _PLAIN, f"{type(value)} cannot cross processes"
-        return value
-
-    return json.dumps(plain(message)).encode(), tensors
-
-
-class BadMessage(ValueError):
-    """The bytes are no message of ours."""
-
-
-def decode_header(header: bytes) -> tuple[Any, list[torch.Tensor]]:
-    """The message with empty tensors in place, and those tensors in the order in which their bytes follow.
-
-    Raises BadMessage for anything malformed; allocates no more than the header's bounded sizes say.
-    """
-    tensors: list[torch.Tensor] = []
-
-    def build(value: Any) -> Any:
-        if isinstance(value, list):
-            return tuple(build(item) for item in value)
-        if not isinstance(value, dict):
-            return value
-        if "$tensor" in value:
-            dtype, shape = value["$tensor"]
-            if not all(isinstance(size, int) and size >= 0 for size in shape):
-                raise BadMessage(f"tensor shape {shape}")
-            if math.prod(shape) * _DTYPES[dtype].itemsize > MAX_TENSOR_BYTES:
-                raise BadMessage(f"tensor of {shape} {dtype} is larger than {MAX_TENSOR_BYTES} bytes")
-            tensors.append(torch.empty(shape, dtype=_DTYPES[dtype]))
-            return tensors[-1]
-        if "$dict" in value:
-            return {key: build(item) for key, item in value["$dict"]}
-        fields = {name: build(item) for name, item in value.items() if name != "$type"}
-        return _TYPES[value["$type"]](**fields)
-
-    try:
-        return build(json.loads(header)), tensors
-    except BadMessage:
-        raise
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:  # RuntimeError: nesting, sizes beyond torch's
-        raise BadMessage(f"{type(error).__name__}: {error}") from error
+_ENCODING = Encoding(_TYPES.values())
+encode, decode_header = _ENCODING.encode, _ENCODING.decode

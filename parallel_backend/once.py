@@ -28,7 +28,7 @@ class Once:
 
     def __init__(self, model: nn.Module, plan: Mapping[str, Per]):
         """From now on the modules of `plan` (see families.once) answer from what is kept."""
-        self._kept: dict[Per, OrderedDict[Hashable, Outputs]] = {per: OrderedDict() for per in Per}
+        self._kept: dict[Per, OrderedDict[tuple[Hashable, ...], Outputs]] = {per: OrderedDict() for per in Per}
         self.current: dict[Per, Outputs] = {}  # of the micro-step under way
         self.calls: Counter[nn.Module] = Counter()  # in it
         patterns = [(_expression(pattern), per) for pattern, per in plan.items()]
@@ -56,6 +56,12 @@ class Once:
         """What modules are called with from here on belongs to no micro-step."""
         self.current = {}
         self.calls.clear()
+
+    def drop(self, conditioning: int) -> None:
+        """This conditioning is gone: nothing asks for what was computed from it any more."""
+        for kept in self._kept.values():
+            for key in [key for key in kept if key[0] == conditioning]:
+                del kept[key]
 
     def forget(self) -> None:
         """The weights are others now, or a run is over."""

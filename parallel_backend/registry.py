@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from .checkpoint import open_checkpoint
 from .client import RemoteTransformer
 from .config import Degrees
 from .pool import Poll, Pool, Progress, RankError, wait_for
+from .ray_ranks import start_of
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +40,13 @@ class ModelKey:
 
 
 class Registry:
-    """Keeps the pool of the last used devices and the last used model on it."""
+    """Keeps the pool of the last used devices and the last used model on it.
+
+    `logs` says, whenever ranks are started, in which folder their logs are kept, see pool.Pool; None is nowhere.
+    """
 
     def __init__(self):
+        self.logs: Callable[[], Path | None] = lambda: None
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._key: ModelKey | None = None
@@ -106,7 +111,7 @@ class Registry:
                     model.retire()
                 wait_for(self._pool.ask(m.Unload(), m.Unloaded), lambda: None)  # without a model, a VAE's decoder
             except RankError as error:  # its memory is free, and the next use starts new ranks
-                log.warning("%s", error)
+                log.warning("%s", str(error))  # a record that is kept would keep what the error was raised through
                 self._drop()
 
     def bytes_on(self, key: ModelKey, device: str) -> int:
@@ -162,7 +167,7 @@ class Registry:
     def _start(self, devices: tuple[str, ...]) -> None:
         if self._pool is None:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
-            self._pool = Pool(devices)
+            self._pool = Pool(devices, start=start_of(devices), logs=self.logs())
 
     def _drop(self, politely: bool = True) -> None:
         if self._pool is not None:

@@ -9,7 +9,7 @@ layer whether it has to have a scale.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from .files import Entry, read_json
+from .files import Entry, read_formats
 from .packings import FP8_KINDS
 
 MARKER = "scaled_fp8"
@@ -28,8 +28,7 @@ def attach_scales(name: str, entries: Mapping[str, Entry], stated: Mapping[str, 
     rest = dict(entries)
     formats = {layer: how for layer, how in stated.items() if f"{layer}.weight" in rest}
     layers = [key.removesuffix(FORMAT) for key in rest if key.endswith(FORMAT)]
-    said = read_json({layer: rest.pop(layer + FORMAT) for layer in layers if f"{layer}.weight" in rest})
-    formats |= {layer: str(how.get("format")) for layer, how in said.items()}
+    formats |= read_formats({layer: rest.pop(layer + FORMAT) for layer in layers if f"{layer}.weight" in rest})
     for layer, how in formats.items():
         if how not in FORMATS:
             raise ValueError(

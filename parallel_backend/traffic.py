@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from .pulse import Pulse
 from .timeline import TRANSFER, WAIT, Recorder
 
 
@@ -68,11 +69,12 @@ class Traffic:
 
     A transfer is under way from its start until the rank has waited for it. The hidden share of a run is the part of
     that time in which the rank was not waiting: 1 for receives that had arrived whenever they were needed, 0 for
-    collectives that nothing runs beside.
+    collectives that nothing runs beside. `pulse`: of the rank, which is told of every wait.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, pulse: Pulse | None = None):
         self.clock = Clock(device)
+        self.pulse = pulse or Pulse()
         self.bytes_sent: Counter[str] = Counter()
         self.under_way, self.waited = Elapsed(self.clock), Elapsed(self.clock)
         self.recorder = Recorder(self.clock.now if self.clock.on_stream else None)
@@ -102,11 +104,15 @@ class Transfer:
 
     def wait(self) -> None:
         waiting = self._traffic.clock.now()
+        pulse = self._traffic.pulse
+        pulse.waiting = True
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
             raise PeerError(str(error)) from error
+        pulse.waiting = False
+        pulse.done()
         done = self._traffic.clock.now()
         self._traffic.under_way.add(self._started, done)
         self._traffic.waited.add(waiting, done)

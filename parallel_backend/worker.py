@@ -1,15 +1,17 @@
 """One rank: a process that does what the client's messages say, in order, until the connection ends."""
 
-import ctypes
+import contextlib
 import gc
 import logging
 import os
 import queue
 import shutil
-import sys
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +21,12 @@ from .adapters import parameter_names
 from .channel import Channel
 from .checkpoint import open_checkpoint
 from .engine import Engine
+from .free_memory import read_memory
+from .host_memory import give_back, keep_freed
 from .links import probe_links
 from .mesh import join, leave
 from .probe import probe
+from .pulse import Pulse, send_beats
 from .rank import RankSettings
 from .traffic import PeerError
 from .vae.decoder import BandedDecoder
@@ -31,35 +36,58 @@ log = logging.getLogger(__name__)
 REPORT_STEP = 0.01
 """Share of a rank's weights from one report of how far loading is to the next."""
 
+REST_SECONDS = 0.2
+"""Without a message, beyond the time between the last two, after which a CPU rank returns freed memory. Within a sampler's
+run it does not: there messages come at about equal intervals."""
+
 LOADING = "loading"
+DOING = {
+    **dict.fromkeys((m.Load, m.Probe, m.PutDecoder), LOADING),
+    **dict.fromkeys((m.Adapt, m.Rescale, m.DropAdapters, m.AdaptersSent), "adapting a LoRA"),
+    m.PutConditioning: "taking in a prompt",
+    m.Decode: "decoding a picture",
+    m.ProbeLinks: "timing transfers",
+    m.CloseRun: "closing a run",
+    m.Unload: "unloading",
+    m.FindNotFinite: "looking for what is not finite",
+}
+"""What a message has the rank do, in the words of an error; micro-steps have their own."""
+BETWEEN = "between micro-steps"
+READING = "reading what the client sent"
+LONGEST_TEXT = 1 << 16
+"""Characters of an error's summary or traceback that are sent: a message's header has room for no more than some."""
 
 
 class Worker:
-    """Receives in a thread of its own, so that a lost client is noticed even in the middle of a transfer."""
+    """Receives in a thread of its own, so that a lost client is noticed even in the middle of a transfer.
 
-    def __init__(self, settings: RankSettings, channel: Channel):
-        self.settings, self.channel = settings, channel
-        self.device = torch.device(settings.devices[settings.rank])
+    `check_store`: see mesh.join.
+    """
+
+    def __init__(self, settings: RankSettings, channel: Channel, pulse: Pulse, check_store: Callable[[], None]):
+        self.settings, self.channel, self.pulse, self._check_store = settings, channel, pulse, check_store
+        self.device = torch.device(settings.device)
         self.engine: Engine | None = None
         self.decoder: BandedDecoder | None = None
-        self.current = LOADING  # what is under way, in the words of an error
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ahead: list[Any] = []
         self._reported = 0.0
+        self._taken, self._interval = time.monotonic(), 0.0
 
     def serve(self) -> None:
         """Handle messages until Stop. Raises whatever went wrong."""
         threading.Thread(target=self._read, name="control", daemon=True).start()
         self.channel.send(m.Ready(self.settings.rank))
         while not isinstance(message := self._take(), m.Stop):
+            step = isinstance(message, m.Step)
+            self.pulse.doing = f"micro-step {message.seq}" if step else DOING.get(type(message), BETWEEN)
             self._handle(message)
+            self.pulse.done()
 
     def _handle(self, message: Any) -> None:
         match message:
             case m.Step():
-                self.current = f"micro-step {message.seq}"
                 output = self.engine.step(message, self._upcoming())
-                self.current = LOADING
                 if output is not None:
                     self.channel.send(output)
             case m.DropAdapters():
@@ -77,12 +105,20 @@ class Worker:
             case m.CloseRun():
                 self.channel.send(self.engine.close_run(message.run))
             case m.PutDecoder():
+                self._check_store()
                 self.decoder = None  # before the new one is there
-                self.decoder = BandedDecoder(message, self.settings.rank, len(self.settings.devices), self.device)
+                world = len(self.settings.devices)
+                self.decoder = BandedDecoder(message, self.settings.rank, world, self.device, self.pulse)
             case m.Decode():
                 self.channel.send(self._decode(message))
             case m.OpenRun():
                 self.engine.open_run(message)
+            case m.ReadMemory():
+                held = 0 if self.engine is None else self.engine.weight_bytes + self.engine.adapters.nbytes
+                self.channel.send(read_memory(self.settings.rank, message.run, self.device, held))
+            case m.FindNotFinite():
+                nothing = m.NotFiniteFound(self.settings.rank, message.run, None, (), ())  # unloaded meanwhile
+                self.channel.send(nothing if self.engine is None else self.engine.find_not_finite(message.run))
             case m.BeginTimeline():
                 self.engine.begin_timeline()
             case m.ReadTimeline():
@@ -94,10 +130,15 @@ class Worker:
                 self.channel.send(found)
             case m.ProbeLinks():
                 self._unload()
-                self.channel.send(probe_links(self.settings.rank, self.settings.devices, message.sizes))
+                self._check_store()
+                with self.pulse.waits():
+                    found = probe_links(self.settings.rank, self.settings.devices, message.sizes)
+                self.channel.send(found)
             case m.Load():
                 self._unload()
-                self.engine = Engine(self.settings.rank, self.device, message, self.settings.slowdown, self._report)
+                self._check_store()
+                slowdown = self.settings.slowdown
+                self.engine = Engine(self.settings.rank, self.device, message, slowdown, self._report, self.pulse)
                 names = parameter_names(self.engine.model)
                 self.channel.send(m.Loaded(self.settings.rank, self.engine.weight_bytes, names))
             case m.Unload():
@@ -107,7 +148,8 @@ class Worker:
                 raise m.BadMessage(f"{type(message).__name__} is not for a rank")
 
     def _report(self, fraction: float) -> None:
-        """Tell the client how much of the weights is in place."""
+        """Tell the client how much of the weights is in place. Called before each of them."""
+        self.pulse.done()
         if fraction == 0.0 or fraction - self._reported >= REPORT_STEP:
             self._reported = fraction
             self.channel.send(m.Loading(self.settings.rank, fraction))
@@ -115,10 +157,7 @@ class Worker:
     def _decode(self, message: m.Decode) -> m.Decoded:
         if self.decoder is None or self.decoder.name != message.name:
             return m.Decoded(self.settings.rank, message.run, None, False, {})
-        self.current = "decoding a picture"
-        decoded = self.decoder.decode(message)
-        self.current = LOADING
-        return decoded
+        return self.decoder.decode(message)
 
     def _unload(self) -> None:
         if self.engine is not None:
@@ -127,11 +166,23 @@ class Worker:
         gc.collect()  # engine and model refer to each other: without this the old weights stay beside the new ones
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        elif trim := getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", None):
-            trim(0)  # glibc keeps freed blocks of up to 32 MB, which is what weights are made of, for itself
+        else:
+            give_back()
 
     def _take(self) -> Any:
-        return self._ahead.pop(0) if self._ahead else self._inbox.get()
+        message = self._ahead.pop(0) if self._ahead else self._wait()
+        now = time.monotonic()
+        self._interval, self._taken = now - self._taken, now
+        return message
+
+    def _wait(self) -> Any:
+        self.pulse.doing = m.IDLE
+        try:
+            return self._inbox.get(timeout=REST_SECONDS + self._interval)
+        except queue.Empty:
+            if self.device.type == "cpu":
+                give_back()
+            return self._inbox.get()
 
     def _upcoming(self) -> m.Step | None:
         """The next message if it has arrived and is a micro-step."""
@@ -149,28 +200,38 @@ class Worker:
         except (EOFError, OSError, m.BadMessage) as error:
             # The client is gone, or what comes is not from it. The main thread may be blocked in a transfer that will
             # never end, so the process ends here.
+            if isinstance(error, m.BadMessage):
+                with contextlib.suppress(OSError):
+                    summary = f"{type(error).__name__}: {error}"
+                    self.channel.send(m.Failure(self.settings.rank, READING, False, summary, traceback.format_exc()))
+                os._exit(1)
             log.info("rank %d: control connection ended (%s)", self.settings.rank, error)
-            shutil.rmtree(self.settings.rendezvous.parent, ignore_errors=True)
+            if isinstance(self.settings.rendezvous, Path):
+                shutil.rmtree(self.settings.rendezvous.parent, ignore_errors=True)
             os._exit(0)
 
 
 def run(settings: RankSettings, connection: Connection) -> None:
     """A rank's whole life: join the others, serve, and report what went wrong."""
     torch.set_num_threads(settings.threads)
-    channel = Channel(connection)
-    worker = None
+    channel, pulse = Channel(connection), Pulse()
+    beats = (pulse, settings.rank, channel, settings.beat)
+    threading.Thread(target=send_beats, args=beats, name="beats", daemon=True).start()
     try:
-        if settings.devices[settings.rank].startswith("cuda"):
-            torch.cuda.set_device(settings.devices[settings.rank])
-        join(settings.rank, settings.devices, settings.rendezvous, settings.timeout)
-        worker = Worker(settings, channel)
-        worker.serve()
+        if settings.device.startswith("cuda"):
+            torch.cuda.set_device(settings.device)
+        else:
+            keep_freed()
+        with pulse.waits():
+            check_store = join(settings.rank, settings.devices, settings.rendezvous, settings.timeout)
+        Worker(settings, channel, pulse, check_store).serve()
         leave()
-    except Exception as error:
-        doing = worker.current if worker is not None else LOADING
+    except BaseException as error:  # also what a library's sys.exit raises
         summary = f"{type(error).__name__}: {error}"
         peer = isinstance(error, PeerError)
-        channel.send(m.Failure(settings.rank, doing, peer, summary, traceback.format_exc()))
+        text = traceback.format_exc()[-LONGEST_TEXT:]
+        log.info("rank %d: %s", settings.rank, text)  # in the middle of another message the client cannot read this one
+        channel.send(m.Failure(settings.rank, pulse.doing, peer, summary[:LONGEST_TEXT], text))
         # No clean-up of the process group: its other ranks are about to be ended, and it could wait for them.
         channel.close()
         os._exit(1)

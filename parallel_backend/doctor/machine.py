@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..messages import LinksProbed, ProbeLinks
-from ..pool import Poll, Pool, wait_for
+from ..device_names import device_kind
+from ..measurements import measured_links
+from ..messages import LinksProbed
+from ..pool import Poll, Pool
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 """Bytes of the transfers that are timed."""
@@ -39,12 +41,12 @@ class Machine:
 
     @property
     def on_cpus(self) -> bool:
-        return not any(device.startswith("cuda") for device in self.devices)
+        return not any(device_kind(device) == "cuda" for device in self.devices)
 
 
 def look_at(pool: Pool, host_free: HostFree, poll: Poll) -> Machine:
     """Takes the ranks' model away, and asks for the host's memory after that."""
-    ranks = tuple(wait_for(pool.ask(ProbeLinks(SIZES), LinksProbed), poll))
+    ranks = tuple(measured_links(pool, SIZES, poll))
     links = {(found.rank, other): fit(times) for found in ranks for other, times in found.links.items()}
     return Machine(pool.devices, ranks, links, host_free())
 

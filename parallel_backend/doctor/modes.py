@@ -1,10 +1,9 @@
 """Which degrees there are for so many devices, and what has to be rehearsed to know how fast each is."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..config import AXES, WIDGETS, Degrees
+from ..config import AXES, WIDGETS, Degrees, factors
 from .subject import Subject
 
 BANDS_PER_STAGE = (1, 2, 4)
@@ -58,7 +57,7 @@ class CallKind:
 def possible(subject: Subject, world: int) -> tuple[list[Mode], dict[Degrees, str]]:
     """Every mode that `world` devices, more than one, can be used in; other degrees, and why not."""
     modes, refused = [], {}
-    for sizes in _factors(world, len(AXES)):
+    for sizes in factors(world, len(AXES)):
         named = dict(zip(AXES, sizes, strict=True))
         try:
             degrees = Degrees(**named, patch_mode="displaced" if named["patch"] > 1 else "none")
@@ -103,13 +102,3 @@ def exact_call(mode: Mode, subject: Subject) -> CallKind:
 
 def banded_call(mode: Mode, subject: Subject) -> CallKind:
     return CallKind(mode.cut, mode.entries(subject), mode.bands, buffered=True, stale=True)
-
-
-def _factors(world: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write `world` as a product of `axes` numbers."""
-    if axes == 1:
-        yield (world,)
-        return
-    for first in range(1, world + 1):
-        if world % first == 0:
-            yield from ((first, *rest) for rest in _factors(world // first, axes - 1))

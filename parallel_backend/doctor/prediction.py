@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 
 from ..balance import divide
 from ..config import Degrees
+from ..device_names import on_ray
 from ..layout import SequenceCut, Span, split
+from ..memory import USABLE_MEMORY, Memory, held_weights
 from ..messages import Probed
 from ..schedule import micro_steps
 from .machine import Machine
@@ -13,23 +15,8 @@ from .modes import CallKind, Mode, alone, banded_call, exact_call
 from .rehearsal import AROUND, Cost, Rehearsed
 from .subject import Subject
 
-USABLE_MEMORY = 0.95
-"""Share of a device's free memory that a run may take; allocators leave gaps."""
 ENDS_SHARE = 0.5
 """Of what is around the blocks, the part that one stage does: embedding and head are apart, the rest is on every stage."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank. `activations`: beside weights and K/V buffers, at the peak; None where it cannot be measured."""
-
-    weights: int
-    buffers: int
-    activations: int | None
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.buffers + (self.activations or 0)
 
 
 @dataclass(frozen=True)
@@ -188,8 +175,7 @@ class Situation:
         memory = []
         for rank in range(degrees.world):
             stage = degrees.coordinate(rank).pipe
-            weights = sum(subject.block_bytes[stages[stage].slice]) // degrees.tensor + subject.shared_bytes
-            weights += (subject.first_bytes if stage == 0 else 0) + (subject.last_bytes if stage == degrees.pipe - 1 else 0)
+            weights = held_weights(subject.block_bytes, subject.ends, degrees.tensor, stages[stage])
             peaks = [call.activation_bytes[rank] for call in calls]
             activations = None if None in peaks else max(peaks)
             memory.append(Memory(weights, calls[-1].buffer_bytes[rank] * len(stages[stage]), activations))
@@ -210,7 +196,8 @@ def lacking(held: dict[int, int], devices: Sequence[str], free: Sequence[int | N
     if host_free is not None and on_host > USABLE_MEMORY * host_free:
         lacks = f"the ranks need {gigabytes(on_host)} of memory together, {gigabytes(host_free)} is free"
     for rank in held:
-        size = sum(size for other, size in held.items() if devices[other] == devices[rank])  # ranks may share one
+        alone = on_ray(devices[rank])  # others may share theirs
+        size = sum(held[other] for other in held if other == rank or (devices[other] == devices[rank] and not alone))
         if free[rank] is not None and size > USABLE_MEMORY * free[rank]:
             lacks = f"needs {gigabytes(size)} on {devices[rank]}, which has {gigabytes(free[rank])} free"
     return lacks

@@ -14,6 +14,7 @@ import torch
 from ..bands import BandedRun, cut_rows
 from ..checkpoint import Checkpoint
 from ..client import RemoteTransformer
+from ..device_names import device_kind
 from ..messages import RunStats
 from ..pool import Poll, Pool
 from .modes import CallKind
@@ -176,7 +177,7 @@ def _sum_up(model: RemoteTransformer, kind: CallKind, calls: list[list[_Measured
         moved,
         tuple(math.ceil(size / len(names)) for size in buffers),
         tuple(
-            None if device == "cpu" else max(0, stats.peak_bytes - weights - buffer)
+            None if device_kind(device) == "cpu" else max(0, stats.peak_bytes - weights - buffer)
             for device, stats, weights, buffer in zip(
                 model.pool.devices, last[-1].stats, model.weight_bytes, buffers, strict=True
             )

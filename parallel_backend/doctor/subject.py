@@ -9,8 +9,10 @@ import torch
 from ..balance import block_bytes
 from ..checkpoint import Checkpoint
 from ..config import Degrees, check_model
+from ..device_names import device_kind
 from ..dtypes import compute_dtype
 from ..families.base import Shapes
+from ..memory import ends_bytes
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,13 @@ class Subject:
         return tuple(dict.fromkeys(self.blocks))
 
     @property
+    def ends(self) -> tuple[int, int, int]:
+        """Bytes around the blocks: see memory.ends_bytes."""
+        return self.first_bytes, self.last_bytes, self.shared_bytes
+
+    @property
     def weight_bytes(self) -> int:
-        return sum(self.block_bytes) + self.first_bytes + self.last_bytes + self.shared_bytes
+        return sum(self.block_bytes) + sum(self.ends)
 
     @property
     def warm_up_steps(self) -> int:
@@ -73,7 +80,6 @@ def subject_of(
     lists = [name for name, count in family.blocks(config).items() for _ in range(count)]
     names = [f"{name}.{index}" for name, count in family.blocks(config).items() for index in range(count)]
     kinds = _kinds(names, {target: checkpoint.shape(target) for target in checkpoint.recipe})
-    around = _around(checkpoint, dtype)
     example = family.example(config, prompt)
     words = next((example[name].shape[1] for name in family.token_tensors if name in example), None)
     text = family.image_padding(grid) + (0 if words is None else family.padded(words))
@@ -97,11 +103,11 @@ def subject_of(
         prompt,
         tuple(kinds[name] for name in names),
         tuple(block_bytes(checkpoint, lists, dtype, 1)),
-        *around,
+        *ends_bytes(checkpoint, dtype),
         text,
         math.prod(grid),
         grid[family.patching.band_dim],
-        family.hidden(config) * compute_dtype(dtype, torch.device(device)).itemsize,
+        family.hidden(config) * compute_dtype(dtype, torch.device(device_kind(device))).itemsize,
         tuple(len(family.carried(config, boundary)) for boundary in range(len(lists) + 1)),
         check,
     )
@@ -117,20 +123,3 @@ def _kinds(names: list[str], shapes: Shapes) -> dict[str, str]:
             parameters[block].append((parameter, shape))
     first: dict[tuple, str] = {}
     return {name: first.setdefault((name.partition(".")[0], *sorted(found)), name) for name, found in parameters.items()}
-
-
-def _around(checkpoint: Checkpoint, dtype: str) -> tuple[int, int, int]:
-    """Bytes of the weights of no counted block that the first, the last, every stage has."""
-    family = checkpoint.family
-    counted = {spec.name for spec in family.block_lists if not spec.prologue}
-    prologue = {*family.prologue, *(spec.name for spec in family.block_lists if spec.prologue)}
-    first = last = shared = 0
-    for target in checkpoint.recipe:
-        top, size = target.partition(".")[0], checkpoint.nbytes(target, dtype)
-        if top in prologue:
-            first += size
-        elif top in family.epilogue:
-            last += size
-        elif top not in counted:
-            shared += size
-    return first, last, shared

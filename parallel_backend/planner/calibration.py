@@ -8,9 +8,12 @@ import torch
 
 from ..balance import without_noise
 from ..checkpoint import Checkpoint
+from ..device_names import device_kind
 from ..doctor.machine import SIZES, fit
 from ..doctor.subject import Subject
-from ..messages import PROBE_COLUMNS, PROBE_TEXT, LinksProbed, Probe, Probed, ProbeLinks
+from ..measurements import measured_blocks, measured_links
+from ..memory import joint_text
+from ..messages import PROBE_COLUMNS, PROBE_TEXT, LinksProbed, Probe, Probed
 from ..pool import Poll, Pool, wait_for
 from ..schedule import HOP_SECONDS
 from .cost import Job
@@ -27,11 +30,6 @@ VERSION = 1
 def job_of(checkpoint: Checkpoint, subject: Subject) -> Job:
     """`subject` as a run of this checkpoint."""
     return Job(subject, joint_text(checkpoint))
-
-
-def joint_text(checkpoint: Checkpoint) -> bool:
-    """Whether text tokens run through the blocks, beside the image's."""
-    return any(spec.joined or "text" in spec.returns for spec in checkpoint.family.block_lists if not spec.prologue)
 
 
 def fingerprint(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, attention: str) -> dict[str, object]:
@@ -59,9 +57,10 @@ def _device(name: str) -> list[object]:
 def calibrate(pool: Pool, checkpoint: Checkpoint, dtype: str, poll: Poll) -> Machine:
     """Takes the ranks' model away. RankError if one fails."""
     wait_for(pool.ready, poll)
-    found = wait_for(pool.ask(ProbeLinks(SIZES), LinksProbed), poll)
-    rows = ROWS["cuda" if all(device.startswith("cuda") for device in pool.devices) else "cpu"]
-    probes = wait_for(pool.ask(Probe(str(checkpoint.path), dtype, rows), Probed), poll)
+    found = measured_links(pool, SIZES, poll)
+    rows = ROWS["cuda" if all(device_kind(device) == "cuda" for device in pool.devices) else "cpu"]
+    lists = [name for name, count in checkpoint.family.blocks(checkpoint.config).items() if count]
+    probes = measured_blocks(pool, Probe(str(checkpoint.path), dtype, rows), lists, poll)
     return machine_of(pool.devices, checkpoint, found, probes, rows)
 
 

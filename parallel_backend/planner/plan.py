@@ -6,15 +6,10 @@ from dataclasses import dataclass, replace
 from ..config import AXES, Degrees
 from ..doctor.examination import advise
 from ..doctor.modes import Mode, possible
-from ..doctor.prediction import Memory, Prediction, lacking
+from ..doctor.prediction import Prediction, lacking
+from ..memory import KV_COPIES, Memory, activation_bytes, held_weights, step_tokens
 from .cost import Job, Stages, run_seconds
 from .machine import Machine
-
-ACTIVATIONS = 16
-"""Hidden states of a micro-step's tokens that are in memory at once: the widest block has its input, normed and as queries,
-keys and values, attention's result, and 4 hidden sizes of the feed-forward twice."""
-KV_COPIES = 2
-"""Sets of K/V buffers: keys that are a step old are moved on along the line through two."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +105,12 @@ def _memory(stages: Stages, rank: int) -> Memory:
     mode, degrees, subject = stages.mode, stages.degrees, stages.subject
     stage = degrees.coordinate(rank).pipe
     span = stages.spans[stage]
-    weights = sum(subject.block_bytes[span.slice]) // degrees.tensor + subject.shared_bytes
-    weights += (subject.first_bytes if stage == 0 else 0) + (subject.last_bytes if stage == degrees.pipe - 1 else 0)
+    weights = held_weights(subject.block_bytes, subject.ends, degrees.tensor, span)
     entries, tokens = mode.entries(subject), stages.job.queries(None, None)
     buffers = 0
     if not mode.exact and subject.warm_up_steps < subject.steps:
         cut = degrees.ulysses * degrees.tensor
         buffers = round(KV_COPIES * 2 * entries * tokens * subject.token_bytes / cut) * len(span)
-    held = entries if degrees.pipe == 1 else 1  # an exact call's entries go through a pipeline one by one
-    activations = ACTIVATIONS * held * tokens * subject.token_bytes / degrees.sequence
-    return Memory(weights, buffers, round(activations))
+    most = max(step_tokens(subject.image, stages.job.text, entries, degrees.pipe, mode.bands if buffers else 1))
+    activations = activation_bytes(most / degrees.sequence, subject.token_bytes, stages.job.joint)
+    return Memory(weights, buffers, activations, buffers // KV_COPIES if degrees.displaced else 0)

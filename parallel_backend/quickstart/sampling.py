@@ -100,7 +100,7 @@ def sample_in_bands(
     """
     patching = model.family.patching
     rows = cut_rows(tuple(noise.shape), bands, patching)
-    run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0, overlap, extrapolate, cache)
+    run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0, overlap, extrapolate, cache, poll)
     limit = exact_above(sigmas, warm_up)
 
     def sample(band: int) -> torch.Tensor:

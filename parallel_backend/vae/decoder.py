@@ -11,6 +11,7 @@ from ..collectives import start_gather
 from ..layout import Span, split
 from ..mesh import Axis
 from ..messages import Decode, Decoded, PutDecoder
+from ..pulse import Pulse
 from ..traffic import Traffic
 from .banded import Bands
 from .keys import DECODER, POST_QUANT
@@ -22,10 +23,10 @@ GROUPS = 32
 class BandedDecoder:
     """Rank `rank`'s part in a decoder on all of the pool's ranks. Each of its calls is collective over them."""
 
-    def __init__(self, put: PutDecoder, rank: int, world: int, device: torch.device):
+    def __init__(self, put: PutDecoder, rank: int, world: int, device: torch.device, pulse: Pulse | None = None):
         self.name, self.rank, self.device = put.name, rank, device
         self.dtype = put.tensors[f"{DECODER}conv_in.weight"].dtype
-        self.traffic = Traffic(device)
+        self.traffic = Traffic(device, pulse)
         self.bands = Bands(Axis("rows", world, rank, tuple(range(world)), None), self.traffic)
         self.model = build_decoder({name: tensor.to(device) for name, tensor in put.tensors.items()})
         self.bands.adopt(self.model)

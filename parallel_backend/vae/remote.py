@@ -7,6 +7,7 @@ from uuid import uuid4
 import torch
 
 from .. import messages as m
+from ..layout import Span, split
 from ..pool import Poll, Pool, wait_for
 
 
@@ -42,8 +43,19 @@ class RemoteDecoder:
             parts = self._ask(latent, bytes_needed, poll)
         if any(part.short_of_memory for part in parts):
             raise TooLittleMemory(f"a device has less than the {bytes_needed / 1e9:.1f} GB that its rows need")
+        self._check(parts, latent)
         self.bytes_sent = [part.bytes_sent for part in parts]
         return torch.cat([part.pixels for part in parts], dim=2)
+
+    def _check(self, parts: list[m.Decoded], latent: torch.Tensor) -> None:
+        """RankError for a part that is not the rank's rows of the picture."""
+        rows = split(Span(0, latent.shape[2]), len(parts))
+        side = parts[0].pixels.shape[-1] // latent.shape[3] if parts[0].pixels is not None else 0
+        for part, own in zip(parts, rows, strict=True):
+            expected = (latent.shape[0], 3, side * len(own), side * latent.shape[3])
+            if part.pixels is None or side == 0 or part.pixels.shape != expected:
+                found = None if part.pixels is None else list(part.pixels.shape)
+                raise self.pool.refuse(part.rank, f"rows of a picture of the shape {found} for {len(own)} rows of latent")
 
     def _ask(self, latent: torch.Tensor, bytes_needed: int, poll: Poll) -> list[m.Decoded]:
         # A number of no order: the reply to a cancelled call must not be taken for this one's, whoever made it.

@@ -1,0 +1,50 @@
+"""What devices are called: cpu and cuda:0 on this machine, ray:cpu and ray:cuda for one somewhere on a Ray cluster."""
+
+import importlib.util
+
+RAY = "ray"
+PREFIX = "ray:"
+IN_AN_ACTOR = {"ray:cuda": "cuda:0", "ray:cpu": "cpu"}
+"""Ray shows an actor no GPU but its own."""
+
+
+def on_ray(device: str) -> bool:
+    return device.startswith(PREFIX)
+
+
+def device_kind(device: str) -> str:
+    """cuda or cpu."""
+    return device.removeprefix(PREFIX).partition(":")[0]
+
+
+def in_its_process(device: str) -> str:
+    """What torch calls it in the process of its rank."""
+    return IN_AN_ACTOR.get(device, device)
+
+
+def names_ray(text: str) -> bool:
+    """Whether the `devices` widget asks for a Ray cluster."""
+    return text.strip().lower() == RAY or text.strip().lower().startswith(PREFIX)
+
+
+def ray_devices(text: str, world: int | None = None) -> tuple[str, ...]:
+    """The devices of a list such as ray:cuda,cuda; of `ray` alone a GPU for each of `world` ranks.
+
+    Whether the cluster has them shows when they are used. ValueError for other names, for `ray` alone where the number of
+    ranks is not known, and where the ray package is not installed.
+    """
+    if importlib.util.find_spec(RAY) is None:
+        raise ValueError(f"devices: {text.strip()} needs the ray package: pip install ray, in ComfyUI's environment.")
+    text = text.strip().lower()
+    if text == RAY:
+        if world is None:
+            raise ValueError("devices: ray alone does not say how many. Name them, such as ray:cuda,cuda.")
+        return ("ray:cuda",) * world
+    names = tuple(part.strip().removeprefix(PREFIX) for part in text.split(","))
+    for name in names:
+        if PREFIX + name not in IN_AN_ACTOR:
+            raise ValueError(
+                f"devices: '{name}' is no device of a Ray cluster. Name cuda or cpu for each rank, such as ray:cuda,cuda: "
+                "which machine and GPU that is, Ray decides."
+            )
+    return tuple(PREFIX + name for name in names)

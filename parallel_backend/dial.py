@@ -1,0 +1,146 @@
+"""Control connections over TCP, for ranks on other machines: each end proves to the other that it knows the pool's key.
+
+The proof is multiprocessing.connection's: an HMAC of random bytes, both ways. After it only bytes are sent; nothing is ever
+unpickled.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+
+log = logging.getLogger(__name__)
+
+HELLO = struct.Struct("!II")
+"""What a rank says first: its number and its process's."""
+HANDSHAKE_SECONDS = 10.0
+STRANGERS = 32
+"""So many callers may be without proof at a time; more have to wait."""
+LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A rank that has dialled in. `pid`: on its own machine."""
+
+    pid: int
+    connection: Connection
+
+
+def dial(address: tuple[str, int], key: bytes, rank: int) -> Connection:
+    """A rank's end of its control connection. AuthenticationError if the other end does not know the key."""
+    connection = Client(address, authkey=key)
+    _without_delay(connection)
+    connection.send_bytes(HELLO.pack(rank, os.getpid()))
+    return connection
+
+
+class Reception:
+    """Lets the ranks of one pool in, each once. Listens at `address` until it is closed."""
+
+    def __init__(self, host: str, key: bytes, world: int):
+        self._key, self._world = key, world
+        self._callers: dict[int, Caller] = {}
+        self._lock = threading.Lock()
+        self._strangers = threading.Semaphore(STRANGERS)
+        self._closed = False
+        self._socket = socket.create_server((host, 0), backlog=world + STRANGERS)
+        self._socket.settimeout(LOOK_SECONDS)
+        self.address: tuple[str, int] = self._socket.getsockname()
+
+    def receive(self, seconds: float, look: Callable[[], None]) -> list[Caller]:
+        """All ranks, in order, once the last has dialled in. Theirs from now on: whoever gets them closes them.
+
+        `look` runs in between, and raises to give up. TimeoutError names the ranks that have not come within `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                if len(self._callers) == self._world:
+                    callers, self._callers = self._callers, {}
+                    self._closed = True
+                    return [callers[rank] for rank in range(self._world)]
+                missing = [str(rank) for rank in range(self._world) if rank not in self._callers]
+            look()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no word from rank {', '.join(missing)} within {seconds:.0f} s")
+            if not self._strangers.acquire(timeout=LOOK_SECONDS):
+                continue
+            try:
+                caller, address = self._socket.accept()
+            except TimeoutError:
+                self._strangers.release()
+                continue
+            threading.Thread(target=self._greet, args=(caller, address), name="parallel-dit dial", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening, and hang up on ranks that nobody has received. Idempotent."""
+        self._socket.close()
+        with self._lock:
+            self._closed = True
+            callers, self._callers = self._callers, {}
+        for caller in callers.values():
+            caller.connection.close()
+
+    def _greet(self, stranger: socket.socket, address: tuple[str, int]) -> None:
+        """A thread for each, with a limit, so that a silent one keeps nobody waiting."""
+        connection = Connection(stranger.detach())
+        alarm = threading.Timer(HANDSHAKE_SECONDS, hang_up, (connection,))
+        alarm.daemon = True
+        alarm.start()
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            rank, pid = HELLO.unpack(connection.recv_bytes(HELLO.size))
+            _without_delay(connection)
+            with self._lock:
+                if self._closed or rank >= self._world or rank in self._callers:
+                    raise AuthenticationError(f"rank {rank} is not expected")
+                self._callers[rank] = Caller(pid, connection)
+        except (AuthenticationError, OSError, EOFError, ValueError, AssertionError, struct.error) as error:
+            log.warning("Parallel DiT: a connection from %s to the ranks' port was refused: %r", address[0], error)
+            alarm.cancel()
+            connection.close()
+        finally:
+            alarm.cancel()
+            self._strangers.release()
+
+
+def at_end(connection: Connection) -> bool:
+    """Whether the other end has closed, and all that it sent has been read. Never waits."""
+    try:
+        if not connection.poll(0):
+            return False
+        with socket_of(connection) as ours:
+            return ours.recv(1, socket.MSG_PEEK) == b""
+    except OSError:  # closed, or reset
+        return True
+
+
+def hang_up(connection: Connection) -> None:
+    """End the conversation both ways. From any thread, and unlike `close` this lets go whoever is blocked in it."""
+    with contextlib.suppress(OSError), socket_of(connection) as ours:  # or it has ended by itself
+        ours.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def socket_of(connection: Connection) -> Iterator[socket.socket]:
+    """The socket under a connection, which keeps it. OSError if it is closed."""
+    lent = socket.socket(fileno=connection.fileno())
+    try:
+        yield lent
+    finally:
+        lent.detach()
+
+
+def _without_delay(connection: Connection) -> None:
+    """Messages are a header and tensors, sent one by one: the second must not wait for the first one's acknowledgement."""
+    with socket_of(connection) as ours:
+        ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,137 @@
+"""The header of a GGUF file: which tensors there are and where, every count and length checked before it is believed.
+
+The `gguf` package's own reader makes an array of each element of each field, and follows counts to wherever they lead: a
+small file can keep it busy for hours. Format: ggml's docs/gguf.md, versions 2 and 3.
+"""
+
+import math
+import struct
+from dataclasses import dataclass, field
+
+Shape = tuple[int, ...]
+
+MAGIC, VERSIONS = 0x46554747, (2, 3)
+ALIGNMENT = "general.alignment"
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Type of a field's value -> struct's letter for it."""
+STRING, ARRAY = 8, 9
+MAX_HEADER_BYTES = 1 << 24
+MAX_TENSORS = 1 << 16
+MAX_FIELDS = 1 << 14
+MAX_NAME = 1 << 12
+MAX_AXES = 8
+MAX_KEPT = 64
+"""Elements of an array of numbers that is kept: shapes are; vocabularies are not needed."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """`kind`: the number of its type. `shape`: slowest axis first. `start`: of its bytes, from the file's beginning."""
+
+    kind: int
+    shape: Shape
+    start: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """`arrays`: the fields that are short arrays of whole numbers."""
+
+    tensors: dict[str, StoredTensor]
+    arrays: dict[str, Shape] = field(repr=False)
+
+
+class _Cursor:
+    """Reads forward through the beginning of a file."""
+
+    def __init__(self, content: memoryview):
+        self._content, self.at = content, 0
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self._content) - self.at:
+            raise ValueError("its header ends too soon, or is too long")
+        self.at += size
+        return self._content[self.at - size : self.at]
+
+    def numbers(self, letters: str) -> tuple:
+        return struct.unpack(f"<{letters}", self.take(struct.calcsize(f"<{letters}")))
+
+    def number(self, letter: str) -> int:
+        return self.numbers(letter)[0]
+
+    def name(self) -> str:
+        length = self.number("Q")
+        if length > MAX_NAME:
+            raise ValueError(f"a name of {length} bytes")
+        return bytes(self.take(length)).decode()
+
+    def skip(self, kind: int, count: int) -> None:
+        """So many values of this type."""
+        if kind in SCALARS:
+            self.take(count * struct.calcsize(f"<{SCALARS[kind]}"))
+        elif kind == STRING:
+            self._skip_texts(count)
+        else:
+            raise ValueError(f"a field of the type {kind}")
+
+    def _skip_texts(self, count: int) -> None:
+        """Without a call for each: a vocabulary has hundreds of thousands, a malicious header millions."""
+        end, length_at = len(self._content), struct.Struct("<Q").unpack_from
+        if count > (end - self.at) // 8:
+            raise ValueError(f"a list of {count} texts")
+        after = self.at
+        for _ in range(count):
+            if after + 8 > end:
+                raise ValueError("a list of texts ends too soon")
+            after += 8 + length_at(self._content, after)[0]
+        self.take(after - self.at)
+
+
+def read_gguf_header(content: memoryview) -> GgufHeader:
+    """Of a file's first MAX_HEADER_BYTES, or all of it.
+
+    ValueError for one that is damaged, and for counts and lengths beyond any model's.
+    """
+    cursor = _Cursor(content)
+    magic, version, tensors, fields = cursor.numbers("IIQQ")
+    if magic != MAGIC or version not in VERSIONS:
+        raise ValueError("it is no GGUF file, or of another version or byte order")
+    if tensors > MAX_TENSORS or fields > MAX_FIELDS:
+        raise ValueError(f"{tensors} tensors and {fields} fields are more than any model has")
+    alignment, arrays = _fields(cursor, fields)
+    found: dict[str, tuple[int, Shape, int]] = {}
+    for _ in range(tensors):
+        name, axes = cursor.name(), cursor.number("I")
+        if axes > MAX_AXES or name in found:
+            raise ValueError(f"{name[:80]} comes twice or has {axes} axes")
+        shape = cursor.numbers("Q" * axes)[::-1]
+        found[name] = cursor.number("I"), shape, cursor.number("Q")
+        if math.prod(shape) == 0 or found[name][2] % alignment:
+            raise ValueError(f"{name[:80]} has no values, or is at no multiple of {alignment} bytes")
+    start = -(-cursor.at // alignment) * alignment
+    return GgufHeader({name: StoredTensor(kind, shape, start + at) for name, (kind, shape, at) in found.items()}, arrays)
+
+
+def _fields(cursor: _Cursor, count: int) -> tuple[int, dict[str, Shape]]:
+    """The alignment of the tensors, and the short arrays."""
+    alignment, arrays, names = 32, {}, set()
+    for _ in range(count):
+        name, kind = cursor.name(), cursor.number("I")
+        if name in names:
+            raise ValueError(f"the field {name[:80]} comes twice")
+        names.add(name)
+        if name == ALIGNMENT:
+            if SCALARS.get(kind) != "I":
+                raise ValueError(f"its alignment is of the type {kind}")
+            alignment = cursor.number("I")
+            if alignment < 8 or alignment & (alignment - 1):
+                raise ValueError(f"its alignment is {alignment}")
+        elif kind == ARRAY:
+            kind, length = cursor.numbers("IQ")
+            if SCALARS.get(kind) in tuple("BbHhIiQq") and length <= MAX_KEPT:
+                arrays[name] = cursor.numbers(SCALARS[kind] * length)
+            else:
+                cursor.skip(kind, length)
+        else:
+            cursor.skip(kind, 1)
+    return alignment, arrays
