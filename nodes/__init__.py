@@ -1,5 +1,8 @@
 """The nodes that ComfyUI sees; only modules in here import ComfyUI."""
 
+from parallel_backend.registry import registry
+
+from .auto_degrees import log_folder
 from .doctor import ParallelDoctor
 from .loader import ParallelDiTLoader
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
@@ -9,6 +12,8 @@ from .tools import UnloadParallelDiT
 from .trace import ParallelTrace
 from .ulysses_config import UlyssesConfig
 from .vae import ParallelVAEDecode
+
+registry().logs = log_folder
 
 NODE_CLASS_MAPPINGS = {
     "ParallelDiTLoader": ParallelDiTLoader,

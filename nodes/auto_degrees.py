@@ -13,6 +13,7 @@ import torch
 
 from parallel_backend.checkpoint import Checkpoint
 from parallel_backend.config import Degrees
+from parallel_backend.device_names import on_ray
 from parallel_backend.doctor.subject import subject_of
 from parallel_backend.planner.cache import cached
 from parallel_backend.planner.calibration import calibrate, fingerprint, job_of
@@ -36,8 +37,13 @@ KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
 
 
 def folder() -> Path:
-    """Where calibrations are kept: ComfyUI's user directory, since the temporary one is emptied at each start."""
+    """Where calibrations and logs are kept: ComfyUI's user directory, since the temporary one is emptied at each start."""
     return Path(folder_paths.get_user_directory()) / "parallel_dit"
+
+
+def log_folder() -> Path:
+    """Where the ranks' logs are kept."""
+    return folder() / "logs"
 
 
 def calibrated(
@@ -53,7 +59,14 @@ def calibrated(
         with contextlib.nullcontext(pool) if pool is not None else registry().borrow(devices) as ranks:
             return calibrate(ranks, checkpoint, dtype, check_cancelled)
 
-    found = cached(folder(), fingerprint(devices, checkpoint, dtype, attention), measure)
+    if any(map(on_ray, devices)):  # the next ranks may be on other machines
+        return measure()
+
+    def fits(machine: Machine) -> bool:
+        lists = {name for name, count in checkpoint.family.blocks(checkpoint.config).items() if count}
+        return machine.names == devices and all(set(device.blocks) == lists for device in machine.devices)
+
+    found = cached(folder(), fingerprint(devices, checkpoint, dtype, attention), measure, fits)
     free = comfy.model_management.get_free_memory(torch.device("cpu"))
     return replace(found, host_free=int(free)) if "cpu" in devices else found
 

@@ -216,6 +216,8 @@ class PipeFusion:
     def _rows(self, model: RemoteTransformer, sampling: Sampling) -> tuple[Span, ...]:
         """The latent rows of each band; one band where there is no pipeline to fill."""
         patching, shape = model.family.patching, tuple(sampling.noise.shape)
+        if 0 in shape or len(shape) < 4:
+            raise ValueError(f"latent_image: a latent of the shape {list(shape)} cannot be sampled: it has no pixels.")
         height = shape[patching.band_dim]
         planned = sampling.guider.inner_model.diffusion_model.key.planned
         if model.degrees.patch > 1 or (planned and model.degrees.pipe == 1):  # degrees auto took an exact mode over bands
@@ -237,7 +239,7 @@ class PipeFusion:
         """Displaced patches: the sampler runs as it is, on ComfyUI's thread; its calls belong to one run on the ranks."""
         stochastic = not isinstance(sampling.sampler, comfy.samplers.KSAMPLER) or takes_noise_sampler(sampling.sampler)
         extrapolate = self.extrapolate and not stochastic
-        run = BandedRun(model, rows, tuple(sampling.noise.shape), True, overlap, extrapolate, calls)
+        run = BandedRun(model, rows, tuple(sampling.noise.shape), True, overlap, extrapolate, calls, check_cancelled)
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         options["transformer_options"][BAND_KEY] = Band(run, 0, limit, check_cancelled)
@@ -265,7 +267,7 @@ class PipeFusion:
         shape = tuple(sampling.noise.shape)
         # Noise added between steps is no trend to follow: there extrapolated keys are worse than old ones.
         extrapolate = self.extrapolate and draws is None
-        run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, extrapolate, calls)
+        run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, extrapolate, calls, check_cancelled)
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         steps = Steps(len(rows), model.family.patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar)
 

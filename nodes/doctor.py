@@ -4,7 +4,9 @@ import comfy.model_management
 import comfy.utils
 import torch
 
+from parallel_backend.device_names import on_ray
 from parallel_backend.doctor.examination import Findings, examine
+from parallel_backend.doctor.machine import HostFree
 from parallel_backend.doctor.subject import subject_of
 from parallel_backend.doctor.words import describe
 from parallel_backend.planner.calibration import job_of
@@ -13,6 +15,7 @@ from parallel_backend.planner.words import beside
 from parallel_backend.registry import registry
 
 from .auto_degrees import calibrated
+from .checked import checked
 from .loader import all_gpus, is_auto, named_devices
 from .remote_model import RemoteDiffusionModel, check_cancelled, remote_stub
 from .ulysses_config import ParallelConfig
@@ -22,6 +25,11 @@ from .widgets import CATEGORY, cfg_scale
 def doctor_devices(text: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
     """`auto`: every GPU, or the model's own CPU ranks where there is none. ValueError for a device that is not there."""
     return (all_gpus() or stub.devices) if is_auto(text) else named_devices(text)
+
+
+def memory_to_share(devices: tuple[str, ...]) -> HostFree:
+    """That of the machine that CPU ranks are on, so far as it is known: not for those on a Ray cluster."""
+    return (lambda: None) if any(map(on_ray, devices)) else host_free
 
 
 def host_free() -> int:
@@ -39,6 +47,7 @@ def advised_config(findings: Findings, stub: RemoteDiffusionModel) -> ParallelCo
     )
 
 
+@checked()
 class ParallelDoctor:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("STRING", "PARALLEL_CONFIG")
@@ -95,7 +104,7 @@ class ParallelDoctor:
             machine = calibrated(chosen, checkpoint, key.dtype, key.attention, pool)
             planned = plan(machine, job_of(checkpoint, subject))
             findings = examine(
-                pool, checkpoint, subject, key.attention, host_free, check_cancelled, progress.update_absolute
+                pool, checkpoint, subject, key.attention, memory_to_share(chosen), check_cancelled, progress.update_absolute
             )
         text = f"{describe(findings)}\n\n{beside(planned, findings)}"
         return {"ui": {"text": [text]}, "result": (text, advised_config(findings, stub))}

@@ -1,5 +1,7 @@
 """Parallel DiT Loader: a checkpoint and degrees -> a native MODEL whose transformer lives on several devices."""
 
+import contextlib
+import os
 from pathlib import Path
 
 import folder_paths
@@ -8,11 +10,13 @@ import torch
 from parallel_backend.balance import check_stage_split
 from parallel_backend.checkpoint import open_checkpoint
 from parallel_backend.compilers import check_compile
-from parallel_backend.config import DTYPES, Degrees, check_attention, check_devices, check_model, resolve_dtype
+from parallel_backend.config import DTYPES, Degrees, check_attention, check_devices, check_model, check_ranks, resolve_dtype
+from parallel_backend.device_names import names_ray, ray_devices
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.registry import ModelKey
 
 from .auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
+from .checked import checked, fitted, shown
 from .pipefusion import apply_pipefusion
 from .remote_model import make_model
 from .ulysses_config import ParallelConfig
@@ -45,17 +49,23 @@ def model_path(name: str) -> Path:
     """Where the entry of `model_names` is. ValueError if it is not there any more."""
     if name == BUNDLED:
         return Path(WEIGHTS)
-    if (path := folder_paths.get_full_path(FOLDER, name)) is not None:
-        return Path(path)
-    for base in folder_paths.get_folder_paths(FOLDER):
-        folder = (Path(base) / name).resolve()
-        if folder.is_relative_to(Path(base).resolve()) and (folder / "config.json").is_file():
-            return folder
-    raise ValueError(f"model_name: {name} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
+    with contextlib.suppress(OSError, ValueError):  # of names that no file can have: too long, a NUL in it, another drive
+        if (path := folder_paths.get_full_path(FOLDER, name)) is not None:
+            return Path(path)
+        for base in folder_paths.get_folder_paths(FOLDER):
+            folder = Path(os.path.normpath(Path(base) / name))  # symbolic links may lead elsewhere, names may not
+            if folder.is_relative_to(os.path.normpath(base)) and (folder / "config.json").is_file():
+                return folder
+    raise ValueError(f"model_name: {shown(name)} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
 
 
 def choose_devices(text: str, degrees: Degrees) -> tuple[str, ...]:
     """The device of each rank. `auto`: the first CUDA devices, or CPU ranks where there is none."""
+    check_ranks(degrees)
+    if names_ray(text):
+        devices = ray_devices(text, degrees.world)
+        check_devices(degrees, devices)
+        return devices
     available = torch.cuda.device_count()
     if is_auto(text):
         if available == 0:
@@ -81,12 +91,14 @@ def all_gpus() -> tuple[str, ...]:
 
 
 def named_devices(text: str) -> tuple[str, ...]:
-    """The devices of a list such as cuda:0,cuda:1. ValueError for one that this machine does not have."""
+    """The devices of a list such as cuda:0,cuda:1 or ray:cuda,cuda. ValueError for one that this machine does not have."""
+    if names_ray(text):
+        return ray_devices(text)
     devices = tuple(part.strip() for part in text.split(","))
     known = {"cpu", *all_gpus()}
     for name in devices:
         if name not in known:
-            raise ValueError(f"devices: '{name}' is no device of this machine, which has {', '.join(sorted(known))}.")
+            raise ValueError(f"devices: {shown(name)} is no device of this machine, which has {', '.join(sorted(known))}.")
     return devices
 
 
@@ -95,6 +107,7 @@ def possible_devices(text: str) -> tuple[str, ...]:
     return (all_gpus() or ("cpu",)) if is_auto(text) else named_devices(text)
 
 
+@checked("model_name")
 class ParallelDiTLoader:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("MODEL",)
@@ -141,7 +154,7 @@ class ParallelDiTLoader:
                     {
                         "default": "auto",
                         "tooltip": "auto (the first GPUs), or one device per rank such as cuda:0,cuda:1 or cpu,cpu: as many "
-                        "as the product of all degrees.",
+                        "as the product of all degrees. ray:cuda,cuda takes GPUs of a Ray cluster, on any of its machines.",
                     },
                 ),
             },
@@ -191,9 +204,17 @@ class ParallelDiTLoader:
         compile=False,
         degrees=AS_SET,
     ):
-        config = parallel_config or ParallelConfig()
+        model_name = fitted("model_name", model_name, "STRING", {})
+        config = ParallelConfig() if parallel_config is None else parallel_config
+        if not isinstance(config, ParallelConfig):
+            raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
         planned = degrees == AUTO
         if planned:
+            if names_ray(devices):
+                raise ValueError(
+                    "degrees is auto, but what a Ray cluster's machines are is not known before they run. Set degrees to "
+                    "'as set'; Parallel Doctor says which are fastest there."
+                )
             degrees, chosen = Degrees(), possible_devices(devices)
         else:
             degrees = Degrees(

@@ -3,6 +3,7 @@
 Only what does not depend on the weight itself can be added beside it: those are on the ranks, perhaps packed.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ that it is for, function of what is added."""
 
 DORA_SCALE = {"lora": 4, "loha": 7, "lokr": 8}
 """Adapters whose product does not depend on the weight, and which of their `weights` makes it do so all the same."""
+ALPHA = 2
+"""Place in their `weights` of what scales their product, beside the strength."""
 LORA_MID, LORA_RESHAPE = 3, 5
 """Places in a LoRA's `weights` of a third factor, and of the shape that it makes the weight have."""
 SENT_AS_IS = (torch.float32, torch.bfloat16, torch.float16)
@@ -87,6 +90,8 @@ class NativeWeights:
 def why_not(patch: Patch, region: torch.Size) -> str | None:
     """What is in the way of adding the patch beside a weight of this shape, in the user's words; None if nothing is."""
     strength, value, strength_model, _, _ = patch
+    if not math.isfinite(strength):
+        return f"something at the strength {strength}"
     if strength_model != 1.0 or isinstance(value, list):
         return "a merge of models, or a factor on the weight itself,"
     if strength == 0.0:
@@ -96,6 +101,10 @@ def why_not(patch: Patch, region: torch.Size) -> str | None:
             return f"{value.name.upper()}, which turns the weight itself,"
         if value.weights[DORA_SCALE[value.name]] is not None:
             return "DoRA, which scales the weight itself,"
+        if (alpha := value.weights[ALPHA]) is not None and not math.isfinite(alpha):
+            return f"a {value.name.upper()} with the alpha {alpha}"
+        if value.name == "lora" and any(factor.ndim < 2 or 0 in factor.shape for factor in value.weights[:2]):
+            return "a LoRA without a rank"
         if value.name == "lora" and value.weights[LORA_RESHAPE] is not None:
             return "a LoRA that enlarges the weight"
         if value.name == "lora" and value.weights[LORA_MID] is None and _product_shape(value).numel() != region.numel():

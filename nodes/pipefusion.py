@@ -4,6 +4,7 @@ import comfy.patcher_extension
 import comfy.samplers
 
 from .bands import PipeFusion
+from .checked import checked
 from .remote_model import remote_stub
 from .step_cache import CacheSettings, threshold, with_step_cache
 from .widgets import CATEGORY, cfg_scale
@@ -56,6 +57,7 @@ def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapola
     return patched, wrapper
 
 
+@checked()
 class ApplyPipeFusion:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("MODEL",)
@@ -71,6 +73,7 @@ class ApplyPipeFusion:
         return (apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate)[0],)
 
 
+@checked()
 class PipeFusionSampler:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("LATENT", "STRING")

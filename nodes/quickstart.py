@@ -3,9 +3,11 @@
 from parallel_backend.quickstart.codec import decode
 from parallel_backend.quickstart.prompt import encode_prompt
 
+from .checked import checked
 from .widgets import CATEGORY
 
 
+@checked()
 class QuickstartPrompt:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("CONDITIONING",)
@@ -22,6 +24,7 @@ class QuickstartPrompt:
         return ([[context, {"pooled_output": pooled}]],)
 
 
+@checked()
 class QuickstartDecode:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("IMAGE",)

@@ -17,6 +17,7 @@ from comfy_execution.utils import get_executing_context
 from parallel_backend.bands import BandedRun
 from parallel_backend.checkpoint import Checkpoint
 from parallel_backend.client import RemoteTransformer
+from parallel_backend.device_names import device_kind
 from parallel_backend.dtypes import compute_dtype
 from parallel_backend.pool import Poll
 from parallel_backend.registry import ModelKey, registry
@@ -50,7 +51,7 @@ class Band:
     `poll` runs while a call is waited for: the look at Cancel, where the call is made on ComfyUI's own thread.
     """
 
-    def __init__(self, run: BandedRun, index: int, exact_above: float, poll: Poll = lambda: None):
+    def __init__(self, run: BandedRun, index: int, exact_above: float, poll: Poll | None = None):
         self.run, self.index, self.exact_above, self.poll = run, index, exact_above, poll
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Band":
@@ -107,7 +108,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.cache: SamplingCache | None = None
         self.patcher: Callable[[], RemoteModelPatcher | None] = lambda: None
         self.idle: str | None = None
-        self.dtype = compute_dtype(key.dtype, torch.device(key.devices[0]))
+        self.dtype = compute_dtype(key.dtype, torch.device(device_kind(key.devices[0])))
         self.patch_size = checkpoint.family.patching.side
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
@@ -172,6 +173,12 @@ class RemoteDiffusionModel(torch.nn.Module):
         family, config = self.checkpoint.family, self.checkpoint.config
         given = {name: value for name, value in extra.items() if value is not None}
         refuse_what_does_not_reach_the_ranks(options, [name for name in given if name not in family.accepts])
+        axes = 5 if family.patching.video else 4
+        if x.ndim != axes or 0 in x.shape:
+            raise ValueError(
+                f"latent_image: a latent of the shape {list(x.shape)} cannot be sampled by this model, which takes {axes} "
+                "axes, none of them empty. Use the Empty Latent node made for this model."
+            )
         if x.shape[1] != family.latent_channels(config):
             raise ValueError(
                 f"latent_image: the latent has {x.shape[1]} channels, this model needs {family.latent_channels(config)}. "
@@ -324,7 +331,7 @@ def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> Rem
 
 def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel:
     """The stub inside a MODEL. ValueError if the MODEL is not from Parallel DiT Loader."""
-    stub = getattr(model.model, "diffusion_model", None)
+    stub = getattr(getattr(model, "model", None), "diffusion_model", None)
     if not isinstance(stub, RemoteDiffusionModel):
         raise ValueError("model: this MODEL runs in ComfyUI itself. Load it with Parallel DiT Loader to use PipeFusion.")
     return stub

@@ -7,6 +7,7 @@ import comfy.model_patcher
 
 from parallel_backend.step_cache import StepCache
 
+from .checked import checked
 from .node_text import say
 from .widgets import CATEGORY
 
@@ -78,6 +79,7 @@ def threshold(default: float, tooltip: str) -> tuple[str, dict]:
     return ("FLOAT", {"default": default, "min": 0.0, "max": 3.0, "step": 0.005, "round": 0.001, "tooltip": tooltip})
 
 
+@checked()
 class ParallelStepCache:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("MODEL",)

@@ -1,5 +1,6 @@
 """What the ranks did in the last run, as a picture, in figures, and as a file for a trace viewer."""
 
+import os
 from pathlib import Path
 
 import folder_paths
@@ -9,10 +10,15 @@ from parallel_backend.registry import registry
 from parallel_backend.timeline_picture import draw
 from parallel_backend.trace import nothing_has_run, read_trace, write_chrome_trace
 
+from .checked import checked, shown
 from .remote_model import check_cancelled
 from .widgets import ANY, CATEGORY
 
+LONGEST_NAME = 200
+"""Characters; a number and an ending are added."""
 
+
+@checked()
 class ParallelTrace:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("IMAGE", "STRING")
@@ -55,14 +61,28 @@ class ParallelTrace:
     def trace(self, width, filename_prefix, after=None):
         from nodes import PreviewImage  # ComfyUI's nodes.py; this package is `.nodes` of the pack
 
+        output = folder_paths.get_output_directory()
+        check_prefix(filename_prefix, output)
         model = registry().present()
         if model is None:
             raise nothing_has_run()
         found = read_trace(model, check_cancelled)
         image = torch.from_numpy(draw(found, width)).float().div(255).unsqueeze(0)
-        output = folder_paths.get_output_directory()
-        folder, name, number, *_ = folder_paths.get_save_image_path(filename_prefix, output, *image.shape[2:0:-1])
-        path = Path(folder) / f"{name}_{number:05}_.json"
-        write_chrome_trace(found, path)
+        try:
+            folder, name, number, *_ = folder_paths.get_save_image_path(filename_prefix, output, *image.shape[2:0:-1])
+            path = Path(folder) / f"{name}_{number:05}_.json"
+            write_chrome_trace(found, path)
+        except OSError as error:
+            text = f"filename_prefix: {shown(filename_prefix)} cannot be written ({error.strerror}). Use another name."
+            raise ValueError(text) from error
         report = f"{found}\n{path} opens in chrome://tracing and ui.perfetto.dev"
         return {**PreviewImage().save_images(image), "result": (image, report)}
+
+
+def check_prefix(prefix: str, output: str) -> None:
+    """ValueError for a name that is none, or that leads out of the folder `output`."""
+    path = os.path.normpath(os.path.join(output, prefix))
+    if not prefix.strip() or "\0" in prefix or len(os.path.basename(path)) > LONGEST_NAME:
+        raise ValueError(f"filename_prefix: {shown(prefix)} is no name for a file. Use one such as parallel_dit_trace.")
+    if os.path.commonpath((os.path.normpath(output), path)) != os.path.normpath(output) or os.path.isabs(prefix):
+        raise ValueError(f"filename_prefix: {shown(prefix)} leads out of ComfyUI's output folder. Use a name inside it.")

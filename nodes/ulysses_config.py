@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from parallel_backend.config import PATCH_MODES, TRANSFER_DTYPES
 
+from .checked import checked
 from .widgets import CATEGORY, degree
 
 
@@ -21,6 +22,7 @@ class ParallelConfig:
     transfer_dtype: str = "full"
 
 
+@checked()
 class UlyssesConfig:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("PARALLEL_CONFIG",)

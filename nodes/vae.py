@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 from comfy.ldm.modules.diffusionmodules.model import Decoder
 
+from parallel_backend.device_names import device_kind
 from parallel_backend.layout import Span, split
 from parallel_backend.pool import Pool
 from parallel_backend.registry import registry
 from parallel_backend.vae.keys import to_diffusers
 from parallel_backend.vae.remote import RemoteDecoder, TooLittleMemory
 
+from .checked import checked
 from .loader import all_gpus, is_auto, named_devices
 from .node_text import say
 from .remote_model import check_cancelled
@@ -24,6 +26,7 @@ from .widgets import CATEGORY
 log = logging.getLogger(__name__)
 
 
+@checked()
 class ParallelVAEDecode:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("IMAGE",)
@@ -53,6 +56,8 @@ class ParallelVAEDecode:
         }
 
     def decode(self, samples, vae, devices="auto"):
+        if not all(hasattr(vae, name) for name in ("decode", "latent_dim", "first_stage_model")):
+            raise ValueError("vae: this is no VAE. Connect Load VAE, or a checkpoint loader's.")
         latent = samples["samples"]
         if latent.is_nested:
             latent = latent.unbind()[0]
@@ -138,7 +143,7 @@ def unpacked(model: AutoencodingEngine, latent: torch.Tensor) -> torch.Tensor:
 def decode_in_bands(vae: comfy.sd.VAE, latent: torch.Tensor, pool: Pool) -> torch.Tensor:
     """[B, C, H, W] -> [B, 8 H, 8 W, 3] as vae.decode gives it, one batch entry after the other."""
     model = vae.first_stage_model
-    on_gpus = all(device.startswith("cuda") for device in pool.devices)
+    on_gpus = all(device_kind(device) == "cuda" for device in pool.devices)
     dtype = vae.vae_dtype if on_gpus else torch.float32
     # Older versions of ComfyUI have float32 always.
     out_dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
@@ -149,7 +154,7 @@ def decode_in_bands(vae: comfy.sd.VAE, latent: torch.Tensor, pool: Pool) -> torc
     decoder = RemoteDecoder(pool, f"{vae.patcher.patches_uuid} {id(model)} {dtype}", weights)
     largest = split(Span(0, latent.shape[2]), len(pool.devices))[0]
     needed = int(vae.memory_used_decode((1, latent.shape[1], len(largest), latent.shape[3]), dtype))
-    for device in sorted(set(pool.devices)) if on_gpus else ():
+    for device in sorted(name for name in set(pool.devices) if name.startswith("cuda")) if on_gpus else ():
         comfy.model_management.free_memory(needed, torch.device(device))  # of ComfyUI's own models there
     images, progress = None, comfy.utils.ProgressBar(len(latent))
     for index, entry in enumerate(latent.split(1)):

@@ -1,0 +1,124 @@
+"""What a node is called with, held to what its inputs say: ComfyUI checks widgets, but not what comes over a link."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Node = TypeVar("Node", bound=type)
+
+SHOWN = 60
+"""Characters of a value that an error repeats."""
+
+
+def checked(*others: str) -> Callable[[Node], Node]:
+    """Class decorator: the node's function gets values of its inputs' types and within their limits, or is not called.
+
+    ValueError, beginning with the input's name, for anything else. `others`: inputs that the node checks itself.
+    """
+
+    def adopt(node: Node) -> Node:
+        function = getattr(node, node.FUNCTION)
+        signature = inspect.signature(function)
+
+        @functools.cache
+        def inputs() -> dict[str, tuple]:
+            groups = node.INPUT_TYPES()
+            return {
+                name: (*spec, {})[:2]
+                for group in ("required", "optional")
+                for name, spec in groups.get(group, {}).items()
+                if name not in others
+            }
+
+        @functools.wraps(function)
+        def call(*arguments, **named):
+            bound = signature.bind(*arguments, **named)
+            for name, (kind, options) in inputs().items():
+                if name in bound.arguments:
+                    absent = bound.arguments[name] is None and signature.parameters[name].default is None
+                    bound.arguments[name] = None if absent else fitted(name, bound.arguments[name], kind, options)
+            return function(*bound.args, **bound.kwargs)
+
+        setattr(node, node.FUNCTION, call)
+        return node
+
+    return adopt
+
+
+def fitted(name: str, value: Any, kind: Any, options: dict[str, Any]) -> Any:
+    """The value as an input of this type takes it. ValueError, beginning with `name`, for one that it does not."""
+    if isinstance(kind, list):
+        if not isinstance(value, str) or value not in kind:
+            raise ValueError(f"{name}: {shown(value)} is none of {', '.join(map(str, kind[:20]))}.")
+        return value
+    check = CHECKS.get(kind)
+    return value if check is None else check(name, value, options)
+
+
+def shown(value: Any) -> str:
+    text = repr(value) if isinstance(value, (str, float, bool, type(None))) else type(value).__name__
+    if isinstance(value, int) and abs(value) < 10**SHOWN:
+        text = str(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _number(name: str, value: Any, options: dict[str, Any], whole: bool) -> int | float:
+    try:
+        number = int(value) if isinstance(value, int) or (whole and isinstance(value, str)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if number != number or abs(number) == math.inf or (whole and number != int(number)):
+        raise ValueError(f"{name}: {shown(value)} is no {'whole ' * whole}number.")
+    least, most = options.get("min", -math.inf), options.get("max", math.inf)
+    if not least <= number <= most:
+        raise ValueError(f"{name}: {shown(number)} is out of its limits, {least} to {most}.")
+    return int(number) if whole else float(number)
+
+
+def _flag(name: str, value: Any, _options: dict[str, Any]) -> bool:
+    if isinstance(value, (bool, int)) and value in (0, 1):
+        return bool(value)
+    raise ValueError(f"{name}: {shown(value)} is neither true nor false.")
+
+
+def _text(name: str, value: Any, _options: dict[str, Any]) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"{name}: {shown(value)} is no text.")
+
+
+def _latent(name: str, value: Any, _options: dict[str, Any]) -> dict[str, Any]:
+    samples = value.get("samples") if isinstance(value, dict) else None
+    parts = samples.unbind() if getattr(samples, "is_nested", False) else [samples]
+    for part in parts:
+        if not isinstance(part, torch.Tensor):
+            raise ValueError(f"{name}: this is no latent. Connect an Empty Latent node, a VAE encoder or a sampler.")
+        if part.ndim not in (3, 4, 5) or 0 in part.shape or not part.is_floating_point():
+            raise ValueError(
+                f"{name}: a latent of {part.dtype} values of the shape {list(part.shape)} cannot be used. Use an Empty "
+                "Latent node or a VAE encoder made for the model."
+            )
+    return value
+
+
+def _conditioning(name: str, value: Any, _options: dict[str, Any]) -> Any:
+    fits = isinstance(value, (list, tuple)) and all(
+        isinstance(part, (list, tuple)) and len(part) == 2 and isinstance(part[1], dict) for part in value
+    )
+    if not fits or not all(isinstance(part[0], torch.Tensor) or part[0] is None for part in value):
+        raise ValueError(f"{name}: this is no conditioning. Connect a CLIP Text Encode node.")
+    return value
+
+
+CHECKS: dict[str, Callable[[str, Any, dict[str, Any]], Any]] = {
+    "INT": functools.partial(_number, whole=True),
+    "FLOAT": functools.partial(_number, whole=False),
+    "BOOLEAN": _flag,
+    "STRING": _text,
+    "LATENT": _latent,
+    "CONDITIONING": _conditioning,
+}
