@@ -55,6 +55,9 @@ class FakeModel:
     def open_run(self, extrapolate: bool) -> int:
         return 1
 
+    def watch_memory(self, run, bands, extrapolate, poll) -> None:
+        pass
+
     def conditioning(self, grid, tensors, home=0) -> Conditioning:
         for known in self._known:
             if known.matches(grid, tensors):
@@ -342,6 +345,6 @@ def test_the_fake_is_called_as_the_client_would_be():
 
     from parallel_backend.client import RemoteTransformer
 
-    for name in ("open_run", "conditioning", "call", "post", "abandon"):
+    for name in ("open_run", "watch_memory", "conditioning", "call", "post", "abandon"):
         real, fake = (inspect.signature(getattr(cls, name)).parameters for cls in (RemoteTransformer, FakeModel))
         assert list(real) == list(fake), name

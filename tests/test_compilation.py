@@ -12,7 +12,7 @@ import torch._inductor.compile_fx
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 
-from parallel_backend import compilers, pool
+from parallel_backend import compilers, launch
 from parallel_backend import messages as m
 from parallel_backend.checkpoint import open_checkpoint
 from parallel_backend.client import RemoteTransformer
@@ -233,7 +233,7 @@ def tracing_pools():
     def get(world: int) -> Pool:
         if world not in made:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(pool, "main", tracing_rank.tracing)
+                patch.setattr(launch, "main", tracing_rank.tracing)
                 made[world] = Pool(("cpu",) * world)
         return made[world]
 
@@ -298,7 +298,7 @@ def test_cancel_does_not_wait_for_the_compiler(flux_file, pools, monkeypatch):
 
     inputs = tiny.inputs(tiny.FLUX)
     expected = pools.load(flux_file, Degrees()).predict(*inputs, lambda: None)
-    monkeypatch.setattr(pool, "main", tracing_rank.tracing_slowly)  # of ranks to come; those of `pools` are for all tests
+    monkeypatch.setattr(launch, "main", tracing_rank.tracing_slowly)  # of ranks to come; those of `pools` are for all tests
     polls = itertools.count()
 
     def poll():

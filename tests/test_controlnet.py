@@ -174,7 +174,7 @@ class Steps:
 
     def bytes(self) -> int:
         """Of residuals, on their way to all ranks."""
-        return sum(tensor.nbytes for steps in self.by_rank.values() for step in steps for tensor in m.encode(step.added)[1])
+        return sum(tensor.nbytes for steps in self.by_rank.values() for step in steps for tensor in step.added)
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=3), Degrees(ulysses=2), Degrees(batch=2)], ids=str)

@@ -526,7 +526,7 @@ def test_kinds_of_blocks_are_told_apart(tmp_path):
 class FakePool:
     error = None
 
-    def __init__(self, devices):
+    def __init__(self, devices, **_settings):
         self.devices, self.closed = devices, False
 
     def close(self, politely):

@@ -8,11 +8,16 @@ import shutil
 import pytest
 import torch
 
+from parallel_backend import launch
+from parallel_backend.checkpoint import open_checkpoint
+from parallel_backend.client import RemoteTransformer
 from parallel_backend.config import AXES, Degrees
+from parallel_backend.pool import Pool
 from parallel_backend.quickstart.model import MODEL_CONFIG, WEIGHTS
 from parallel_backend.quickstart.prompt import encode_prompt
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
-from tests import tiny
+from parallel_backend.timeline import TRANSFER
+from tests import grouping_rank, tiny
 
 TOLERANCE = 1e-5
 
@@ -288,3 +293,23 @@ def test_the_bundled_model_equals_one_process(pools, mini, degrees, measured):
     measured("relative error of exact modes", error)
     assert math.isfinite(error)
     assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("degrees", [Degrees(ulysses=2), Degrees(ulysses=3), Degrees(ring=2, ulysses=2)], ids=name)
+def test_heads_in_groups_equal_one_process(exact_call, flux_file, monkeypatch, pools, degrees):
+    """As on CUDA. The control: transfers, of which groups make more."""
+    given, expected = exact_call("odd sizes")
+    plain, transfers = pools(degrees.world), []
+    monkeypatch.setattr(launch, "main", grouping_rank.grouping)  # of ranks to come
+    grouping = Pool(("cpu",) * degrees.world)
+    try:
+        for pool in (grouping, plain):
+            pools.forget(degrees.world)
+            model = RemoteTransformer(pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
+            model.begin_timeline()
+            assert tiny.relative(model.predict(*given, lambda: None), expected) <= TOLERANCE
+            kinds = model.timeline(lambda: None)[0].labels[:, 0]
+            transfers.append(int((kinds == TRANSFER).sum()))
+    finally:
+        grouping.close()
+    assert transfers[0] > transfers[1]

@@ -66,22 +66,34 @@ class After:
             self.action()
 
 
+class Loss:
+    """A rank is lost in the middle of calls: `check` that the error names it, all end, and the next pool works."""
+
+    def __init__(self, load, given, expected, measured):
+        self.load, self.given, self.expected, self.measured = load, given, expected, measured
+        self.model = load(Degrees(pipe=2))
+
+    def check(self, what: str, lose, words: str, mend=lambda: None) -> None:
+        pids, loss = self.model.pool.pids, After(lose)
+        with pytest.raises(RankError, match=words):
+            many_steps(self.model, self.given, loss)
+        seconds = time.monotonic() - loss.at
+        self.measured(f"seconds from {what} to error", seconds)
+        assert seconds < LIMIT
+        assert wait_until_gone(pids)
+        with pytest.raises(RankError, match=words):  # the model object stays unusable, and says why
+            self.model.predict(*self.given, lambda: None)
+        mend()
+        following = self.load(Degrees(pipe=2))
+        assert following.pool is not self.model.pool
+        assert tiny.relative(following.predict(*self.given, lambda: None), self.expected) <= 1e-5
+
+
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named_and_the_next_pool_works(pools, remote, given, expected, victim, measured):
-    model = remote(Degrees(pipe=2))
-    pids = model.pool.pids
-    kill = After(lambda: os.kill(pids[victim], signal.SIGKILL))
-    with pytest.raises(RankError, match=rf"rank {victim} \(cpu\) was killed by signal 9"):
-        many_steps(model, given, kill)
-    seconds = time.monotonic() - kill.at
-    measured("seconds from kill to error", seconds)
-    assert seconds < LIMIT
-    assert wait_until_gone(pids)
-    with pytest.raises(RankError, match=f"rank {victim}"):  # the model object stays unusable, and says why
-        model.predict(*given, lambda: None)
-    following = remote(Degrees(pipe=2))
-    assert following.pool is not model.pool
-    assert tiny.relative(following.predict(*given, lambda: None), expected) <= 1e-5
+def test_a_killed_rank_is_named_and_the_next_pool_works(remote, given, expected, victim, measured):
+    loss = Loss(remote, given, expected, measured)
+    kill = lambda: os.kill(loss.model.pool.pids[victim], signal.SIGKILL)  # noqa: E731
+    loss.check("kill", kill, rf"rank {victim} \(cpu\) was killed by signal 9")
 
 
 def test_a_rank_killed_during_a_call_is_named(pools, remote, given):
@@ -183,7 +195,7 @@ def test_no_rank_outlives_a_killed_parent(flux_file, model, tmp_path):
         "        x, _, tensors = tiny.inputs(tiny.FLUX)\n"
         "        arguments = (model, x, linear_sigmas(5000), Prompt(tensors, tensors, 1.0), 3, 1)\n"
         "        threading.Thread(target=sample_in_bands, args=arguments, daemon=True).start()\n"
-        "    print(*pool.pids, pool._directory, flush=True)\n"
+        "    print(*pool.pids, pool.ranks.directory, flush=True)\n"
         "    threading.Event().wait()\n"
         "else:\n"
         "    print('imported again', flush=True)\n"
@@ -217,13 +229,13 @@ def test_close_leaves_no_process_and_no_file(flux_file):
     pool.ready.result(timeout=120)
     pids = set(pool.pids)
     assert descendants() == before | pids
-    assert pool._directory in created
-    assert pool._directory.stat().st_mode & 0o077 == 0  # whoever could write the store could join the group
+    assert pool.ranks.directory in created
+    assert pool.ranks.directory.stat().st_mode & 0o077 == 0  # whoever could write the store could join the group
     pool.close()
     pool.close()
     assert descendants() == before
     assert wait_until_gone(pids, 0.1)
-    assert not pool._directory.exists()
+    assert not pool.ranks.directory.exists()
 
 
 def listening(pid: int) -> set[str]:

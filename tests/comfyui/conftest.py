@@ -63,7 +63,8 @@ class ComfyUI:
             timeout=900,
         )
         assert done.returncode == 0, f"{script} failed:\n{done.stdout[-8000:]}"
-        return json.loads(result.read_text()), done.stdout
+        logs = sorted((base / "user" / "parallel_dit" / "logs").glob("rank-*"))  # the last two starts' of each rank
+        return json.loads(result.read_text()), done.stdout + "".join(log.read_text() for log in logs)
 
 
 @pytest.fixture(scope="session")

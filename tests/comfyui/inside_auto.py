@@ -38,7 +38,7 @@ def main() -> None:
     def machine(bandwidth: float, speeds: tuple[float, ...] = (1.0, 1.0)) -> Iterator[None]:
         """Ranks that are calibrated so. A calibration that was kept is forgotten, and the model with it."""
         node("UnloadParallelDiT")
-        for file in auto.folder().glob("*"):
+        for file in auto.folder().glob("calibration*"):
             file.unlink()
         cost = {speed: BlockCost(1e-6 / speed, 1e-3 / speed, 0.0) for speed in speeds}
         lists = ("transformer_blocks", "single_transformer_blocks")
@@ -170,11 +170,11 @@ def main() -> None:
     def for_real() -> dict:
         """Nothing is made up: two ranks are calibrated, once, and the file is kept."""
         node("UnloadParallelDiT")
-        for file in auto.folder().glob("*"):
+        for file in auto.folder().glob("calibration*"):
             file.unlink()
         model = load()
         ksampler(model, prompts, latent)
-        files = sorted(auto.folder().glob("*"))
+        files = sorted(auto.folder().glob("calibration*"))
         written = json.loads(files[0].read_text())
         differs = by_hand(model)
         node("UnloadParallelDiT")

@@ -131,6 +131,9 @@ def test_killed_rank_is_named_and_the_next_prompt_runs(server, rank_processes, n
         outcome = server.wait(prompt_id, 60)
     assert outcome.status == "error"
     assert "rank 1 (cpu) was killed by signal 9" in outcome.error
+    logs = server.base / "user" / "parallel_dit" / "logs"
+    assert str(logs) in outcome.error
+    assert {f"rank-{rank}.log" for rank in range(2)} <= {path.name for path in logs.iterdir()}
     _, alive = psutil.wait_procs([first, second], timeout=5)
     assert not alive
     after = server.run(small(name, seed=22))
@@ -200,6 +203,23 @@ def test_wrong_widget_is_named(server, case):
     outcome = server.run(small(**widgets))
     assert outcome.status == "error"
     assert [text for text in said if text not in outcome.error] == []
+
+
+def test_a_cluster_needs_ray(server):
+    has_ray = subprocess.run([server.python, "-c", "import ray"], capture_output=True).returncode == 0
+    if has_ray:
+        pytest.skip("ComfyUI's environment has the ray package")
+    outcome = server.run(small(devices="ray:cpu,cpu"))
+    assert outcome.status == "error"
+    assert "devices: ray:cpu,cpu needs the ray package: pip install ray" in outcome.error
+
+
+def test_degrees_auto_is_not_for_a_cluster(server):
+    prompt = small(devices="ray:cpu,cpu")
+    prompt[LOADER]["inputs"]["degrees"] = "auto"
+    outcome = server.run(prompt)
+    assert outcome.status == "error"
+    assert "degrees is auto, but what a Ray cluster's machines are is not known" in outcome.error
 
 
 WRONG_CONFIG = {

@@ -98,4 +98,4 @@ def test_plain_ksampler(fresh):
 def test_trace_file_elsewhere_is_refused(fresh):
     outcome = fresh.run(nodes(filename_prefix="../../elsewhere"))
     assert outcome.status == "error"
-    assert "outside the output folder" in outcome.error
+    assert "filename_prefix: '../../elsewhere' leads out of ComfyUI's output folder" in outcome.error

@@ -1,0 +1,25 @@
+"""A short soak; `python -m tests.soak` is the long one. What it would report is tested in tests/test_soak.py."""
+
+import pytest
+
+from tests.soak.record import FINISHED
+from tests.soak.soak import soak
+from tests.soak.verdict import problems
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
+
+PROMPTS = 25
+
+
+def test_prompts_at_random_equal_the_same_requests_alone(comfyui):
+    lines = []
+    found = soak(comfyui.checkout, PROMPTS, seed=1, said=lines.append)
+    assert problems(found) == []
+    assert len(found.endings) == PROMPTS
+    assert len({ending.setup for ending in found.endings}) > 10
+    compared = [ending for ending in found.endings if ending.difference is not None]
+    assert [ending.status for ending in compared] == [FINISHED] * len(compared)
+    assert len(compared) >= PROMPTS / 2
+    assert {reading.role for reading in found.readings} >= {"ComfyUI", "rank 0", "rank 1", "rank 3"}
+    assert found.extras["unload node"] >= 1
+    assert any("/25 prompts, " in line for line in lines)

@@ -1,0 +1,26 @@
+"""One fault, as it is told to a rank. Imports nothing heavy: the first event of a rank is before that."""
+
+from dataclasses import dataclass
+
+INJECTED = "injected by a test"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`moment`: how many of the phase's events pass on the victim before. `seed`: of random bytes and delays."""
+
+    kind: str
+    variant: str
+    phase: str
+    degrees: str
+    victim: int
+    moment: int
+    seed: int
+
+    @property
+    def event(self) -> str:
+        """What the victim counts to the moment."""
+        return f"{self.phase}, transfer" if self.kind.startswith("transfer") else self.phase
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.variant}), {self.phase}, {self.degrees}, rank {self.victim}, event {self.moment}"
