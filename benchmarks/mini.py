@@ -28,6 +28,7 @@ from parallel_backend.quickstart.sampling import (  # noqa: E402
     sample_in_bands,
     sample_whole,
 )
+from parallel_backend.step_cache import StepCache  # noqa: E402
 
 CHUNK = 20  # pictures per request
 
@@ -43,17 +44,40 @@ def requests(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(10, (count, CELLS), generator=generator), torch.randn(count, 16, 32, 32, generator=generator)
 
 
-def sample(model: RemoteTransformer, symbols: torch.Tensor, noise: torch.Tensor, steps: int, bands: int, cfg: float):
-    """Pictures [N, 256, 256]; `bands` 0 runs every call whole, 1 is for displaced patches."""
-    images = []
+def sample_latents(
+    model: RemoteTransformer,
+    symbols: torch.Tensor,
+    noise: torch.Tensor,
+    steps: int,
+    bands: int,
+    cfg: float,
+    threshold: float = 0.0,
+) -> tuple[torch.Tensor, list[int]]:
+    """Latents [N, 16, 32, 32], and the calls computed by request of CHUNK pictures.
+
+    `bands` 0 runs every call whole, 1 is for displaced patches. `threshold`: of the step cache, 0 for none.
+    """
+    latents, computed = [], []
     for part, start in zip(symbols.split(CHUNK), noise.split(CHUNK), strict=True):
         prompt, sigmas = digit_prompts(part, cfg), linear_sigmas(steps)
+        cache = StepCache(threshold, max(1, bands)) if threshold else None
         if bands:
-            latent, _ = sample_in_bands(model, start, sigmas, prompt, bands, warm_up=1)
+            latent, _ = sample_in_bands(model, start, sigmas, prompt, bands, warm_up=1, cache=cache)
         else:
-            latent = sample_whole(model, start, sigmas, prompt)
-        images.append(decode(process_out(latent)))
-    return torch.cat(images)
+            latent = sample_whole(model, start, sigmas, prompt, cache=cache)
+        latents.append(latent)
+        computed.append(steps if cache is None else cache.computed)
+    return torch.cat(latents), computed
+
+
+def pictures(latents: torch.Tensor) -> torch.Tensor:
+    """[N, 256, 256] in 0..1."""
+    return decode(process_out(latents))
+
+
+def sample(model: RemoteTransformer, symbols: torch.Tensor, noise: torch.Tensor, steps: int, bands: int, cfg: float):
+    """The pictures of sample_latents, without a step cache."""
+    return pictures(sample_latents(model, symbols, noise, steps, bands, cfg)[0])
 
 
 def judge(images: torch.Tensor, exact: torch.Tensor, symbols: torch.Tensor) -> dict[str, float]:

@@ -23,44 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import mini  # noqa: E402
-from benchmarks.mini import CHUNK, judge, load  # noqa: E402
-from parallel_backend.client import RemoteTransformer  # noqa: E402
+from benchmarks.mini import judge, load, pictures, sample_latents  # noqa: E402
 from parallel_backend.config import Degrees  # noqa: E402
-from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
-from parallel_backend.quickstart.sampling import (  # noqa: E402
-    digit_prompts,
-    linear_sigmas,
-    sample_in_bands,
-    sample_whole,
-)
-from parallel_backend.step_cache import StepCache  # noqa: E402
-
-
-def sample(
-    model: RemoteTransformer,
-    symbols: torch.Tensor,
-    noise: torch.Tensor,
-    steps: int,
-    bands: int,
-    cfg: float,
-    threshold: float,
-) -> tuple[torch.Tensor, list[int]]:
-    """Latents [N, 16, 32, 32], and the calls computed by request. `bands` 0: whole calls; `threshold` 0: no cache."""
-    latents, computed = [], []
-    for part, start in zip(symbols.split(CHUNK), noise.split(CHUNK), strict=True):
-        prompt, sigmas = digit_prompts(part, cfg), linear_sigmas(steps)
-        cache = StepCache(threshold, max(1, bands)) if threshold else None
-        if bands:
-            latent, _ = sample_in_bands(model, start, sigmas, prompt, bands, warm_up=1, cache=cache)
-        else:
-            latent = sample_whole(model, start, sigmas, prompt, cache=cache)
-        latents.append(latent)
-        computed.append(steps if cache is None else cache.computed)
-    return torch.cat(latents), computed
-
-
-def pictures(latents: torch.Tensor) -> torch.Tensor:
-    return decode(process_out(latents))
 
 
 def main() -> None:
@@ -79,7 +43,7 @@ def main() -> None:
         exact = None
         for bands in options.bands:
             mode = f"pipefusion M={bands}" if bands else "one rank"
-            latents, _ = sample(model, symbols, noise, steps, bands, options.cfg, 0.0)
+            latents, _ = sample_latents(model, symbols, noise, steps, bands, options.cfg)
             uncached = pictures(latents)
             exact = exact if bands else uncached
 
@@ -91,7 +55,7 @@ def main() -> None:
             report({"steps": steps, "mode": mode, "computed": steps, **judged(uncached)})
             instead = set()
             for threshold in options.thresholds:
-                latents, computed = sample(model, symbols, noise, steps, bands, options.cfg, threshold)
+                latents, computed = sample_latents(model, symbols, noise, steps, bands, options.cfg, threshold)
                 mean = statistics.fmean(computed)
                 fewer = min(steps, int(-(-mean // 1)))
                 name = f"{mode}, cache {threshold:g}"
@@ -100,13 +64,13 @@ def main() -> None:
                 if bands:
                     timed.append((steps, bands, threshold, fewer))
             for fewer in sorted(instead):
-                images = pictures(sample(model, symbols, noise, fewer, bands, options.cfg, 0.0)[0])
+                images = pictures(sample_latents(model, symbols, noise, fewer, bands, options.cfg)[0])
                 report({"steps": steps, "mode": f"{mode}, {fewer} steps instead", "computed": fewer, **judged(images)})
     model.pool.close()
     if not options.rounds:
         return
     model = load(Degrees(pipe=2))
-    sample(model, symbols[:1], noise[:1], 4, 2, options.cfg, 0.0)
+    sample_latents(model, symbols[:1], noise[:1], 4, 2, options.cfg)
     for steps, bands, threshold, fewer in timed:
         taken: dict[str, list[float]] = {"uncached": [], f"cache {threshold:g}": [], f"{fewer} steps instead": []}
         settings = zip(taken, ((steps, 0.0), (steps, threshold), (fewer, 0.0)), strict=True)
@@ -114,7 +78,7 @@ def main() -> None:
         for _ in range(options.rounds):
             for name, count, limit in settings:
                 began = time.perf_counter()
-                sample(model, symbols[:1], noise[:1], count, bands, options.cfg, limit)
+                sample_latents(model, symbols[:1], noise[:1], count, bands, options.cfg, limit)
                 taken[name].append(time.perf_counter() - began)
         for name, found in taken.items():
             ratio = statistics.median(a / b for a, b in zip(taken["uncached"], found, strict=True))

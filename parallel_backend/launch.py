@@ -103,13 +103,13 @@ class LocalRanks:
         self._processes: list[Any] = []
         self._killing = threading.Lock()
         self._store = self.directory / "store"
-        self._store.touch()
-        self._logs = self._new_logs(plan)
         context = torch.multiprocessing.get_context("spawn")
         try:
+            self._store.touch()
+            self._logs = self._new_logs(plan)
             for index in range(len(plan.devices)):
                 self._start(index, plan, context)
-        except BaseException:  # the machine has no more processes or memory
+        except BaseException:  # the machine has no more processes, memory or room in its folder for temporary files
             self.kill()
             raise
 

@@ -49,6 +49,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = {}
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of several processes (-n), whose figures the first one prints
+        session.config.workeroutput["figures"] = session.config.stash[FIGURES]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error: object | None) -> None:
+    for what, value in getattr(node, "workeroutput", {}).get("figures", {}).items():
+        note(node.config.stash[FIGURES], what, value)
+
+
+def note(figures: dict[str, float], what: str, value: float) -> None:
+    figures[what] = max(float(value), figures.get(what, float(value)))
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     figures, path = terminalreporter.config.stash[FIGURES], terminalreporter.config.getoption("figures")
     if path is not None:
@@ -60,12 +75,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 @pytest.fixture(scope="session")
 def measured(pytestconfig) -> Callable[[str, float], None]:
     """`measured(what, value)`: the largest value of each is printed at the end, to be seen before it reaches a limit."""
-    figures = pytestconfig.stash[FIGURES]
-
-    def note(what: str, value: float) -> None:
-        figures[what] = max(value, figures.get(what, value))
-
-    return note
+    return functools.partial(note, pytestconfig.stash[FIGURES])
 
 
 class Pools:

@@ -13,6 +13,8 @@ from parallel_backend.pool import Pool
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from tests import tiny
 
+pytestmark = pytest.mark.alone
+
 LISTS = ["double"] * 4 + ["single"] * 8
 SIZES = [2] * 4 + [1] * 8
 

@@ -24,6 +24,8 @@ from parallel_backend.pool import Pool, RankError, wait_for
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from tests import tiny
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parent.parent
 LIMIT = 5.0
 """Seconds within which an error, or the end of a process, is promised."""

@@ -16,6 +16,8 @@ from tests.faults import census, orphans, report, table, trial
 from tests.faults.fault import Fault
 from tests.faults.ground import Ground, ground
 
+pytestmark = pytest.mark.alone
+
 FACTOR = 4.0
 """Of all limits: these tests are about what comes, not when. The command has the limits that are promised."""
 SILENCE = 10.0

@@ -28,6 +28,8 @@ from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_i
 from tests import failing_rank, tiny
 from tests.test_memory import private_bytes
 
+pytestmark = pytest.mark.alone
+
 LIMIT = 0.02
 """Growth of a process's own memory."""
 SETTLED, RUNS = 60, 200

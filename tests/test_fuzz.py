@@ -17,6 +17,8 @@ from tests.fuzz import files, messages, ranks, runner, settings
 from tests.fuzz.__main__ import SHARES, machine
 from tests.test_messages import MESSAGES
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parent.parent
 SEED = 1
 

@@ -14,6 +14,8 @@ from parallel_backend.pulse import Pulse
 from parallel_backend.rank import RankSettings
 from parallel_backend.worker import Worker
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parent.parent
 
 FAULTS = """

@@ -17,6 +17,8 @@ from parallel_backend.families import FAMILIES
 from tests import tiny
 from tests.fuzz import files
 
+pytestmark = pytest.mark.alone
+
 SHAPES = {"a.weight": [4, 4]}
 
 

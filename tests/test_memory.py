@@ -15,6 +15,8 @@ from parallel_backend.families import FAMILIES
 from parallel_backend.messages import Unload, Unloaded
 from tests import tiny
 
+pytestmark = pytest.mark.alone
+
 CONFIG = tiny.FLUX | {
     "num_layers": 4,
     "num_single_layers": 16,

@@ -29,6 +29,7 @@ from tests.test_failures import Loss, listening, wait_until_gone
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.alone,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the ray package"),
 ]
 

@@ -24,6 +24,8 @@ from tests.soak.setups import OTHER_RANKS, TWO_RANKS
 from tests.soak.soak import plan_of
 from tests.soak.verdict import problems, trends
 
+pytestmark = pytest.mark.alone
+
 WINDOW, ROUNDS = 20, 8
 LIVED = WINDOW * ROUNDS
 

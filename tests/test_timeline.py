@@ -35,6 +35,8 @@ from parallel_backend.timeline_picture import (
 from parallel_backend.trace import SPAN, RankTrace, Trace, lanes, read_trace, total, write_chrome_trace
 from tests import tiny
 
+pytestmark = pytest.mark.alone
+
 STEPS = 4
 DISPLACED = Degrees(patch=2, patch_mode="displaced")
 MODES = {

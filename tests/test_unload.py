@@ -16,6 +16,8 @@ from parallel_backend.registry import ModelKey, Registry
 from tests import tiny
 from tests.test_memory import CONFIG, private_bytes, write_random
 
+pytestmark = pytest.mark.alone
+
 LARGE = CONFIG | {"num_layers": 1, "num_single_layers": 4}
 """About 300 MB in fp32."""
 LEFT = 0.05

@@ -36,6 +36,8 @@ from tests import acting_rank, tiny
 from tests.test_failures import wait_until_gone
 from tests.test_memory import CONFIG, write_random
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parent.parent
 NEVER = 1e9
 """Seconds, for limits that a test must not come to."""

@@ -20,7 +20,7 @@ from scripts.comfyui_server import PACK, ComfyUIServer
 from scripts.make_workflows import GRAPHS
 from tests.comfyui import standins
 
-pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
+pytestmark = [pytest.mark.browser, pytest.mark.comfyui, pytest.mark.alone]
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FOLDER = "parallel-dit"

@@ -12,7 +12,7 @@ from PIL import Image
 from scripts.comfyui_server import PACK
 from tests.comfyui.websocket import Events
 
-pytestmark = pytest.mark.comfyui
+pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
 
 LOADER, PROMPT, LATENT, SAMPLER = "1", "2", "4", "5"
 QUICKSTART = json.loads((PACK / "workflows" / "api" / "quickstart.json").read_text())

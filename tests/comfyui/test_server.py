@@ -18,7 +18,7 @@ from scripts.comfyui_server import PACK, ComfyUIServer
 from tests.comfyui.conftest import ranks
 from tests.comfyui.websocket import Events
 
-pytestmark = pytest.mark.comfyui
+pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
 
 API = PACK / "workflows" / "api"
 LOADER, LATENT, SAMPLER = "1", "4", "5"

@@ -15,7 +15,7 @@ from parallel_backend.timeline_picture import BANDED, EXACT, TRANSFERRING, rgb
 from scripts.comfyui_server import ComfyUIServer, Outcome
 from tests.comfyui.test_server import SAMPLER, small, workflow
 
-pytestmark = pytest.mark.comfyui
+pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
 
 TRACE, SHOWN = "40", "41"
 

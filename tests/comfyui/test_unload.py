@@ -14,7 +14,7 @@ from tests.comfyui.test_server import LOADER, SAMPLER, pixels, small
 from tests.comfyui.websocket import Events
 from tests.test_memory import private_bytes, write_random
 
-pytestmark = pytest.mark.comfyui
+pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
 
 LARGE = FLUX | {
     "num_layers": 1,
