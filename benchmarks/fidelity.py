@@ -30,7 +30,6 @@ from parallel_backend.client import RemoteTransformer  # noqa: E402
 from parallel_backend.config import Degrees  # noqa: E402
 from parallel_backend.layout import Span  # noqa: E402
 from parallel_backend.pool import wait_for  # noqa: E402
-from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
 from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas  # noqa: E402
 from parallel_backend.schedule import MicroStep, StageCost, finish_times_of  # noqa: E402
 
@@ -122,12 +121,11 @@ def pictures(
     cfg: float,
     variant: Variant,
 ) -> torch.Tensor:
-    """[N, 256, 256], as quality.sample gives them."""
+    """[N, 256, 256], as mini.sample gives them."""
     sigmas = linear_sigmas(steps)
     parts = zip(symbols.split(CHUNK), noise.split(CHUNK), strict=True)
-    return torch.cat(
-        [decode(process_out(run(model, x, sigmas, digit_prompts(own, cfg), bands, variant))) for own, x in parts]
-    )
+    latents = [run(model, x, sigmas, digit_prompts(own, cfg), bands, variant) for own, x in parts]
+    return mini.pictures(torch.cat(latents))
 
 
 def main() -> None:
