@@ -1,5 +1,6 @@
 """Where a rank's process starts. The client imports this module too, so it imports nothing heavy itself."""
 
+import gc
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -43,4 +44,5 @@ def main(settings: RankSettings, connection: Connection) -> None:
         write_log(settings.log, f"rank {settings.rank} ({settings.devices[settings.rank]})")
     from .worker import run
 
+    gc.freeze()  # 300,000 objects of torch and diffusers, which every collection would go through: 0.25 s at each unloading
     run(settings, connection)

@@ -7,6 +7,7 @@ from one test into the next is a defect that test_requests.py looks for.
 import functools
 import json
 from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import hypothesis
@@ -18,6 +19,7 @@ from parallel_backend.client import RemoteTransformer
 from parallel_backend.config import Degrees
 from parallel_backend.pool import Pool
 from tests import tiny
+from tests.ready_made import fork_server, started_by
 
 torch.set_num_threads(1)  # the ranks share the cores with this process
 hypothesis.settings.register_profile("no timed tests", deadline=None)
@@ -76,6 +78,22 @@ def pytest_terminal_summary(terminalreporter) -> None:
 def measured(pytestconfig) -> Callable[[str, float], None]:
     """`measured(what, value)`: the largest value of each is printed at the end, to be seen before it reaches a limit."""
     return functools.partial(note, pytestconfig.stash[FIGURES])
+
+
+@pytest.fixture(scope="session")
+def forking() -> Iterator[BaseContext]:
+    with fork_server() as context:
+        yield context
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ready_made_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ranks start in no time, except in files marked `alone`, where they are spawned as they really are."""
+    if request.node.get_closest_marker("alone"):
+        yield
+    else:
+        with started_by(request.getfixturevalue("forking")):
+            yield
 
 
 class Pools:

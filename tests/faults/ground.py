@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,10 +24,11 @@ from parallel_backend.registry import ModelKey, Registry
 from parallel_backend.vae.remote import RemoteDecoder
 from parallel_backend.watchdog import STALL_FACTOR, START_SECONDS
 from tests import tiny
+from tests.ready_made import fork_server, started_by
 from tests.test_adapters import lora
 from tests.test_vae import autoencoder, latent, weights
 
-from . import census, preloaded, rank
+from . import census, rank
 from .fault import Fault
 from .table import DEGREES, MODEL_FILE
 
@@ -231,24 +231,10 @@ class Ground:
 
 
 @contextlib.contextmanager
-def ready_made() -> Iterator[None]:
-    """Ranks are forked from a process that has imported what they need, which saves most of their start."""
-    context = torch.multiprocessing.get_context("forkserver")
-    # A process has one such server, with the environment and the imports of its start: this one is for one folder.
-    forkserver._forkserver._stop()
-    context.set_forkserver_preload([preloaded.__name__])
-    try:
-        with mock.patch.object(torch.multiprocessing, "get_context", lambda _method: context):
-            yield
-    finally:
-        forkserver._forkserver._stop()
-
-
-@contextlib.contextmanager
 def ground(silence: float, fast: bool = False) -> Iterator[Ground]:
     """A Ground with a folder for temporary files of its own, so that what is left there can be told.
 
-    `fast`: see `ready_made`. What happens before a rank has imported torch is then not to be seen.
+    `fast`: see ready_made.py. What happens before a rank has imported torch is then not to be seen.
     """
     multiprocessing.util.get_temp_dir()  # its own, for as long as this process runs
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.ExitStack() as stack:
@@ -257,7 +243,7 @@ def ground(silence: float, fast: bool = False) -> Iterator[Ground]:
         stack.enter_context(mock.patch.object(tempfile, "tempdir", str(made.temporary)))
         stack.enter_context(mock.patch.object(launch, "main", rank.entry))
         if fast:
-            stack.enter_context(ready_made())
+            stack.enter_context(started_by(stack.enter_context(fork_server(rank.__name__))))
         stack.enter_context(mock.patch.object(registry_module, "Pool", made.start))
         log = logging.getLogger("parallel_backend.registry")
         log.addHandler(made.warnings)

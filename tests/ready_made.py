@@ -1,0 +1,38 @@
+"""Ranks that are forked from a process which has imported what they need: importing it takes a rank 7 s of a core."""
+
+import contextlib
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from unittest import mock
+
+import torch.multiprocessing
+
+IMPORTS = (
+    "parallel_backend.worker",
+    "parallel_backend.adapters",
+    "parallel_backend.probe",
+    "diffusers.models.transformers.transformer_flux",
+    "diffusers.models.autoencoders.vae",
+)
+"""All that a rank imports until it has loaded a model and a decoder."""
+
+
+@contextlib.contextmanager
+def fork_server(*modules: str) -> Iterator[BaseContext]:
+    """What starts such ranks, with `modules` beside IMPORTS; they have the environment of the first start from it.
+
+    A process has one such server: another one that it had before ends, and its ranks with it.
+    """
+    context = torch.multiprocessing.get_context("forkserver")
+    forkserver._forkserver._stop()
+    context.set_forkserver_preload([*IMPORTS, *modules])
+    try:
+        yield context
+    finally:
+        forkserver._forkserver._stop()
+
+
+def started_by(context: BaseContext) -> contextlib.AbstractContextManager:
+    """Within it the ranks of pools are started by `context` rather than spawned."""
+    return mock.patch.object(torch.multiprocessing, "get_context", lambda _method: context)
