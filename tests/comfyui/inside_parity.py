@@ -3,7 +3,7 @@
 import os
 from functools import partial
 
-from inside import BASE, Results, comfy, difference, ksampler, load_pack, node, parallel, sequence, torch
+from inside import BASE, Results, comfy, difference, ksampler, load_pack, node, other_attention, parallel, sequence, torch
 
 SAMPLERS = ("euler", "heun", "dpmpp_2m", "uni_pc", "euler_ancestral", "dpmpp_sde", "lcm")
 FILE, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
@@ -37,7 +37,8 @@ def main() -> None:
     def compare(model, latent=square, texts=both, native=native, **settings) -> dict[str, float]:
         expected = ksampler(native, texts, latent, **settings)
         found = ksampler(model, texts, latent, **settings)
-        return {"difference": difference(expected, found), "largest": float(expected.abs().max())}
+        rounding = difference(expected, ksampler(other_attention(native), texts, latent, **settings))
+        return {"difference": difference(expected, found), "rounding": rounding, "largest": float(expected.abs().max())}
 
     for sampler in SAMPLERS:
         for cfg in (1.0, 3.0):

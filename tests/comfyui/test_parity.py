@@ -8,6 +8,9 @@ pytestmark = pytest.mark.comfyui
 
 LIMIT = 2e-5
 """fp32 rounding, as two attention kernels differ by in a whole run; latents reach about 20."""
+ROUNDING = 2.0
+"""Or, where that is more, so many times what the native model differs from itself by with another attention kernel: the ranks
+also have other matrix shapes. CPUs differ in that by a factor of two."""
 OTHER_BATCHES = 4e-5
 """Twice that where the ranks also see the batch cut otherwise than the native model: other matrix shapes, other sums."""
 MODES = ("ring_degree 2", "tensor_parallel_degree 2", "displaced, all steps warm-up")
@@ -23,7 +26,9 @@ def parity(comfyui, base):
 def check(found, case, limit, measured):
     assert "error" not in found[case], found[case]
     measured(f"ComfyUI parity, largest difference, {case}", found[case]["difference"])
-    assert found[case]["difference"] <= limit
+    if "rounding" in found[case]:
+        measured(f"native with another attention kernel, largest difference, {case}", found[case]["rounding"])
+    assert found[case]["difference"] <= max(limit, ROUNDING * found[case].get("rounding", 0.0))
 
 
 @pytest.mark.parametrize("cfg", [1, 3])
