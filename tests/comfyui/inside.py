@@ -78,7 +78,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def other_attention(model):
     """The native MODEL with another of ComfyUI's attention kernels.
 
-    What its samples then differ by is what fp32 rounding does on this CPU: 1e-5 on one, 3e-5 on another for the same picture.
+    What its samples then differ by is what fp32 rounding does on this CPU, for the same picture 1e-5 or 2e-5.
     """
     usual = attention.optimized_attention
     other = attention.attention_basic if usual is attention.attention_pytorch else attention.attention_pytorch

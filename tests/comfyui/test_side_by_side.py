@@ -5,6 +5,7 @@ import math
 import pytest
 
 from tests.comfyui.test_families import save_inputs
+from tests.comfyui.test_parity import ROUNDING
 from tests.families import all_cases
 
 pytestmark = pytest.mark.comfyui
@@ -42,7 +43,7 @@ def test_two_replicas_share_the_prompts(found, measured, case, run, calls):
     assert result["micro-steps"] == [math.ceil(calls / 2) * STEPS, calls // 2 * STEPS]
     assert result["shared"] > 0.0
     measured(f"ComfyUI parity, prompts side by side, {case.name}", result["native"])
-    assert result["native"] <= case.native.limit
+    assert result["native"] <= max(case.native.limit, ROUNDING * result["rounding"])
 
 
 @pytest.mark.parametrize("run", ["PipeFusion", "PipeFusion, all steps warm-up"])
@@ -56,7 +57,7 @@ def test_a_conditioning_stays_on_its_replica_in_bands(found, case, run):
     assert two["micro-steps"] == [steps // 2] * 4
     assert two["shared"] > 0.0
     if "all" in run:
-        assert two["native"] <= case.native.limit
+        assert two["native"] <= max(case.native.limit, ROUNDING * two["rounding"])
 
 
 @pytest.mark.parametrize(
