@@ -9,8 +9,8 @@ pytestmark = pytest.mark.comfyui
 LIMIT = 2e-5
 """fp32 rounding, as two attention kernels differ by in a whole run; latents reach about 20."""
 ROUNDING = 2.0
-"""Or, where that is more, so many times what the native model differs from itself by with another attention kernel. CPUs differ in
-that by a factor of two, and the ranks' matrices have other shapes too."""
+"""Or, where that is more, so many times what the native model differs from itself by with another attention kernel. CPUs
+differ in that by a factor of two, and the ranks' matrices have other shapes too."""
 OTHER_BATCHES = 4e-5
 """Twice that where the ranks also see the batch cut otherwise than the native model: other matrix shapes, other sums."""
 MODES = ("ring_degree 2", "tensor_parallel_degree 2", "displaced, all steps warm-up")
