@@ -15,7 +15,7 @@ import torch
 
 from . import messages as m
 from .balance import balance
-from .call import Call, Conditioning, Residuals, fail
+from .call import Call, Conditioning, PostedStep, Residuals, fail
 from .checkpoint import Checkpoint
 from .config import SEQUENCE_AXES, WIDGETS, Degrees, check_devices, check_model
 from .deltas import Delta, Deltas
@@ -72,7 +72,7 @@ class RemoteTransformer:
         self._ids, self._runs = itertools.count(1), itertools.count(1)
         self._conditionings: deque[Conditioning] = deque()
         patch = family.patching.frames * family.patching.side**2
-        self._micro_steps = MicroSteps(degrees, patch, lambda replica, step: self._sender.step(replica, step), self._rows)
+        self._micro_steps = MicroSteps(degrees, pool.newest_step, patch, self._send_step, self._rows)
         self._error: Exception | None = None
         self._memory: MemoryGuard | None = None
         self._loading = [0.0] * len(pool.devices)
@@ -322,6 +322,10 @@ class RemoteTransformer:
         """Of the call's output, those that the sequence rank of this number has."""
         images = call.conditioning.stream.images
         return images(self.cut.image(call.tokens)[index]).shift(-images(call.tokens).start)
+
+    def _send_step(self, replica: int, step: PostedStep) -> None:
+        self.pool.newest_step = max(self.pool.newest_step, step.seq)
+        self._sender.step(replica, step)
 
     def _on_output(self, output: m.Output) -> None:
         """On a thread of the pool: hand out a call that this completes. BadMessage: see MicroSteps.take."""

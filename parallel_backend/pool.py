@@ -81,6 +81,9 @@ class Pool:
         self.slowdown = slowdown or (1.0,) * len(devices)
         self.threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
         self.error: Exception | None = None
+        self.newest_step = 0
+        """Number of the newest micro-step sent, by any model: they are counted on, so that what is left of one is told from
+        an output that nobody asked for."""
         self._on_output: Callable[[m.Output], None] = lambda output: None
         self._on_loading: Callable[[m.Loading], None] = lambda loading: None
         self._on_failure: Callable[[Exception], None] = lambda error: None

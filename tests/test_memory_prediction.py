@@ -29,6 +29,7 @@ from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_i
 from parallel_backend.smaller import Capacity, changes, even_stages
 from tests import failing_rank, tiny
 from tests.families import all_cases
+from tests.faults.census import settle
 from tests.test_once import Runs
 
 CASES = [case for case in all_cases() if "pipe" not in case.row.unsupported]
@@ -484,6 +485,11 @@ def test_what_counts_as_out_of_memory(text, memory):
     assert out_of_memory(text) == memory
 
 
+def still_there(references: list[weakref.ref]) -> list[str]:
+    gc.collect()
+    return [str(reference) for reference in references if reference() is not None]
+
+
 @pytest.mark.parametrize("in_bands", [False, True])
 def test_out_of_memory_says_what_would_fit_and_leaves_nothing_behind(flux_file, monkeypatch, in_bands):
     monkeypatch.setattr(launch, "main", failing_rank.out_of_memory)
@@ -511,10 +517,8 @@ def test_out_of_memory_says_what_would_fit_and_leaves_nothing_behind(flux_file, 
         for pid in pool.pids:
             assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         del x, tensors
-        gc.collect()
         assert calls
-        assert all(call() is None for call in calls)
-        assert all(reference() is None for reference in kept)
+        assert settle(lambda: still_there(calls + kept), 5.0) == []  # a thread may just be on its way out
         assert not model._conditionings
         with pytest.raises(RankError, match="The run was expected to take"):  # the model stays unusable, and says why
             model.open_run()

@@ -131,3 +131,23 @@ def test_another_model_and_other_degrees_on_the_same_ranks(pools, remote, flux_m
             given = tiny.inputs(config)
             output = load(degrees).predict(*given, lambda: None)
             assert tiny.relative(output, tiny.reference(reference, *given)) <= 1e-5
+
+
+class Cancelled(Exception):
+    pass
+
+
+def test_what_a_cancelled_call_leaves_is_nothing_to_the_next_model(remote):
+    """Its output arrives when another model listens already, which has sent nothing yet."""
+    large = given({"batch": 4, "height": 32, "width": 32, "text": 7})
+    model = remote(Degrees(pipe=2), fresh=True)
+    expected = model.predict(*large, lambda: None)
+    polls = iter((None, Cancelled()))
+
+    def poll() -> None:
+        if (what := next(polls, None)) is not None:
+            raise what
+
+    with pytest.raises(Cancelled):
+        model.predict(*large, poll)
+    assert torch.equal(remote(Degrees(pipe=2), fresh=True).predict(*large, lambda: None), expected)
