@@ -111,8 +111,6 @@ def main() -> None:
     }
     with torch.inference_mode():
         exact = {name: run(plain) for name, run in runs.items()}
-        shared = parallel(BUNDLED, pipe=1, config=sequence(ulysses=2))
-        other = {name: run(shared) for name, run in runs.items()}
     displaced, warm, naive = (
         parallel(BUNDLED, pipe=1, config=sequence(1, 1, *patches), stage_split="even")
         for patches in (("displaced", 2), ("displaced", 2, 1000), ("naive", 2))
@@ -127,7 +125,6 @@ def main() -> None:
             "warnings": list(told.texts),
             "repeat": difference(first, second),
             "difference": difference(exact[name], first),
-            "rounding": difference(exact[name], other[name]),
             "relative": float((first - exact[name]).norm() / exact[name].norm()),
         }
 

@@ -5,13 +5,15 @@ import math
 import pytest
 
 from tests.comfyui.test_families import save_inputs
-from tests.comfyui.test_parity import ROUNDING
 from tests.families import all_cases
 
 pytestmark = pytest.mark.comfyui
 
 CASES = [case for case in all_cases() if case.name in ("pixart-sigma", "z-image", "lumina2", "qwen-image")]
 STEPS = 3
+ROUNDING = 2e-6
+"""Of a sample's largest value, which is 4,600 for PixArt: how far from the native one it may be where that is more than the
+family's limit, which CPUs differ in by a factor of two."""
 ROUND_OFF = 5e-6
 """Where a replica computes two pictures at once and one replica three: the other order of sums."""
 
@@ -43,7 +45,7 @@ def test_two_replicas_share_the_prompts(found, measured, case, run, calls):
     assert result["micro-steps"] == [math.ceil(calls / 2) * STEPS, calls // 2 * STEPS]
     assert result["shared"] > 0.0
     measured(f"ComfyUI parity, prompts side by side, {case.name}", result["native"])
-    assert result["native"] <= max(case.native.limit, ROUNDING * result["rounding"])
+    assert result["native"] <= max(case.native.limit, ROUNDING * result["largest"])
 
 
 @pytest.mark.parametrize("run", ["PipeFusion", "PipeFusion, all steps warm-up"])
@@ -57,7 +59,7 @@ def test_a_conditioning_stays_on_its_replica_in_bands(found, case, run):
     assert two["micro-steps"] == [steps // 2] * 4
     assert two["shared"] > 0.0
     if "all" in run:
-        assert two["native"] <= max(case.native.limit, ROUNDING * two["rounding"])
+        assert two["native"] <= max(case.native.limit, ROUNDING * two["largest"])
 
 
 @pytest.mark.parametrize(
