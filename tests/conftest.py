@@ -138,8 +138,8 @@ class Pools:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    """`pools(n)`: a Pool of n CPU ranks that is known to work."""
+def pools(forking) -> Iterator[Pools]:
+    """`pools(n)`: a Pool of n CPU ranks that is known to work. They end before what they were forked from."""
     pools = Pools()
     yield pools
     pools.close()

@@ -1,6 +1,8 @@
 """Ranks that are forked from a process which has imported what they need: importing it takes a rank 7 s of a core."""
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
@@ -22,15 +24,23 @@ IMPORTS = (
 def fork_server(*modules: str) -> Iterator[BaseContext]:
     """What starts such ranks, with `modules` beside IMPORTS; they have the environment of the first start from it.
 
-    A process has one such server: another one that it had before ends, and its ranks with it.
+    A process has one such server: another one that it had before ends.
     """
     context = torch.multiprocessing.get_context("forkserver")
-    forkserver._forkserver._stop()
+    end_server()
     context.set_forkserver_preload([*IMPORTS, *modules])
     try:
         yield context
     finally:
-        forkserver._forkserver._stop()
+        end_server()
+
+
+def end_server() -> None:
+    """End this process's fork server, if it has one, by force: by itself it would wait for ranks that a test has left."""
+    server = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()
 
 
 def started_by(context: BaseContext) -> contextlib.AbstractContextManager:
