@@ -1,6 +1,7 @@
 """Every part of the benchmark suite runs and says what it should, on models so small that its seconds mean nothing."""
 
 import json
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,6 +159,22 @@ def test_a_table_and_plots_come_of_the_results_alone(results, tmp_path):
         if "](images/" in line:
             assert (tmp_path / line.split("](")[1].rstrip(")")).stat().st_size > 1000
     assert "nan" not in text
+
+
+@pytest.mark.parametrize(("stolen", "said"), [(0.0, False), (0.5, True)])
+def test_a_result_of_a_shared_machine_says_so(results, tmp_path, stolen, said):
+    kept = next(iter(results.glob("*.json")), None) or pytest.skip("needs what the tests before have measured")
+    result = json.loads(kept.read_text()) | {"stolen": stolen}
+    measuring.keep(result, tmp_path / "results", "test")
+    render.render(tmp_path / "results", tmp_path / "page.md", tmp_path / "images")
+    assert ("host took 50% of its cores' time" in (tmp_path / "page.md").read_text()) == said
+
+
+def test_stolen_time_is_a_share_of_the_cores_time_since_the_start(monkeypatch):
+    times = namedtuple("times", ["user", "idle", "steal", "guest"])
+    now = iter([times(10.0, 10.0, 100.0, 5.0), times(14.0, 12.0, 102.0, 9.0)])
+    monkeypatch.setattr(measuring.psutil, "cpu_times", lambda: next(now))
+    assert measuring.Stolen().share() == pytest.approx(2.0 / 8.0)
 
 
 def test_a_missing_peer_is_named():

@@ -93,7 +93,9 @@ def main(arguments: list[str]) -> None:
         say(f"left out: {name}" + (", which needs a CUDA device" if name in ON_CUDA and not given.only else ""))
     for name in parts:
         say(f"== {name}")
-        say(f"{name}: {measuring.keep(PARTS[name](given, say), given.out, given.label)}")
+        stolen = measuring.Stolen()
+        result = PARTS[name](given, say) | {"stolen": stolen.share()}
+        say(f"{name}: {measuring.keep(result, given.out, given.label)}")
 
 
 if __name__ == "__main__":

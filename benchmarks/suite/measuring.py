@@ -124,6 +124,26 @@ def run_ranks(model: RemoteTransformer, subject: Subject, pictures: int = 1, ban
     return Outcome(seconds, latent, watch.cpu_seconds(), peaks, tuple(model.weight_bytes), tuple(stats), client)
 
 
+class Stolen:
+    """The share of the cores' time, from here on, that the host of a virtual machine gave to others. Linux only, else 0.
+
+    What was stolen is missing to ranks that wait for each other more than to a process that waits for nobody.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        times = psutil.cpu_times()
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted as the user's time, too
+        return getattr(times, "steal", 0.0), sum(times) - guests
+
+    def share(self) -> float:
+        (stolen, whole), (stolen_before, whole_before) = self._now(), self._before
+        return round((stolen - stolen_before) / max(whole - whole_before, 1e-9), 3)
+
+
 class Progress:
     """Prints each run with the time since the start and, once a round is over, an estimate of what is left."""
 

@@ -29,6 +29,9 @@ PEERS = """diffusers' context parallelism and xDiT do not start on a CPU as ship
 `benchmarks/suite/diffusers_cpu.py` and `benchmarks/xdit_peer.py`. All read the same weights and start from the same noise.
 The difference is that of the sample from one rank's, relative; below 1e-4 it is rounding."""
 
+WORTH_SAYING = 0.02
+"""Share of the cores' time."""
+
 
 def newest(results: Path) -> dict[str, tuple[Path, Result]]:
     """By what was measured (and on what machine): the newest of the suite's results."""
@@ -62,6 +65,8 @@ def about(result: Result, path: Path, page: Path) -> str:
     link = os.path.relpath(path, page.parent)
     lines = [f"Model: {result['model']}.", f"Scope: {result['scope']}."]
     lines.append(f"{result['hardware']}; {result['rounds']} round(s), {result['date']} ([{path.name}]({link})).")
+    if result.get("stolen", 0) >= WORTH_SAYING:
+        lines.append(f"The machine is virtual, and its host took {result['stolen']:.0%} of its cores' time for others.")
     return "\n".join(lines)
 
 
