@@ -37,7 +37,17 @@ class Entry:
 
 
 def open_file(path: Path) -> AbstractContextManager[Any]:
-    """The file, memory-mapped: `get_slice(key)[...]` is a tensor, of packings.BLOCKS' bytes where the entry says so."""
+    """The file, memory-mapped: `get_slice(key)[...]` is a tensor, of packings.BLOCKS' bytes where the entry says so.
+
+    ValueError for a file that is damaged, as one is to the ranks that another program has written over since the start.
+    """
+    try:
+        return _open(path)
+    except SafetensorError as error:
+        raise _unreadable(path, error) from error
+
+
+def _open(path: Path) -> AbstractContextManager[Any]:
     return GgufFile(path) if path.suffix.lower() in GGUF else safe_open(path, framework="pt")
 
 
@@ -101,15 +111,19 @@ def _format(how: Any) -> str:
 
 def _reading(path: Path, read: Callable[[Any], Any]) -> Any:
     try:
-        with open_file(path) as file:
+        with _open(path) as file:
             return read(file)
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        if _is_pickle(path):
-            raise ValueError(
-                f"model_name: {path.name} is a pickle by another name. Pickles can run any code, and are never opened: "
-                "get the model as safetensors."
-            ) from error
-        raise ValueError(f"model_name: {path.name} cannot be read; it is damaged or incomplete ({error}).") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    if _is_pickle(path):
+        return ValueError(
+            f"model_name: {path.name} is a pickle by another name. Pickles can run any code, and are never opened: "
+            "get the model as safetensors."
+        )
+    return ValueError(f"model_name: {path.name} cannot be read; it is damaged or incomplete ({error}).")
 
 
 def _is_pickle(path: Path) -> bool:

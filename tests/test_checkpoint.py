@@ -244,6 +244,15 @@ def test_a_stage_holds_exactly_its_own_parameters(files, flux_model, stages, lay
     assert total == sum(value.nbytes for value in expected.values()) + (stages - 1) * shared
 
 
+def test_a_file_that_was_cut_short_after_it_was_looked_at_is_named_by_the_rank(flux_file, tmp_path):
+    path = tmp_path / "later.safetensors"
+    path.write_bytes(flux_file.read_bytes())
+    checkpoint = open_checkpoint(path)
+    truncate(path, flux_file)
+    with pytest.raises(ValueError, match=r"^model_name: later.safetensors .*damaged or incomplete"):
+        build_stage(checkpoint, Span(0, BLOCKS), CPU, "fp32")
+
+
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_another_dtype_is_the_rounded_weights(files, flux_model, dtype, torch_dtype):
     model = tiny.whole_model(files["original"], dtype)
