@@ -6,7 +6,7 @@ from tests.soak.record import FINISHED
 from tests.soak.soak import soak
 from tests.soak.verdict import problems
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 
 PROMPTS = 25
 
