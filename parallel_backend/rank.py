@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from .device_names import in_its_process
+from .hidden import hidden
 from .orphan import end_with_parent
 from .rank_log import write_log
 
@@ -42,6 +43,9 @@ def main(settings: RankSettings, connection: Connection) -> None:
         end_with_parent(settings.rendezvous.parent)
     if settings.log is not None:
         write_log(settings.log, f"rank {settings.rank} ({settings.devices[settings.rank]})")
+    # What diffusers' schedulers and pipelines want, and no rank has: a third of its start inside ComfyUI.
+    with hidden("scipy", "transformers"):
+        import diffusers.utils  # noqa: F401  # looks for what is installed, once for all
     from .worker import run
 
     gc.freeze()  # 300,000 objects of torch and diffusers, which every collection would go through: 0.25 s at each unloading

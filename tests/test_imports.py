@@ -20,6 +20,19 @@ print(threading.active_count(), multiprocessing.active_children())
 """
 RANK_SIDE = "import sys, parallel_backend.worker; print('diffusers' in sys.modules, 'nodes' in sys.modules)"
 
+STARTED_RANK = """
+import importlib.util, sys, types
+from datetime import timedelta
+stub = sys.modules["parallel_backend.worker"] = types.ModuleType("worker")
+stub.run = lambda settings, connection: None
+from parallel_backend import rank
+rank.main(rank.RankSettings(0, ("cpu",), ("", 0), 1, timedelta(1), 1.0), None)
+del sys.modules["parallel_backend.worker"]
+import parallel_backend.worker, diffusers.models.transformers.transformer_flux
+print([name for name in ("scipy.stats", "transformers") if name in sys.modules], bool(importlib.util.find_spec("scipy")))
+"""
+"""As rank.main does it, up to the class of a model."""
+
 
 def run(code: str) -> list[str]:
     return subprocess.run(
@@ -33,3 +46,7 @@ def test_the_client_imports_nothing_heavy_and_starts_nothing():
 
 def test_a_rank_imports_the_models_and_none_of_the_nodes():
     assert run(RANK_SIDE) == ["True False"]
+
+
+def test_a_rank_starts_without_what_only_pipelines_want_although_it_is_installed():
+    assert run(STARTED_RANK) == ["[] True"]
