@@ -217,6 +217,10 @@ def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], unknown: list[
 class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
     """A ModelPatcher whose weights are elsewhere. Says no where native patches would be lost."""
 
+    def __init__(self, model, load_device, *arguments, **named):
+        self.load_device = load_device  # ComfyUI 0.3.64 asks for `model_size` before it sets this
+        super().__init__(model, load_device, *arguments, **named)
+
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
         """ComfyUI's own, which keeps the patches. ValueError for a kind that the ranks cannot add to their weights."""
         names = self.model.state_dict()
