@@ -1,0 +1,101 @@
+"""The pack in the oldest ComfyUI that it is for: COMFYUI_OLDEST_PATH, or ~/ComfyUI-0.3.64.
+
+That one takes Flux's sizes for given, so no tiny model runs in it natively: here is what needs none. The tests of samplers,
+unloading, degrees `auto` and the step cache pass in it too, but for comparisons with a native model (COMFYUI_PATH).
+"""
+
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from parallel_backend.host_version import OLDEST
+from scripts.comfyui_server import PACK, ComfyUIServer, find_python, missing_requirements
+from tests.comfyui.conftest import ranks
+from tests.comfyui.websocket import Events
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
+
+VERSION = ".".join(map(str, OLDEST))
+
+
+@pytest.fixture(scope="module")
+def oldest(tmp_path_factory) -> Iterator[ComfyUIServer]:
+    checkout = Path(os.environ.get("COMFYUI_OLDEST_PATH") or Path.home() / f"ComfyUI-{VERSION}")
+    if not (checkout / "comfyui_version.py").is_file():
+        pytest.skip(f"no ComfyUI {VERSION} at {checkout}; set COMFYUI_OLDEST_PATH to a checkout")
+    assert VERSION in (checkout / "comfyui_version.py").read_text()
+    python = find_python(checkout)
+    if missing := missing_requirements(python):
+        pytest.skip(f"{python} lacks {', '.join(missing)}, which ComfyUI or the pack needs")
+    with ComfyUIServer(checkout, tmp_path_factory.mktemp("oldest"), python) as server:
+        yield server
+
+
+def small(name: str, **widgets: Any) -> dict[str, Any]:
+    """A bundled workflow, two steps of a 128 px picture."""
+    prompt = json.loads((PACK / "workflows" / "api" / f"{name}.json").read_text())
+    for widget, value in ({"steps": 2, "width": 128, "height": 128} | widgets).items():
+        for node in prompt.values():
+            if widget in node["inputs"]:
+                node["inputs"][widget] = value
+    return prompt
+
+
+def test_every_node_is_there(oldest):
+    texts = json.loads((PACK / "locales" / "en" / "nodeDefs.json").read_text())
+    assert set(texts) <= set(oldest.object_info())
+
+
+def test_both_ways_to_pipefusion_give_the_same_picture(oldest):
+    outcomes = [oldest.run(small(name, seed=3, steps=8)) for name in ("quickstart", "native_ksampler")]
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    first, second = (np.asarray(Image.open(io.BytesIO(outcome.images[0]))) for outcome in outcomes)
+    assert first.std() > 20
+    assert np.array_equal(first, second)
+
+
+def test_cancel_ends_the_prompt_and_the_next_one_runs(oldest):
+    with Events(oldest.port, "oldest") as events:
+        prompt_id = oldest.queue(small("quickstart", steps=3000, seed=5), client_id="oldest")
+        events.until("progress", prompt_id, where=lambda data: data["max"] == 3000)
+        oldest.post("/interrupt", {})
+        assert oldest.wait(prompt_id, 60).status == "interrupted"
+    after = oldest.run(small("quickstart", seed=6))
+    assert after.status == "success", after.error
+
+
+def test_killed_rank_is_named_and_the_next_prompt_runs(oldest):
+    with Events(oldest.port, "oldest") as events:
+        prompt_id = oldest.queue(small("native_ksampler", steps=3000, seed=7), client_id="oldest")
+        events.until("progress", prompt_id, where=lambda data: data["max"] == 3000)
+        ranks(oldest)[1].kill()
+        outcome = oldest.wait(prompt_id, 60)
+    assert "rank 1 (cpu) was killed by signal 9" in outcome.error
+    after = oldest.run(small("native_ksampler", seed=8))
+    assert after.status == "success", after.error
+
+
+def test_trace_unload_and_doctor_run(oldest):
+    prompt = small("quickstart", seed=9)
+    (loader,) = (name for name, node in prompt.items() if node["class_type"] == "ParallelDiTLoader")
+    (sampler,) = (name for name, node in prompt.items() if node["class_type"] == "PipeFusionSampler")
+    trace = {"after": [sampler, 0], "width": 800, "filename_prefix": "trace"}
+    prompt["trace"] = {"class_type": "ParallelTrace", "inputs": trace}
+    prompt["unload"] = {"class_type": "UnloadParallelDiT", "inputs": {"anything": ["trace", 0]}}
+    outcome = oldest.run(prompt)
+    assert outcome.status == "success", outcome.error
+    assert len(outcome.images) == 2  # the picture and the timeline
+
+    latent = prompt[sampler]["inputs"]["latent_image"]
+    doctor = {"model": [loader, 0], "latent_image": latent, "steps": 4, "cfg": 1.0, "text_tokens": 4, "devices": "auto"}
+    kept = {name: prompt[name] for name in (loader, latent[0])}
+    outcome = oldest.run(kept | {"doctor": {"class_type": "ParallelDoctor", "inputs": doctor}})
+    assert outcome.status == "success", outcome.error
+    assert "pipefusion_degree" in outcome.outputs["doctor"]["text"][0]
