@@ -8,13 +8,14 @@ OLDEST = (0, 3, 64)
 
 
 def check_comfyui() -> None:
-    """RuntimeError, saying what to do, in a ComfyUI older than OLDEST. One that does not say its version may be any."""
+    """RuntimeError, saying what to do, in a ComfyUI older than OLDEST. A version without numbers is let pass."""
     try:
         version = importlib.import_module("comfyui_version").__version__
-    except ImportError:  # before 0.3.5 it said none
-        version = "0"
-    numbers = re.match(r"v?(\d+(?:\.\d+)*)", version)
-    if numbers and tuple(map(int, numbers[1].split("."))) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        found = "This one does not say its version" if version == "0" else f"This one is {version}"
-        raise RuntimeError(f"Parallel DiT needs ComfyUI {oldest} or newer. {found}: update ComfyUI, then restart it.")
+        numbers = re.match(r"v?(\d+(?:\.\d+)*)", version)
+        if numbers is None or tuple(map(int, numbers[1].split("."))) >= OLDEST:
+            return
+        found = f"is {version}"
+    except ImportError:
+        found = "is so old that it does not say its version"
+    oldest = ".".join(map(str, OLDEST))
+    raise RuntimeError(f"Parallel DiT needs ComfyUI {oldest} or newer, and this one {found}. Update ComfyUI and restart it.")

@@ -1,5 +1,6 @@
-"""Prompts in API form, built node by node, on the bundled model."""
+"""Prompts in API form, on the bundled model: the bundled workflows, and graphs built node by node."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,11 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from parallel_backend.quickstart.model import WEIGHTS
+from scripts.comfyui_server import PACK
 
+API = PACK / "workflows" / "api"
 COPY = "digits.safetensors"
 STEPS, SEED = 4, 42
 NATIVE, PLAIN, WARM, PIPELINED = "native", "plain", "all warm-up", "pipelined"
 Link = list
+
+
+def workflow(name: str = "quickstart", **widgets: Any) -> dict[str, Any]:
+    """A bundled workflow with other widget values, set on whichever node has the widget."""
+    prompt = json.loads((API / f"{name}.json").read_text())
+    for widget, value in widgets.items():
+        owners = [node for node in prompt.values() if widget in node["inputs"]]
+        assert owners, widget
+        for node in owners:
+            node["inputs"][widget] = value
+    return prompt
+
+
+def small(name: str = "quickstart", **widgets: Any) -> dict[str, Any]:
+    """Two steps of a 128 px picture. A seed of its own makes ComfyUI run the sampler rather than remember its output."""
+    return workflow(name, **{"steps": 2, "width": 128, "height": 128} | widgets)
 
 
 @contextmanager

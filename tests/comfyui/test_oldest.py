@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from PIL import Image
 from parallel_backend.host_version import OLDEST
 from scripts.comfyui_server import PACK, ComfyUIServer, find_python, missing_requirements
 from tests.comfyui.conftest import ranks
+from tests.comfyui.graph import small
 from tests.comfyui.websocket import Events
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
@@ -36,16 +36,6 @@ def oldest(tmp_path_factory) -> Iterator[ComfyUIServer]:
         pytest.skip(f"{python} lacks {', '.join(missing)}, which ComfyUI or the pack needs")
     with ComfyUIServer(checkout, tmp_path_factory.mktemp("oldest"), python) as server:
         yield server
-
-
-def small(name: str, **widgets: Any) -> dict[str, Any]:
-    """A bundled workflow, two steps of a 128 px picture."""
-    prompt = json.loads((PACK / "workflows" / "api" / f"{name}.json").read_text())
-    for widget, value in ({"steps": 2, "width": 128, "height": 128} | widgets).items():
-        for node in prompt.values():
-            if widget in node["inputs"]:
-                node["inputs"][widget] = value
-    return prompt
 
 
 def test_every_node_is_there(oldest):

@@ -16,11 +16,11 @@ from PIL import Image
 
 from scripts.comfyui_server import PACK, ComfyUIServer
 from tests.comfyui.conftest import ranks
+from tests.comfyui.graph import small, workflow
 from tests.comfyui.websocket import Events
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
 
-API = PACK / "workflows" / "api"
 LOADER, LATENT, SAMPLER = "1", "4", "5"
 """Ids in quickstart's API form."""
 CONFIG = {
@@ -33,22 +33,6 @@ CONFIG = {
 }
 """Ulysses Config's inputs as workflows have them that were saved before it got patch_warmup_steps."""
 DISPLACED = {"patch_mode": "displaced", "patch_degree": 2}
-
-
-def workflow(name: str = "quickstart", **widgets: Any) -> dict[str, Any]:
-    """A bundled workflow with other widget values, set on whichever node has the widget."""
-    prompt = json.loads((API / f"{name}.json").read_text())
-    for widget, value in widgets.items():
-        owners = [node for node in prompt.values() if widget in node["inputs"]]
-        assert owners, widget
-        for node in owners:
-            node["inputs"][widget] = value
-    return prompt
-
-
-def small(name: str = "quickstart", **widgets: Any) -> dict[str, Any]:
-    """Two steps of a 128 px picture. A seed of its own makes ComfyUI run the sampler rather than remember its output."""
-    return workflow(name, **{"steps": 2, "width": 128, "height": 128} | widgets)
 
 
 def configured(prompt: dict[str, Any], **widgets: Any) -> dict[str, Any]:
