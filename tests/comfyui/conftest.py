@@ -67,6 +67,14 @@ class ComfyUI:
         return json.loads(result.read_text()), done.stdout + "".join(log.read_text() for log in logs)
 
 
+def ready(checkout: Path) -> ComfyUI:
+    """The checkout with its Python. Skips where that cannot run it."""
+    python = find_python(checkout)
+    if missing := missing_requirements(python):
+        pytest.skip(f"{python} lacks {', '.join(missing)}, which ComfyUI or the pack needs")
+    return ComfyUI(checkout, python)
+
+
 @pytest.fixture(scope="session")
 def comfyui() -> ComfyUI:
     """COMFYUI_PATH, the checkout this pack is installed in, or ~/ComfyUI. Skips where there is none that can run."""
@@ -76,10 +84,7 @@ def comfyui() -> ComfyUI:
     checkout = next((place.resolve() for place in places if (place / "comfy" / "samplers.py").is_file()), None)
     if checkout is None:
         pytest.skip(f"no ComfyUI at {' or '.join(map(str, places))}; set COMFYUI_PATH to a checkout")
-    python = find_python(checkout)
-    if missing := missing_requirements(python):
-        pytest.skip(f"{python} lacks {', '.join(missing)}, which ComfyUI or the pack needs")
-    return ComfyUI(checkout, python)
+    return ready(checkout)
 
 
 @pytest.fixture(scope="session")

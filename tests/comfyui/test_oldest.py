@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from parallel_backend.host_version import OLDEST
-from scripts.comfyui_server import PACK, ComfyUIServer, find_python, missing_requirements
-from tests.comfyui.conftest import ranks
+from scripts.comfyui_server import PACK, ComfyUIServer
+from tests.comfyui.conftest import ranks, ready
 from tests.comfyui.graph import small
 from tests.comfyui.websocket import Events
 
@@ -31,10 +31,7 @@ def oldest(tmp_path_factory) -> Iterator[ComfyUIServer]:
     if not (checkout / "comfyui_version.py").is_file():
         pytest.skip(f"no ComfyUI {VERSION} at {checkout}; set COMFYUI_OLDEST_PATH to a checkout")
     assert VERSION in (checkout / "comfyui_version.py").read_text()
-    python = find_python(checkout)
-    if missing := missing_requirements(python):
-        pytest.skip(f"{python} lacks {', '.join(missing)}, which ComfyUI or the pack needs")
-    with ComfyUIServer(checkout, tmp_path_factory.mktemp("oldest"), python) as server:
+    with ComfyUIServer(checkout, tmp_path_factory.mktemp("oldest"), ready(checkout).python) as server:
         yield server
 
 
