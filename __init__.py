@@ -8,7 +8,7 @@ if __package__:  # imported as a pack by ComfyUI; pytest may collect this file w
     # At the end of the path, so that the pack's own `nodes` never hides ComfyUI's.
     if (root := str(Path(__file__).parent)) not in sys.path:
         sys.path.append(root)
-    from parallel_backend.host_version import check_comfyui
+    from .host_version import check_comfyui
 
     check_comfyui()  # before anything is imported that an older one lacks
     from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS

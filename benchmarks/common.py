@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from parallel_backend.client import RemoteTransformer
-from parallel_backend.messages import RunStats
+from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
-from tests import tiny
+from parallel_backend.wire.sampling import RunStats
+from tests.support import tiny
 
 CONFIG = tiny.FLUX | {
     "num_layers": 4,

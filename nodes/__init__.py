@@ -1,16 +1,16 @@
 """The nodes that ComfyUI sees; only modules in here import ComfyUI."""
 
-from parallel_backend.registry import registry
+from parallel_backend.client.registry import registry
 
-from .auto_degrees import log_folder
 from .doctor import ParallelDoctor
 from .loader import ParallelDiTLoader
+from .parallel_config import UlyssesConfig
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
+from .sampling.auto_degrees import log_folder
 from .step_cache import ParallelStepCache
-from .tools import UnloadParallelDiT
 from .trace import ParallelTrace
-from .ulysses_config import UlyssesConfig
+from .unload import UnloadParallelDiT
 from .vae import ParallelVAEDecode
 
 registry().logs = log_folder

@@ -4,22 +4,23 @@ import comfy.model_management
 import comfy.utils
 import torch
 
-from parallel_backend.device_names import on_ray
-from parallel_backend.doctor.examination import Findings, examine
-from parallel_backend.doctor.machine import HostFree
-from parallel_backend.doctor.subject import subject_of
-from parallel_backend.doctor.words import describe
-from parallel_backend.planner.calibration import job_of
-from parallel_backend.planner.plan import plan
-from parallel_backend.planner.words import beside
-from parallel_backend.registry import registry
+from parallel_backend.client.registry import registry
+from parallel_backend.core.devices import on_ray
+from parallel_backend.planning.calibration import job_of
+from parallel_backend.planning.doctor import Findings, examine
+from parallel_backend.planning.doctor_report import describe
+from parallel_backend.planning.links import HostFree
+from parallel_backend.planning.planner import plan
+from parallel_backend.planning.planner_report import beside
+from parallel_backend.planning.workload import subject_of
 
-from .auto_degrees import calibrated
-from .checked import checked
-from .loader import all_gpus, is_auto, named_devices
-from .remote_model import RemoteDiffusionModel, check_cancelled, remote_stub
-from .ulysses_config import ParallelConfig
-from .widgets import CATEGORY, cfg_scale
+from .model.diffusion_model import RemoteDiffusionModel, remote_stub
+from .parallel_config import ParallelConfig
+from .sampling.auto_degrees import calibrated
+from .ui.devices import all_gpus, is_auto, named_devices
+from .ui.host import check_cancelled
+from .ui.input_checks import checked
+from .ui.widgets import CATEGORY, cfg_scale
 
 
 def doctor_devices(text: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:

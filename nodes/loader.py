@@ -5,22 +5,23 @@ import os
 from pathlib import Path
 
 import folder_paths
-import torch
 
-from parallel_backend.balance import check_stage_split
-from parallel_backend.checkpoint import open_checkpoint
-from parallel_backend.compilers import check_compile
-from parallel_backend.config import DTYPES, Degrees, check_attention, check_devices, check_model, check_ranks, resolve_dtype
-from parallel_backend.device_names import names_ray, ray_devices
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.placement.balance import check_stage_split
+from parallel_backend.client.registry import ModelKey
+from parallel_backend.core.compile_check import check_compile
+from parallel_backend.core.degrees import DTYPES, Degrees
+from parallel_backend.core.devices import names_ray
+from parallel_backend.core.validate import check_attention, check_model, resolve_dtype
 from parallel_backend.quickstart.model import WEIGHTS
-from parallel_backend.registry import ModelKey
 
-from .auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
-from .checked import checked, fitted, shown
-from .pipefusion import apply_pipefusion
-from .remote_model import make_model
-from .ulysses_config import ParallelConfig
-from .widgets import CATEGORY, degree
+from .model.patcher import make_model
+from .parallel_config import ParallelConfig
+from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
+from .sampling.pipefusion import apply_pipefusion
+from .ui.devices import choose_devices, possible_devices
+from .ui.input_checks import checked, fitted, shown
+from .ui.widgets import CATEGORY, degree
 
 BUNDLED = "quickstart-digits (bundled)"
 FOLDER = "diffusion_models"
@@ -57,54 +58,6 @@ def model_path(name: str) -> Path:
             if folder.is_relative_to(os.path.normpath(base)) and (folder / "config.json").is_file():
                 return folder
     raise ValueError(f"model_name: {shown(name)} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
-
-
-def choose_devices(text: str, degrees: Degrees) -> tuple[str, ...]:
-    """The device of each rank. `auto`: the first CUDA devices, or CPU ranks where there is none."""
-    check_ranks(degrees)
-    if names_ray(text):
-        devices = ray_devices(text, degrees.world)
-        check_devices(degrees, devices)
-        return devices
-    available = torch.cuda.device_count()
-    if is_auto(text):
-        if available == 0:
-            return ("cpu",) * degrees.world
-        if available < degrees.world:
-            raise ValueError(
-                f"devices: {degrees} needs {degrees.world} GPUs, this machine has {available}. Lower the degrees so "
-                f"that their product is at most {available}, or name the devices (a GPU may be named more than once)."
-            )
-        return all_gpus()[: degrees.world]
-    devices = named_devices(text)
-    check_devices(degrees, devices)
-    return devices
-
-
-def is_auto(text: str) -> bool:
-    """Whether the `devices` widget leaves the choice to us."""
-    return text.strip().lower() in ("auto", "")
-
-
-def all_gpus() -> tuple[str, ...]:
-    return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
-
-
-def named_devices(text: str) -> tuple[str, ...]:
-    """The devices of a list such as cuda:0,cuda:1 or ray:cuda,cuda. ValueError for one that this machine does not have."""
-    if names_ray(text):
-        return ray_devices(text)
-    devices = tuple(part.strip() for part in text.split(","))
-    known = {"cpu", *all_gpus()}
-    for name in devices:
-        if name not in known:
-            raise ValueError(f"devices: {shown(name)} is no device of this machine, which has {', '.join(sorted(known))}.")
-    return devices
-
-
-def possible_devices(text: str) -> tuple[str, ...]:
-    """Those that degrees `auto` may use. `auto`: every GPU, or one CPU rank, which has all cores to itself."""
-    return (all_gpus() or ("cpu",)) if is_auto(text) else named_devices(text)
 
 
 @checked("model_name")

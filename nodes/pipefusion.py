@@ -3,13 +3,10 @@
 import comfy.patcher_extension
 import comfy.samplers
 
-from .bands import PipeFusion
-from .checked import checked
-from .remote_model import remote_stub
-from .step_cache import CacheSettings, threshold, with_step_cache
-from .widgets import CATEGORY, cfg_scale
-
-WRAPPER_KEY = "parallel_dit_pipefusion"
+from .model.step_cache import CacheSettings, with_step_cache
+from .sampling.pipefusion import apply_pipefusion
+from .ui.input_checks import checked
+from .ui.widgets import CATEGORY, cfg_scale, threshold
 
 SETTINGS = {
     "num_pipeline_patch": (
@@ -44,17 +41,6 @@ OPTIONAL_SETTINGS = {
         },
     ),
 }
-
-
-def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate):
-    """A clone of MODEL that pipelines its steps, and the wrapper that does it."""
-    remote_stub(model)
-    patched = model.clone()
-    wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate)
-    kind = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
-    patched.remove_wrappers_with_key(kind, WRAPPER_KEY)
-    patched.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
-    return patched, wrapper
 
 
 @checked()

@@ -3,8 +3,8 @@
 from parallel_backend.quickstart.codec import decode
 from parallel_backend.quickstart.prompt import encode_prompt
 
-from .checked import checked
-from .widgets import CATEGORY
+from .ui.input_checks import checked
+from .ui.widgets import CATEGORY
 
 
 @checked()

@@ -6,13 +6,13 @@ from pathlib import Path
 import folder_paths
 import torch
 
-from parallel_backend.registry import registry
-from parallel_backend.timeline_picture import draw
-from parallel_backend.trace import nothing_has_run, read_trace, write_chrome_trace
+from parallel_backend.client.registry import registry
+from parallel_backend.client.reports.trace import nothing_has_run, read_trace, write_chrome_trace
+from parallel_backend.client.reports.trace_picture import draw
 
-from .checked import checked, shown
-from .remote_model import check_cancelled
-from .widgets import ANY, CATEGORY
+from .ui.host import check_cancelled
+from .ui.input_checks import checked, shown
+from .ui.widgets import ANY, CATEGORY
 
 LONGEST_NAME = 200
 """Characters; a number and an ending are added."""

@@ -10,18 +10,18 @@ import torch.nn.functional as F
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 from comfy.ldm.modules.diffusionmodules.model import Decoder
 
-from parallel_backend.device_names import device_kind
-from parallel_backend.layout import Span, split
-from parallel_backend.pool import Pool
-from parallel_backend.registry import registry
-from parallel_backend.vae.keys import to_diffusers
-from parallel_backend.vae.remote import RemoteDecoder, TooLittleMemory
+from parallel_backend.checkpoints.vae_keys import to_diffusers
+from parallel_backend.client.registry import registry
+from parallel_backend.client.vae import RemoteDecoder, TooLittleMemory
+from parallel_backend.core.devices import device_kind
+from parallel_backend.core.spans import Span, split
+from parallel_backend.processes.pool import Pool
 
-from .checked import checked
-from .loader import all_gpus, is_auto, named_devices
-from .node_text import say
-from .remote_model import check_cancelled
-from .widgets import CATEGORY
+from .ui.devices import all_gpus, is_auto, named_devices
+from .ui.host import check_cancelled
+from .ui.input_checks import checked
+from .ui.node_text import say
+from .ui.widgets import CATEGORY
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
 """Runs one diffusion transformer across several processes. Imports no ComfyUI: the nodes call it, a rank is nothing else.
 
-Read `client.py` for the calls that the nodes make, `worker.py` and `engine.py` for what a rank does with them.
+Read `remote_transformer.py` for the calls that the nodes make, `worker.py` and `engine.py` for what a rank does with them.
 """

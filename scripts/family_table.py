@@ -1,6 +1,7 @@
 """The README's table of families, from what tests measured.
 
-    python -m pytest tests/test_families.py tests/comfyui/test_families.py --figures benchmarks/results/families_DATE.json
+    python -m pytest tests/families/test_families.py tests/comfyui/test_families.py \\
+        --figures benchmarks/results/families_DATE.json
     python scripts/family_table.py benchmarks/results/families_DATE.json
 
 Writes the table between the markers in README.md. A case without a figure has not been measured, and is left out.
@@ -13,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel_backend.config import AXES, WIDGETS  # noqa: E402
-from tests.families import all_cases  # noqa: E402
+from parallel_backend.core.degrees import AXES, WIDGETS  # noqa: E402
+from tests.families.cases import all_cases  # noqa: E402
 
 START, END = "<!-- families: scripts/family_table.py -->", "<!-- end of families -->"
 SHORT = {
@@ -25,7 +26,7 @@ SHORT = {
     "ulysses": "Ulysses",
     "tensor": "tensor",
 }
-"""Axis -> column words; the axes' widgets are config.WIDGETS."""
+"""Axis -> column words; the axes' widgets are degrees.WIDGETS."""
 
 
 def modes(case) -> str:

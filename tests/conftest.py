@@ -14,12 +14,12 @@ import hypothesis
 import pytest
 import torch
 
-from parallel_backend.checkpoint import open_checkpoint
-from parallel_backend.client import RemoteTransformer
-from parallel_backend.config import Degrees
-from parallel_backend.pool import Pool
-from tests import tiny
-from tests.ready_made import fork_server, started_by
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.pool import Pool
+from tests.support import tiny
+from tests.support.fork_server import fork_server, started_by
 
 torch.set_num_threads(1)  # the ranks share the cores with this process
 hypothesis.settings.register_profile("no timed tests", deadline=None)

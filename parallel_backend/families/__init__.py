@@ -1,5 +1,7 @@
 """The DiT families: one small file each, one row here."""
 
+from parallel_backend.families.base.family import Family
+
 from . import (
     chroma,
     cogvideox,
@@ -16,7 +18,6 @@ from . import (
     wan,
     z_image,
 )
-from .base import Family
 
 FAMILIES: dict[str, Family] = {
     family.name: family

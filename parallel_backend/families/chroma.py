@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from .base import BlockList, Config, Family, Shapes, Source, StepInputs
-from .flux_blocks import (
+from parallel_backend.families.base.family import BlockList, Family, Source
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.parts.conditioning import count_blocks, text
+from parallel_backend.families.parts.flux_blocks import (
     DOUBLE,
     DOUBLE_PLAN,
     FEED_FORWARD,
@@ -25,8 +27,7 @@ from .flux_blocks import (
     sizes,
     token_arguments,
 )
-from .keys import Keys
-from .shared import count_blocks, text
+from parallel_backend.families.parts.key_map import Keys
 
 APPROXIMATOR = "distilled_guidance_layer."
 APPROXIMATOR_LAYERS = 5

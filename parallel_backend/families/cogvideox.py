@@ -6,12 +6,14 @@ pipelines; ComfyUI 0.33 has others for 1.0 (5b's are stretched by 1.875, 2b's ar
 
 from dataclasses import replace
 
-from ..tensor_parallel import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from parallel_backend.families.base.family import JOINT, BlockList, Family, Source
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import Config, Shapes
+from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from parallel_backend.families.parts.conditioning import count_blocks
+from parallel_backend.families.parts.key_map import Keys
+
 from . import cogvideox_inputs
-from .base import JOINT, BlockList, Config, Family, Shapes, Source
-from .keys import Keys
-from .patching import Patching
-from .shared import count_blocks
 
 BLOCKS = "transformer_blocks"
 HEADS_OF_2B = 30

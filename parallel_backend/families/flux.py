@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from ..tensor_parallel import GATHER
-from .base import BlockList, Config, Family, Shapes, Source, StepInputs
-from .flux_blocks import (
+from parallel_backend.families.base.family import BlockList, Family, Source
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.tensor_plan import GATHER
+from parallel_backend.families.parts.conditioning import example, text_and_pooled
+from parallel_backend.families.parts.flux_blocks import (
     DOUBLE,
     DOUBLE_PLAN,
     FEED_FORWARD,
@@ -24,10 +27,8 @@ from .flux_blocks import (
     sizes,
     token_arguments,
 )
-from .keys import Keys
-from .patching import Patching
-from .references import ACCEPTS, reference_tensors
-from .shared import example, text_and_pooled
+from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
 
 _OUTSIDE = {  # diffusers module <- original module
     "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",

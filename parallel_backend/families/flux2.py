@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..tensor_parallel import HEADS, ROW, WIDTH, Cut, Style
-from .base import BlockList, Config, Family, Shapes, Source, StepInputs
-from .flux_blocks import (
+from parallel_backend.families.base.family import BlockList, Family, Source
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.tensor_plan import HEADS, ROW, WIDTH, Cut, Style
+from parallel_backend.families.parts.conditioning import text
+from parallel_backend.families.parts.flux_blocks import (
     ATTENTION_PLAN,
     BOTH_ROWS,
     DOUBLE,
@@ -25,10 +28,8 @@ from .flux_blocks import (
     sizes,
     token_arguments,
 )
-from .keys import Keys
-from .patching import Patching
-from .references import ACCEPTS, reference_tensors
-from .shared import text
+from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
 
 PATCHING = Patching(side=1)
 _WEIGHT = ("weight",)

@@ -6,12 +6,14 @@ Between pipeline stages the outputs of blocks that later ones still want travel 
 more of their size in the middle of the model (19 of 40 blocks), one less for each block towards either end.
 """
 
-from ..tensor_parallel import GATHER
+from parallel_backend.families.base.family import Family, Source
+from parallel_backend.families.base.step_inputs import Config, Shapes
+from parallel_backend.families.base.tensor_plan import GATHER
+from parallel_backend.families.parts.conditioning import check_learned_variance, count_blocks, without_variance
+from parallel_backend.families.parts.cross_attention import block_list, block_plan
+from parallel_backend.families.parts.key_map import Keys
+
 from . import hunyuan_dit_inputs
-from .base import Config, Family, Shapes, Source
-from .cross_attention import block_list, block_plan
-from .keys import Keys
-from .shared import check_learned_variance, count_blocks, without_variance
 
 _OUTSIDE = {  # diffusers module <- original module
     "pos_embed.proj": "x_embedder.proj",

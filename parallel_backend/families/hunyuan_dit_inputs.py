@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from .base import Config, StepInputs
-from .shared import rotary_table, text
+from parallel_backend.families.base.step_inputs import Config, StepInputs
+from parallel_backend.families.parts.conditioning import rotary_table, text
 
 TRAINED = 32
 """Token rows and columns of the 512 x 512 picture that positions are made for."""

@@ -1,10 +1,21 @@
 """HunyuanVideo's key layouts: ComfyUI's, in which blocks are named as in Flux, and Tencent's, whose names are aliases."""
 
-from ..tensor_parallel import GATHER
-from .base import Config, Source
-from .flux_blocks import DOUBLE, DOUBLE_PLAN, FEED_FORWARD, NORM_ALIASES, QKV, SINGLE, SINGLE_PLAN, double_keys, single_keys
-from .keys import Keys
-from .shared import hidden
+from parallel_backend.families.base.family import Source
+from parallel_backend.families.base.step_inputs import Config
+from parallel_backend.families.base.tensor_plan import GATHER
+from parallel_backend.families.parts.conditioning import hidden
+from parallel_backend.families.parts.flux_blocks import (
+    DOUBLE,
+    DOUBLE_PLAN,
+    FEED_FORWARD,
+    NORM_ALIASES,
+    QKV,
+    SINGLE,
+    SINGLE_PLAN,
+    double_keys,
+    single_keys,
+)
+from parallel_backend.families.parts.key_map import Keys
 
 REFINER = "txt_in.individual_token_refiner.blocks."
 MODULATION = {"norm1.linear": "img_mod.lin", "norm1_context.linear": "txt_mod.lin"}

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from .base import TEXT_MASK, BlockList, Config, Family, Rows, Shapes, StepInputs
-from .flux_blocks import DOUBLE, SINGLE, block_counts, rope_axes
+from parallel_backend.families.base.family import BlockList, Family
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import TEXT_MASK, Config, Rows, Shapes, StepInputs
+from parallel_backend.families.parts.conditioning import count_blocks, example, text_and_pooled
+from parallel_backend.families.parts.flux_blocks import DOUBLE, SINGLE, block_counts, rope_axes
+
 from .hunyuan_keys import ALIASES, PLAN, REFINER, recipe
-from .patching import Patching
-from .shared import count_blocks, example, text_and_pooled
 
 PATCH = [1, 2, 2]
 _OTHERS = {"cond_type_embedding.weight": "HunyuanVideo 1.5", "vision_in.proj.0.weight": "HunyuanVideo 1.5"}

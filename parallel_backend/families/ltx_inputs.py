@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from .base import Config, StepInputs
-from .patching import Patching
-from .shared import text
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import Config, StepInputs
+from parallel_backend.families.parts.conditioning import text
 
 ACCEPTS = ("attention_mask", "frame_rate", "keyframe_idxs", "guide_attention_entries", "denoise_mask")
 PIXELS = (8, 32, 32)

@@ -6,13 +6,15 @@ Key layouts: Lightricks' (which ComfyUI's files use) and diffusers' LTXVideoTran
 
 from typing import Any
 
-from ..tensor_parallel import TABLE_BY_HEADS
+from parallel_backend.families.base.family import Family, Source
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.tensor_plan import TABLE_BY_HEADS
+from parallel_backend.families.parts.conditioning import count_blocks
+from parallel_backend.families.parts.cross_attention import block_list, block_plan
+from parallel_backend.families.parts.key_map import Keys
+
 from . import ltx_inputs
-from .base import Config, Family, Shapes, Source, StepInputs
-from .cross_attention import block_list, block_plan
-from .keys import Keys
-from .patching import Patching
-from .shared import count_blocks
 
 HEADS = 32
 """In every model of this family; nothing in the weights shows it."""

@@ -7,10 +7,30 @@ from typing import Any
 
 import torch
 
-from ..tensor_parallel import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from .base import IMAGE, JOINT, BlockList, Config, Family, Shapes, Source, StepInputs
-from .keys import Keys
-from .next_dit import ACCEPTS, AXES_LENS, CONTEXT, IGNORED, MODULATED, REFINER, WEIGHT, blocks, caption, has_keys, sizes
+from parallel_backend.families.base.family import IMAGE, JOINT, BlockList, Family, Source
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.tensor_plan import (
+    COLUMN,
+    COLUMN_BY_HEADS,
+    COLUMN_BY_KEY_HEADS,
+    GATHER,
+    ROW,
+    ROW_BY_HEADS,
+)
+from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.next_dit import (
+    ACCEPTS,
+    AXES_LENS,
+    CONTEXT,
+    IGNORED,
+    MODULATED,
+    REFINER,
+    WEIGHT,
+    blocks,
+    caption,
+    has_keys,
+    sizes,
+)
 
 MODULATION = "norm1.linear"
 _OUTSIDE = {  # diffusers module <- original module

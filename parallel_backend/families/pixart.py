@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from .base import Config, Family, Shapes, Source, StepInputs
-from .cross_attention import block_list, block_plan
-from .pixart_keys import UNUSED, block_keys, model_keys
-from .shared import check_learned_variance, count_blocks, hidden, text, without_variance
+from parallel_backend.families.base.family import Family, Source
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.parts.conditioning import check_learned_variance, count_blocks, hidden, text, without_variance
+from parallel_backend.families.parts.cross_attention import block_list, block_plan
+from parallel_backend.families.parts.pixart_keys import UNUSED, block_keys, model_keys
 
 HEAD = 72
 """Width of a head, in every model of this family; nothing in the weights shows it."""

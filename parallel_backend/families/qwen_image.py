@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tensor_parallel import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from .base import TEXT_MASK, BlockList, Config, Family, Shapes, Source, StepInputs
-from .flux_blocks import rope_axes
-from .keys import Keys
-from .patching import Patching
-from .references import ACCEPTS, reference_tensors
-from .shared import count_blocks, rotary_table, text
+from parallel_backend.families.base.family import BlockList, Family, Source
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs
+from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from parallel_backend.families.parts.conditioning import count_blocks, rotary_table, text
+from parallel_backend.families.parts.flux_blocks import rope_axes
+from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
 
 BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
 EDIT_2511 = "__index_timestep_zero__"  # a key of its files: their reference pictures are at time 0

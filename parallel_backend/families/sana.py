@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from .base import LINEAR, NEIGHBOURS, BlockList, Config, Family, Rows, Shapes, Source, StepInputs
-from .keys import Keys
-from .patching import Patching
-from .pixart_keys import UNUSED, block_keys, model_keys
-from .shared import count_blocks, text
+from parallel_backend.families.base.family import LINEAR, NEIGHBOURS, BlockList, Family, Source
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import Config, Rows, Shapes, StepInputs
+from parallel_backend.families.parts.conditioning import count_blocks, text
+from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.pixart_keys import UNUSED, block_keys, model_keys
 
 HEAD, CROSS_HEAD, CROSS_HEAD_OF_600M = 32, 112, 72
 """Widths of heads in self- and cross-attention; nothing in the weights shows them, but the 600M's width is its own."""

@@ -7,10 +7,11 @@ import math
 from functools import partial
 from typing import Any
 
-from ..tensor_parallel import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from .base import IMAGE, JOINT, BlockList, Config, Family, Shapes, Source, StepInputs
-from .keys import Keys
-from .shared import count_blocks, example, hidden, text_and_pooled
+from parallel_backend.families.base.family import IMAGE, JOINT, BlockList, Family, Source
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from parallel_backend.families.parts.conditioning import count_blocks, example, hidden, text_and_pooled
+from parallel_backend.families.parts.key_map import Keys
 
 HEAD = 64  # wide in every model of this family; the weights show it only where there are query norms
 BLOCKS = "transformer_blocks"

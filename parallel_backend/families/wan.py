@@ -5,12 +5,14 @@ Key layouts: Alibaba's (which ComfyUI's files use) and diffusers' WanTransformer
 
 import torch
 
+from parallel_backend.families.base.family import Family, Source
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import Config, Shapes
+from parallel_backend.families.parts.conditioning import count_blocks
+from parallel_backend.families.parts.cross_attention import block_list, block_plan
+from parallel_backend.families.parts.key_map import Keys
+
 from . import wan_inputs
-from .base import Config, Family, Shapes, Source
-from .cross_attention import block_list, block_plan
-from .keys import Keys
-from .patching import Patching
-from .shared import count_blocks
 
 HEAD = 128
 """Width of a head, in every model of this family; nothing in the weights shows it."""

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from .base import Config, StepInputs
-from .shared import text
+from parallel_backend.families.base.step_inputs import Config, StepInputs
+from parallel_backend.families.parts.conditioning import text
 
 PROMPT = 512
 """Tokens of text that the class expects behind a picture's, to which ComfyUI's encoder for Wan pads."""

@@ -1,6 +1,6 @@
 """Euler sampling of flow matching without ComfyUI, whole and in bands: for the quickstart, the benchmarks and tests.
 
-In ComfyUI its own samplers do this (nodes/bands.py); here the loop is as short as it can be.
+In ComfyUI its own samplers do this (nodes/sampling/pipefusion.py); here the loop is as short as it can be.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,13 @@ from itertools import pairwise
 
 import torch
 
-from ..bands import BandedRun, cut_rows, exact_above, run_bands
-from ..client import RemoteTransformer
-from ..messages import RunStats
-from ..pool import Poll
-from ..step_cache import StepCache
+from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
+from parallel_backend.client.pipefusion.threads import run_bands
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.step_cache import StepCache
+from parallel_backend.processes.pool import Poll
+from parallel_backend.wire.sampling import RunStats
+
 from .prompt import CELLS, NULL, encode_symbols
 
 Predict = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]

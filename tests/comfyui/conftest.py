@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.comfyui_server import PACK, ComfyUIServer, find_python, missing_requirements
-from tests import tiny
 from tests.comfyui import standins
+from tests.support import tiny
 
 HERE = Path(__file__).parent
 FLUX = tiny.FLUX | {
@@ -51,10 +51,10 @@ class ComfyUI:
     python: Path
 
     def run(self, script: str, base: Path) -> tuple[dict[str, Any], str]:
-        """A script of this folder, inside ComfyUI: (what it found by case, all that it and its ranks printed)."""
+        """A script of the folder inside/, in ComfyUI: (what it found by case, all that it and its ranks printed)."""
         result = base / f"{script}.json"
         done = subprocess.run(
-            [self.python, HERE / script, self.checkout, base, result],
+            [self.python, HERE / "inside" / script, self.checkout, base, result],
             cwd=base,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

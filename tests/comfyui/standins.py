@@ -10,7 +10,7 @@ import torch
 from diffusers import PixArtTransformer2DModel
 from safetensors.torch import save_file
 
-from tests import tiny
+from tests.support import tiny
 
 Tensors = dict[str, torch.Tensor]
 ENCODERS_PACK = Path(__file__).parent / "tiny_encoders"

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.comfyui
 
 @pytest.fixture(scope="module")
 def ran(comfyui, base):
-    return comfyui.run("inside_auto.py", base)
+    return comfyui.run("auto.py", base)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.families import all_cases
+from tests.families.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
 
@@ -31,7 +31,7 @@ def found(comfyui, tmp_path_factory):
     for name, of in MODELS.items():
         case = next(case for case in all_cases() if case.name == of)
         case.save(case.model(case.native.config), models / f"{name}.safetensors", case.native.config)
-    return comfyui.run("inside_controlnet.py", base)[0]
+    return comfyui.run("controlnet.py", base)[0]
 
 
 def equal_to_native(found, measured, kind, setting, mode):

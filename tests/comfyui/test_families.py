@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parallel_backend.config import Degrees
-from tests.families import all_cases
+from parallel_backend.core.degrees import Degrees
+from tests.families.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
 
@@ -18,7 +18,7 @@ MODES = {"one rank": Degrees(), "all warm-up": Degrees(pipe=2), "ulysses": Degre
 
 
 def save_inputs(case, path: Path) -> None:
-    """The case's conditioning, for inside_families.py."""
+    """The case's conditioning, for inside/families.py."""
     native, generator = case.native, torch.Generator().manual_seed(5)
     tensors = {"latent": torch.zeros(1, *native.latent)}
     plain = {}
@@ -53,7 +53,7 @@ def parity(request, comfyui, tmp_path_factory):
         if case.name in selected:
             case.save(case.model(case.native.config), models / f"{case.name}.safetensors", case.native.config)
             save_inputs(case, base / f"{case.name}.inputs.safetensors")
-    return comfyui.run("inside_families.py", base)[0]
+    return comfyui.run("families.py", base)[0]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,4 +1,4 @@
-"""What nodes do with inputs that nobody should give them: each case is a call inside ComfyUI, see inside_inputs.py."""
+"""What nodes do with inputs that nobody should give them: each case is a call inside ComfyUI, see inside/inputs.py."""
 
 import pytest
 
@@ -12,7 +12,7 @@ NODES = (
 
 @pytest.fixture(scope="module")
 def found(comfyui, base):
-    return comfyui.run("inside_inputs.py", base)[0]
+    return comfyui.run("inputs.py", base)[0]
 
 
 @pytest.mark.parametrize("name", NODES)

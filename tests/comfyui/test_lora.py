@@ -33,7 +33,7 @@ SAID = {
 
 @pytest.fixture(scope="module")
 def found(comfyui, base):
-    return comfyui.run("inside_lora.py", base)[0]
+    return comfyui.run("lora.py", base)[0]
 
 
 def check(got, measured, case):

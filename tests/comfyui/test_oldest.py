@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from parallel_backend.host_version import OLDEST
+from host_version import OLDEST
 from scripts.comfyui_server import PACK, ComfyUIServer
 from tests.comfyui.conftest import ranks, ready
 from tests.comfyui.graph import small

@@ -4,7 +4,7 @@ import pytest
 
 from scripts.comfyui_server import ComfyUIServer
 from tests.comfyui.test_server import pixels, small
-from tests.package import install
+from tests.support.package_files import install
 
 pytestmark = pytest.mark.comfyui
 

@@ -20,7 +20,7 @@ SAMPLERS = ("euler", "heun", "dpmpp_2m", "uni_pc", "euler_ancestral", "dpmpp_sde
 @pytest.fixture(scope="module")
 def parity(comfyui, base):
     """(results by case, what the process and its ranks printed) of one run for all tests of this file."""
-    return comfyui.run("inside_parity.py", base)
+    return comfyui.run("parity.py", base)
 
 
 def check(found, case, limit, measured):
@@ -89,7 +89,7 @@ def test_sd3_in_pipefusion_that_only_warms_up_equals_the_plain_model(parity, mea
 def test_ranks_import_nothing_of_comfyui(parity, comfyui):
     """The ranks of that run printed each module that they imported: Python does so under PYTHONPROFILEIMPORTTIME."""
     imported = set(re.findall(r"^import time:\s*\d+ \|\s*\d+ \|\s*(\S+)$", parity[1], re.MULTILINE))
-    assert "parallel_backend.worker" in imported, "the ranks' imports were not printed"
+    assert "parallel_backend.rank.worker" in imported, "the ranks' imports were not printed"
     own = {path.stem for path in comfyui.checkout.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     own |= {path.name for path in comfyui.checkout.iterdir() if path.is_dir()} & {"comfy", "comfy_extras", "comfy_api"}
     assert {"comfy", "folder_paths", "nodes", "execution"} <= own

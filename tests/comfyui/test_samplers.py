@@ -26,7 +26,7 @@ EXACT = 5e-6
 
 @pytest.fixture(scope="module")
 def found(comfyui, base):
-    return comfyui.run("inside_samplers.py", base)[0]
+    return comfyui.run("samplers.py", base)[0]
 
 
 @pytest.fixture(scope="module")

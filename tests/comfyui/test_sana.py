@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.families.sana import CASES
+from tests.families.cases.sana import CASES
 
 pytestmark = pytest.mark.comfyui
 
@@ -12,6 +12,6 @@ def test_a_family_that_comfyui_lacks_is_refused(comfyui, tmp_path):
     models.mkdir(parents=True)
     case = CASES[0]
     case.save(case.model(), models / "sana.safetensors")
-    found = comfyui.run("inside_sana.py", tmp_path)[0]
+    found = comfyui.run("sana.py", tmp_path)[0]
     assert found["detected"] == "pixart_sigma"
     assert found["loader"]["error"].startswith("ValueError: model_name: sana.safetensors is a model of the kind sana, which")

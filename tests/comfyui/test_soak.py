@@ -1,10 +1,10 @@
-"""A short soak; `python -m tests.soak` is the long one. What it would report is tested in tests/test_soak.py."""
+"""A short soak; `python -m tests.campaigns.soak` is the long one."""
 
 import pytest
 
-from tests.soak.record import FINISHED
-from tests.soak.soak import soak
-from tests.soak.verdict import problems
+from tests.campaigns.soak.record import FINISHED
+from tests.campaigns.soak.soak import soak
+from tests.campaigns.soak.verdict import problems
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def found(comfyui, base):
-    return comfyui.run("inside_step_cache.py", base)[0]
+    return comfyui.run("step_cache.py", base)[0]
 
 
 @pytest.mark.parametrize("case", ["euler", "bands", "cfg 1", "displaced"])

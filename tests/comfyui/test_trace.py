@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from parallel_backend.timeline_picture import BANDED, EXACT, TRANSFERRING, rgb
+from parallel_backend.client.reports.trace_picture import BANDED, EXACT, TRANSFERRING, rgb
 from scripts.comfyui_server import ComfyUIServer, Outcome
 from tests.comfyui.test_server import SAMPLER, small, workflow
 

@@ -12,7 +12,7 @@ from scripts.comfyui_server import ComfyUIServer
 from tests.comfyui.conftest import FLUX
 from tests.comfyui.test_server import LOADER, SAMPLER, pixels, small
 from tests.comfyui.websocket import Events
-from tests.test_memory import private_bytes, write_random
+from tests.system.test_memory import private_bytes, write_random
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
 
@@ -33,7 +33,7 @@ UNLOAD, DECODE = "20", "6"
 
 @pytest.fixture(scope="module")
 def found(comfyui, base):
-    return comfyui.run("inside_unload.py", base)[0]
+    return comfyui.run("unload.py", base)[0]
 
 
 FREED = ("all", "room for a little more", "room for a lot more", "the node", "all, ranks on another GPU")

@@ -34,7 +34,7 @@ WHOLE = {
 @pytest.fixture(scope="module")
 def ran(comfyui, base):
     """(results by case, what the process and its ranks printed) of one run for all tests of this file."""
-    return comfyui.run("inside_vae.py", base)
+    return comfyui.run("vae.py", base)
 
 
 @pytest.fixture(scope="module")

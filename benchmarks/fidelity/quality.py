@@ -1,0 +1,74 @@
+"""How far PipeFusion is from one rank on the trained mini model, and how far fewer steps would be: the rarer control.
+
+    python benchmarks/fidelity/quality.py --images 400 --out benchmarks/results/quality_NAME_DATE.json
+    python benchmarks/fidelity/quality.py --images 400 --steps 20 --bands "" --patches 2,4 --out ...
+
+For each number of steps: the digits read and the PSNR to the exact run (decoded pictures in 0..1, mean over pictures)
+of PipeFusion with one warm-up step and M bands, of displaced patches with one warm-up step and of naive patches, and of
+one rank with steps dropped to the time predicted for PipeFusion on two stages.
+What a band sees depends on M alone, not on the number of stages (tests/system/test_exactness.py), so the pictures are
+computed with split_batch to use every core; `--stages 2,4` recomputes some with that many stages and reports the
+largest difference.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.harness import mini_model as mini  # noqa: E402
+from benchmarks.harness.mini_model import CHUNK, judge, load, sample  # noqa: E402
+from parallel_backend.client.placement.pipeline_model import StageCost, finish_times  # noqa: E402
+from parallel_backend.core.degrees import Degrees  # noqa: E402
+
+
+def same_time_steps(steps: int, stages: int, bands: int) -> set[int]:
+    """Steps that one rank makes in the time predicted for PipeFusion: rounded down, and up in favour of the control."""
+    piped = finish_times([True] + [False] * (steps - 1), bands, [StageCost(0.0, 1 / stages)] * stages)[-1]
+    return {math.floor(piped), min(steps - 1, math.ceil(piped))}
+
+
+def main() -> None:
+    parser = mini.parser(__doc__, 400)
+    parser.add_argument("--steps", type=mini.numbers(int), default=[20, 8, 4])
+    parser.add_argument("--bands", type=mini.numbers(int), default=[2, 4, 8])
+    parser.add_argument("--patches", type=mini.numbers(int), default=[])
+    parser.add_argument("--stages", type=mini.numbers(int), default=[])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    symbols, noise = mini.requests(options.images)
+    report = mini.Report(options)
+    model = load(Degrees(batch=2))
+    references: dict[int, torch.Tensor] = {}
+    pipefusion: dict[tuple[int, int], torch.Tensor] = {}
+    for steps in options.steps:
+        exact = references[steps] = sample(model, symbols, noise, steps, 0, options.cfg)
+        report({"steps": steps, "mode": "one rank", **judge(exact, exact, symbols)})
+        for bands in options.bands:
+            images = pipefusion[steps, bands] = sample(model, symbols, noise, steps, bands, options.cfg)
+            report({"steps": steps, "mode": f"pipefusion M={bands}", **judge(images, exact, symbols)})
+        for fewer in sorted(set().union(*(same_time_steps(steps, 2, bands) for bands in options.bands))):
+            images = sample(model, symbols, noise, fewer, 0, options.cfg)
+            report({"steps": steps, "mode": f"one rank, {fewer} steps instead", **judge(images, exact, symbols)})
+    model.pool.close()
+    for degree, mode in [(degree, mode) for degree in options.patches for mode in ("displaced", "naive")]:
+        model = load(Degrees(patch=degree, patch_mode=mode))
+        for steps, exact in references.items():
+            images = sample(model, symbols, noise, steps, 0 if mode == "naive" else 1, options.cfg)
+            report({"steps": steps, "mode": f"{mode} patches on {degree} ranks", **judge(images, exact, symbols)})
+        model.pool.close()
+    for stages in options.stages:
+        model = load(Degrees(pipe=stages))
+        for (steps, bands), before in pipefusion.items():
+            images = sample(model, symbols[:CHUNK], noise[:CHUNK], steps, bands, options.cfg)
+            gap = (images - before[:CHUNK]).abs().max().item()
+            report({"steps": steps, "mode": f"pipefusion M={bands} on {stages} stages", "max_difference": gap})
+        model.pool.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What benchmarks of quality share: the trained mini model, the pictures asked of it, how they are judged and reported."""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint  # noqa: E402
+from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
+from parallel_backend.client.step_cache import StepCache  # noqa: E402
+from parallel_backend.core.degrees import Degrees  # noqa: E402
+from parallel_backend.processes.pool import Pool  # noqa: E402
+from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
+from parallel_backend.quickstart.digits import read_digits  # noqa: E402
+from parallel_backend.quickstart.model import WEIGHTS  # noqa: E402
+from parallel_backend.quickstart.prompt import CELLS  # noqa: E402
+from parallel_backend.quickstart.sampling import digit_prompts, linear_sigmas, sample_in_bands, sample_whole  # noqa: E402
+
+CHUNK = 20  # pictures per request
+
+
+def load(degrees: Degrees) -> RemoteTransformer:
+    pool = Pool(("cpu",) * degrees.world, threads=1)
+    return RemoteTransformer(pool, open_checkpoint(WEIGHTS), degrees, "fp32", "auto", lambda: None)
+
+
+def requests(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Digits [count, CELLS] and noise [count, 16, 32, 32], the same ones every time."""
+    generator = torch.Generator().manual_seed(2026)
+    return torch.randint(10, (count, CELLS), generator=generator), torch.randn(count, 16, 32, 32, generator=generator)
+
+
+def sample_latents(
+    model: RemoteTransformer,
+    symbols: torch.Tensor,
+    noise: torch.Tensor,
+    steps: int,
+    bands: int,
+    cfg: float,
+    threshold: float = 0.0,
+) -> tuple[torch.Tensor, list[int]]:
+    """Latents [N, 16, 32, 32], and the calls computed by request of CHUNK pictures.
+
+    `bands` 0 runs every call whole, 1 is for displaced patches. `threshold`: of the step cache, 0 for none.
+    """
+    latents, computed = [], []
+    for part, start in zip(symbols.split(CHUNK), noise.split(CHUNK), strict=True):
+        prompt, sigmas = digit_prompts(part, cfg), linear_sigmas(steps)
+        cache = StepCache(threshold, max(1, bands)) if threshold else None
+        if bands:
+            latent, _ = sample_in_bands(model, start, sigmas, prompt, bands, warm_up=1, cache=cache)
+        else:
+            latent = sample_whole(model, start, sigmas, prompt, cache=cache)
+        latents.append(latent)
+        computed.append(steps if cache is None else cache.computed)
+    return torch.cat(latents), computed
+
+
+def pictures(latents: torch.Tensor) -> torch.Tensor:
+    """[N, 256, 256] in 0..1."""
+    return decode(process_out(latents))
+
+
+def sample(model: RemoteTransformer, symbols: torch.Tensor, noise: torch.Tensor, steps: int, bands: int, cfg: float):
+    """The pictures of sample_latents, without a step cache."""
+    return pictures(sample_latents(model, symbols, noise, steps, bands, cfg)[0])
+
+
+def judge(images: torch.Tensor, exact: torch.Tensor, symbols: torch.Tensor) -> dict[str, float]:
+    """`psnr_db`: mean over pictures; `pooled_psnr_db`: of the mean squared error over all pictures."""
+    error = (images - exact).square().flatten(1).mean(1)
+    read = 100 * (torch.as_tensor(read_digits(images)) == symbols).float().mean().item()
+    if error.max() == 0:
+        return {"digits_read_percent": round(read, 2)}
+    psnr = -10 * error.clamp_min(1e-12).log10()
+    return {
+        "digits_read_percent": round(read, 2),
+        "psnr_db": round(psnr.mean().item(), 2),
+        "pooled_psnr_db": round(-10 * error.mean().log10().item(), 2),
+        "worst_psnr_db": round(psnr.min().item(), 2),
+    }
+
+
+def numbers(kind: type) -> Callable[[str], list]:
+    """For an option that is a list, such as 20,8,4."""
+    return lambda text: [kind(part) for part in text.split(",") if part]
+
+
+def parser(description: str, images: int) -> argparse.ArgumentParser:
+    """`images`: how many, unless it is said."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--images", type=int, default=images)
+    made.add_argument("--cfg", type=float, default=3.0)
+    made.add_argument("--out", type=Path)
+    return made
+
+
+class Report:
+    """Rows, each shown at once and the file written anew with it, so that a run that is cut off leaves what it has."""
+
+    def __init__(self, options: argparse.Namespace, **about: str):
+        self._out, self._rows, self._started = options.out, [], time.perf_counter()
+        self._about = {
+            "date": date.today().isoformat(),
+            "hardware": f"{platform.machine()}, CPU, 2 ranks of 1 thread, fp32, torch {torch.__version__}",
+            **about,
+            "images": options.images,
+            "cfg": options.cfg,
+        }
+
+    def __call__(self, row: dict) -> None:
+        self._rows.append(row)
+        print(f"[{time.perf_counter() - self._started:6.0f} s] {row}", flush=True)
+        if self._out is not None:
+            self._out.write_text(json.dumps(self._about | {"rows": self._rows}, indent=1) + "\n")

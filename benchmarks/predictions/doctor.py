@@ -1,0 +1,148 @@
+"""What Parallel Doctor predicts for every mode at 2 ranks, beside what the mode then takes; and how good its advice is.
+
+    python benchmarks/predictions/doctor.py --rounds 2 --out benchmarks/results/doctor_NAME_DATE.json
+    python benchmarks/predictions/doctor.py --only 1024
+
+CPU ranks of one thread over Gloo; transformer and sampler loop only, Euler. In every round the doctor predicts and then
+each mode runs, so that a drifting machine hits all alike; ratios are taken within a round (see common.py). The doctor
+knows nothing of this model or machine beforehand: every constant is measured at run time.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import common  # noqa: E402
+from benchmarks.common import Outcome, Outcomes, run_ranks  # noqa: E402
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
+from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
+from parallel_backend.planning.doctor import Findings, examine  # noqa: E402
+from parallel_backend.planning.modes import Mode  # noqa: E402
+from parallel_backend.planning.workload import subject_of  # noqa: E402
+from parallel_backend.processes.pool import Pool  # noqa: E402
+
+WORLD = 2
+WITHIN = 0.25
+"""How far a prediction may be from the measured time."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A picture of side x side latent pixels, `batch` of them or of prompts."""
+
+    side: int
+    batch: int
+    steps: int
+
+
+PROBLEMS = {"1024": Problem(64, 1, 5), "256-batch-2": Problem(32, 2, 6), "1600": Problem(80, 1, 2)}
+"""By image tokens."""
+
+
+class Bench:
+    """Ranks for one mode after the other, and alone for one rank."""
+
+    def __init__(self, checkpoint: Checkpoint, stack: ExitStack):
+        self.checkpoint = checkpoint
+        self.pool, self.single = (stack.enter_context(closing(Pool(("cpu",) * world, threads=1))) for world in (WORLD, 1))
+
+    def examine(self, problem: Problem) -> tuple[Findings, float]:
+        """What the doctor finds, and the seconds it needs."""
+        shape = (1, 16, problem.side, problem.side)
+        subject = subject_of(self.checkpoint, "fp32", "cpu", shape, problem.batch, problem.steps, common.TEXT)
+        started = time.perf_counter()
+        findings = examine(self.pool, self.checkpoint, subject, "auto", lambda: None, lambda: None)
+        return findings, time.perf_counter() - started
+
+    def measure(self, problem: Problem, mode: Mode) -> Outcome:
+        pool = self.pool if mode.device is None else self.single
+        model = RemoteTransformer(pool, self.checkpoint, mode.degrees, "fp32", "auto", lambda: None, stage_split="auto")
+        bands = 0 if mode.exact else mode.bands
+        return run_ranks(model, problem.steps, problem.batch, bands, problem.side)
+
+
+Round = tuple[dict[str, float], str, float]
+"""Predicted seconds by mode, the advised mode, seconds that the doctor took."""
+
+
+def run(problem: Problem, rounds: int) -> tuple[list[Round], Outcomes]:
+    predicted: list[Round] = []
+    measured: Outcomes = {}
+    with common.weights() as path, ExitStack() as stack:
+        bench = Bench(open_checkpoint(path), stack)
+        for turn in range(rounds):
+            findings, seconds = bench.examine(problem)
+            modes = {str(found.mode): found for found in findings.predictions if 1 <= found.mode.bands <= 2 * WORLD}
+            predicted.append(({name: f.seconds for name, f in modes.items()}, str(findings.advice.mode), seconds))
+            for name, found in sorted(modes.items()):
+                measured.setdefault(name, []).append(bench.measure(problem, found.mode))
+                row = f"predicted {found.seconds:7.2f} s, measured {measured[name][-1].seconds:7.2f} s"
+                print(f"round {turn + 1}/{rounds}  {name:34} {row}", flush=True)
+    return predicted, measured
+
+
+def summary(problem: Problem, predicted: list[Round], measured: Outcomes) -> dict:
+    modes = {}
+    for name, runs in measured.items():
+        ratios = [times[name] / run.seconds for (times, _, _), run in zip(predicted, runs, strict=True)]
+        modes[name] = {
+            "predicted_seconds": round(statistics.median(times[name] for times, _, _ in predicted), 2),
+            "median_seconds": common.median(runs),
+            "spread_seconds": common.spread(runs),
+            "predicted_over_measured": round(statistics.median(ratios), 3),
+            "rounds": [round(ratio, 3) for ratio in ratios],
+        }
+    fastest = min(measured, key=lambda name: common.median(measured[name]))
+    advised = [advice for _, advice, _ in predicted]
+    return {
+        "image_tokens": (problem.side // 2) ** 2,
+        "batch": problem.batch,
+        "steps": problem.steps,
+        "doctor_seconds": round(statistics.median(seconds for _, _, seconds in predicted), 1),
+        "within": WITHIN,
+        "all_within": all(abs(mode["predicted_over_measured"] - 1) <= WITHIN for mode in modes.values()),
+        "advised": advised,
+        "fastest": fastest,
+        "advised_over_fastest": [
+            round(common.median(measured[name]) / common.median(measured[fastest]), 3) if name in measured else None
+            for name in advised
+        ],
+        "modes": modes,
+    }
+
+
+def chosen(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(PROBLEMS):
+        raise argparse.ArgumentTypeError(f"no problem {', '.join(sorted(unknown))}; there are {', '.join(PROBLEMS)}")
+    return names
+
+
+def measure(description: str, run: Callable[[Problem, int], tuple], summary: Callable[..., dict]) -> None:
+    """A benchmark over PROBLEMS, from its options to its result. `run` gives what `summary` takes, outcomes second."""
+    parser = common.parser(description)
+    parser.set_defaults(rounds=2)
+    parser.add_argument("--only", type=chosen, default=list(PROBLEMS), help=f"comma list of {', '.join(PROBLEMS)}")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {name: run(PROBLEMS[name], options.rounds) for name in options.only}
+    head = common.head(options.steps, next(iter(found.values()))[1])
+    for key in ("steps", "rounds"):
+        head.pop(key)
+    head["model"] = "Flux-like, random weights, hidden 512, 4 + 8 blocks, 32 text tokens, fp32"
+    problems = {name: summary(PROBLEMS[name], *each) for name, each in found.items()}
+    common.report({**head, "ranks": WORLD, "rounds": options.rounds, "problems": problems}, options.out)
+
+
+if __name__ == "__main__":
+    measure(__doc__, run, summary)

@@ -1,0 +1,114 @@
+"""What the planner says of every mode at 2 ranks, beside what the mode then takes; and how good its choice is.
+
+    python benchmarks/predictions/planner.py --rounds 2 --out benchmarks/results/planner_NAME_DATE.json
+    python benchmarks/predictions/planner.py --only 1024
+
+CPU ranks of one thread over Gloo; transformer and sampler loop only, Euler. In every round the ranks are calibrated, all
+modes are planned from that, and then each runs, as in doctor.py, which rehearses instead. `exact` is what `degrees auto`
+takes without PipeFusion, `pipelined` with it; both are held against the fastest mode that they may take.
+"""
+
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import common  # noqa: E402
+from benchmarks.common import Outcomes  # noqa: E402
+from parallel_backend.checkpoints.checkpoint import open_checkpoint  # noqa: E402
+from parallel_backend.planning.calibration import calibrate, job_of  # noqa: E402
+from parallel_backend.planning.planner import Plan, choose, plan  # noqa: E402
+from parallel_backend.planning.workload import subject_of  # noqa: E402
+
+from .doctor import WITHIN, WORLD, Bench, Problem, measure  # noqa: E402
+
+AS_FAST = 1.10
+"""A choice within this factor of the fastest counts as good."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """`exact`, `pipelined`: the choices. `seconds`: that calibration and plan took."""
+
+    plan: Plan
+    exact: str
+    pipelined: str
+    seconds: float
+
+
+def planned(bench: Bench, problem: Problem) -> Round:
+    shape, file = (1, 16, problem.side, problem.side), bench.checkpoint
+    subject = subject_of(file, "fp32", "cpu", shape, problem.batch, problem.steps, common.TEXT)
+    started = time.perf_counter()
+    machine = calibrate(bench.pool, file, "fp32", lambda: None)
+    counts = range(1, WORLD + 1)
+    found = plan(machine, job_of(file, subject), counts)
+    seconds = time.perf_counter() - started
+    unpipelined = plan(machine, job_of(file, replace(subject, warm_up=problem.steps)), counts)
+    return Round(found, str(choose(unpipelined).mode), str(choose(found).mode), seconds)
+
+
+def run(problem: Problem, rounds: int) -> tuple[list[Round], Outcomes]:
+    turns: list[Round] = []
+    measured: Outcomes = {}
+    with common.weights() as path, ExitStack() as stack:
+        bench = Bench(open_checkpoint(path), stack)
+        for turn in range(rounds):
+            turns.append(planned(bench, problem))
+            for found in sorted(turns[-1].plan.predictions, key=lambda each: str(each.mode)):
+                if found.mode.bands > 2 * WORLD:
+                    continue
+                name = str(found.mode)
+                measured.setdefault(name, []).append(bench.measure(problem, found.mode))
+                row = f"planned {found.seconds:7.2f} s, measured {measured[name][-1].seconds:7.2f} s"
+                print(f"round {turn + 1}/{rounds}  {name:34} {row}", flush=True)
+    return turns, measured
+
+
+def choice(names: list[str], measured: Outcomes, allowed: list[str]) -> dict:
+    """How much slower each round's choice is than the fastest that it could have been, by medians."""
+    fastest = min(allowed, key=lambda name: common.median(measured[name]))
+    over = [common.median(measured[name]) / common.median(measured[fastest]) if name in measured else None for name in names]
+    return {
+        "chosen": names,
+        "fastest": fastest,
+        "over_fastest": [None if ratio is None else round(ratio, 3) for ratio in over],
+        "all_within_10_percent": all(ratio is not None and ratio <= AS_FAST for ratio in over),
+    }
+
+
+def summary(problem: Problem, turns: list[Round], measured: Outcomes) -> dict:
+    modes = {}
+    for name, runs in measured.items():
+        times = [next(each.seconds for each in turn.plan.predictions if str(each.mode) == name) for turn in turns]
+        ratios = [seconds / run.seconds for seconds, run in zip(times, runs, strict=True)]
+        modes[name] = {
+            "planned_seconds": round(statistics.median(times), 2),
+            "median_seconds": common.median(runs),
+            "spread_seconds": common.spread(runs),
+            "planned_over_measured": round(statistics.median(ratios), 3),
+            "rounds": [round(ratio, 3) for ratio in ratios],
+        }
+    kinds = {str(each.mode): each.mode for each in turns[0].plan.predictions}
+    exact = [name for name in measured if kinds[name].exact]
+    pipelined = [name for name in measured if kinds[name].degrees.patch == 1]
+    return {
+        "image_tokens": (problem.side // 2) ** 2,
+        "batch": problem.batch,
+        "steps": problem.steps,
+        "planner_seconds": round(statistics.median(turn.seconds for turn in turns), 1),
+        "within": WITHIN,
+        "all_within": all(abs(mode["planned_over_measured"] - 1) <= WITHIN for mode in modes.values()),
+        "exact": choice([turn.exact for turn in turns], measured, exact),
+        "pipelined": choice([turn.pipelined for turn in turns], measured, pipelined),
+        "modes": modes,
+    }
+
+
+if __name__ == "__main__":
+    measure(__doc__, run, summary)

@@ -1,0 +1,175 @@
+"""What surrounds sampling: starting processes, loading, the first picture from nothing, the next one, and with a VAE.
+
+Each case begins with no process of its own; imports and start-up count. The weights' file is in the page cache.
+"""
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.harness import measuring
+from benchmarks.harness.subjects import PIXART_LIKE, Subject
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.vae import RemoteDecoder
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.pool import Pool
+from parallel_backend.quickstart.sampling import euler, linear_sigmas, sample_in_bands, sample_whole
+from tests.support import tiny
+
+from .two_ranks import Mode
+
+SCOPE = "everything from starting processes to the picture's latent, by its parts; no text encoder"
+MODES = {
+    "one rank": Mode(Degrees()),
+    "pipefusion M=2": Mode(Degrees(pipe=2), bands=2),
+    "ulysses": Mode(Degrees(ulysses=2)),
+}
+PLAIN = "plain diffusers"
+WIDTHS = (32, 64, 64)
+SUBJECT = PIXART_LIKE.at(side=32)
+
+PARTS = ("start", "load", "first picture, from nothing", "next picture")
+VAE_PARTS = ("to the VAE", "decode")
+
+Seconds = dict[str, float]
+"""By part."""
+
+
+def autoencoder(channels: int, widths: tuple[int, ...] = WIDTHS) -> Any:
+    """diffusers' own, random weights."""
+    import diffusers
+
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=widths,
+        layers_per_block=2,
+        latent_channels=channels,
+        norm_num_groups=min(32, widths[0]),
+        down_block_types=("DownEncoderBlock2D",) * len(widths),
+        up_block_types=("UpDecoderBlock2D",) * len(widths),
+    )
+    return tiny.randomise(vae.eval().requires_grad_(False), seed=0)
+
+
+def decoder_weights(vae: Any) -> dict[str, torch.Tensor]:
+    """Those that a decoder on ranks takes."""
+    state = vae.state_dict()
+    return {name: tensor for name, tensor in state.items() if name.startswith(("decoder.", "post_quant_conv."))}
+
+
+class Lap:
+    """Seconds between points in time, by name."""
+
+    def __init__(self) -> None:
+        self.began = self._last = time.perf_counter()
+        self.seconds: Seconds = {}
+
+    def __call__(self, name: str, since_begin: bool = False) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self._last = now - (self.began if since_begin else self._last), now
+
+
+def on_ranks(subject: Subject, folder: Path, with_vae: bool, mode: Mode) -> Seconds:
+    x, prompt = subject.problem()
+    sigmas, lap = linear_sigmas(subject.steps), Lap()
+
+    def sample(model: RemoteTransformer) -> torch.Tensor:
+        if mode.bands:
+            return sample_in_bands(model, x, sigmas, prompt, mode.bands, warm_up=1)[0]
+        return sample_whole(model, x, sigmas, prompt)
+
+    with closing(Pool(("cpu",) * mode.degrees.world, threads=1)) as pool:
+        pool.ready.result()
+        lap("start")
+        model = RemoteTransformer(pool, open_checkpoint(folder), mode.degrees, "fp32", "auto", lambda: None)
+        lap("load")
+        latent = sample(model)
+        lap("first picture, from nothing", since_begin=True)
+        sample(model)
+        lap("next picture")
+        if with_vae:
+            weights = decoder_weights(autoencoder(subject.family.latent_channels(subject.config)))
+            decoder = RemoteDecoder(pool, "vae", lambda: weights)
+            decoder.decode(latent[:, :, : mode.degrees.world, :1], lambda: None)
+            lap("to the VAE")
+            decoder.decode(latent, lambda: None)
+            lap("decode")
+    return lap.seconds
+
+
+def _plain(subject: Subject, folder: Path, with_vae: bool, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    connection.send(None)
+    model = subject.load(folder)
+    connection.send(None)
+    x, prompt = subject.problem()
+    sigmas = linear_sigmas(subject.steps)
+    latent = euler(subject.predict(model), x, sigmas, prompt)
+    connection.send(None)
+    euler(subject.predict(model), x, sigmas, prompt)
+    connection.send(None)
+    if with_vae:
+        vae = autoencoder(subject.family.latent_channels(subject.config))
+        with torch.inference_mode():
+            vae.decode(latent[:, :, :1, :1])
+            connection.send(None)
+            vae.decode(latent)
+            connection.send(None)
+
+
+def in_a_process(subject: Subject, folder: Path, with_vae: bool) -> Seconds:
+    """A process that imports torch and diffusers, loads, and samples."""
+    lap = Lap()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_plain, args=(subject, folder, with_vae, theirs))
+    process.start()
+    theirs.close()
+    for name in PARTS + (VAE_PARTS if with_vae else ()):
+        ours.recv()
+        lap(name, since_begin=name.startswith("first"))
+    process.join()
+    return lap.seconds
+
+
+def run(
+    rounds: int,
+    say: Callable[[str], None],
+    with_vae: bool = False,
+    subject: Subject = SUBJECT,
+    modes: dict[str, Mode] = MODES,
+) -> dict:
+    """The result: by case and part, seconds (median, and each round's)."""
+    found: dict[str, list[Seconds]] = {}
+    with TemporaryDirectory() as directory:
+        folder = subject.save(Path(directory))
+        cases = {PLAIN: partial(in_a_process, subject, folder, with_vae)}
+        cases |= {name: partial(on_ranks, subject, folder, with_vae, mode) for name, mode in modes.items()}
+        for turn in range(rounds):
+            for name, case in cases.items():
+                seconds = case()
+                found.setdefault(name, []).append(seconds)
+                parts = ", ".join(f"{part} {value:.2f}" for part, value in seconds.items())
+                say(f"round {turn + 1}/{rounds}  {name:16} {parts} s")
+    scope = SCOPE + (f"; decoded by an AutoencoderKL of widths {WIDTHS}" if with_vae else "")
+    return measuring.head("first_picture", subject, rounds, scope) | {
+        "cases": {
+            name: {
+                part: {
+                    "median": round(statistics.median(run[part] for run in runs), 3),
+                    "rounds": [round(run[part], 3) for run in runs],
+                }
+                for part in runs[0]
+            }
+            for name, runs in found.items()
+        }
+    }

@@ -1,0 +1,127 @@
+"""Seconds until two ranks compute with another strength of a LoRA, against loading the model again.
+
+    python benchmarks/speed/lora.py --rounds 5 --out benchmarks/results/lora_NAME_DATE.json
+
+Loading is RemoteTransformer's construction on ranks that run already, its file in the page cache: what merging the LoRA
+into the weights would at least take. Every case ends with the ranks' word; no step is computed.
+"""
+
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import common  # noqa: E402
+from benchmarks.common import Outcome, Outcomes  # noqa: E402
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
+from parallel_backend.client.lora import Delta  # noqa: E402
+from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
+from parallel_backend.core.degrees import Degrees  # noqa: E402
+from parallel_backend.processes.pool import Pool  # noqa: E402
+from tests.support import tiny  # noqa: E402
+
+CONFIG = common.CONFIG | {"num_attention_heads": 11}
+RANK = 16
+MODES = {"pipefusion 2": Degrees(pipe=2), "tensor 2": Degrees(tensor=2)}
+
+
+def lora(checkpoint: Checkpoint) -> list[Delta]:
+    """Factors in bf16, as LoRA files have them, for every matrix."""
+    return [
+        Delta(key, *(torch.randn(*size).bfloat16() for size in ((shape[0], RANK), (RANK, shape[1]))), 0.1)
+        for key, shape in checkpoint.original_shapes.items()
+        if len(shape) == 2
+    ]
+
+
+def measure(path: Path, rounds: int) -> tuple[Outcomes, dict]:
+    """The outcomes, and how large the LoRA is: bytes of its factors, and on the ranks."""
+    pool, checkpoint = Pool(("cpu", "cpu"), threads=1), open_checkpoint(path)
+    pool.ready.result()
+    models: dict[str, RemoteTransformer] = {}
+    factors, others = lora(checkpoint), lora(checkpoint)
+    strengths = itertools.count(1)
+
+    def timed(work: Callable[[], None]) -> Outcome:
+        started = time.perf_counter()
+        work()
+        return Outcome(time.perf_counter() - started, torch.empty(0))
+
+    def load(mode: str) -> None:
+        models[mode] = RemoteTransformer(pool, checkpoint, MODES[mode], "fp32", "sdpa", lambda: None)
+
+    def adapt(mode: str) -> None:
+        models[mode].adapt("a LoRA", factors, lambda: None)
+
+    def change(mode: str) -> None:
+        strength = 0.1 * next(strengths)
+        models[mode].adapt(strength, [replace(delta, scale=strength) for delta in factors], lambda: None)
+
+    def another(mode: str) -> None:
+        models[mode].adapt("another", others, lambda: None)
+
+    def remove(mode: str) -> None:
+        models[mode].adapt(None, (), lambda: None)
+
+    steps = {
+        "load": load,
+        "first LoRA": adapt,
+        "strength changed": change,
+        "another LoRA": another,
+        "removed": remove,
+    }
+    cases = {
+        f"{mode}, {name}": lambda mode=mode, step=step: timed(lambda: step(mode))
+        for mode in MODES
+        for name, step in steps.items()
+    }
+    try:
+        outcomes = common.interleave(cases, rounds)
+        adapt(list(MODES)[-1])
+        on_ranks = models[list(MODES)[-1]].adapter_bytes
+    finally:
+        pool.close()
+    sent = sum(delta.up.nbytes + delta.down.nbytes for delta in factors)
+    return outcomes, {"file_bytes": path.stat().st_size, "factor_bytes": sent, "bytes_on_ranks_tensor_2": on_ranks}
+
+
+def summary(outcomes: Outcomes, sizes: dict) -> dict:
+    def seconds(case: str, digits: int = 4) -> float:
+        return round(sorted(common.seconds(outcomes[case]))[len(outcomes[case]) // 2], digits)
+
+    head = common.head(0, outcomes)
+    del head["steps"]
+    return {
+        **head,
+        "model": f"Flux-like, random weights, hidden {11 * 64}, 4 + 8 blocks, fp32; LoRA of rank {RANK} on all matrices",
+        "scope": "until the ranks say that all is in place; no step is computed, the file is in the page cache",
+        "sizes": sizes,
+        "median_seconds": {case: seconds(case) for case in outcomes},
+        "spread_seconds": {case: [round(f(common.seconds(runs)), 4) for f in (min, max)] for case, runs in outcomes.items()},
+        "share_of_load": {
+            f"{mode}, {name}": round(common.ratio(outcomes[f"{mode}, {name}"], outcomes[f"{mode}, load"]), 4)
+            for mode in MODES
+            for name in ("first LoRA", "strength changed", "another LoRA")
+        },
+    }
+
+
+def main() -> None:
+    options = common.parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        path = tiny.save_original(tiny.random_flux(CONFIG), CONFIG, Path(directory) / "flux-like.safetensors")
+        outcomes, sizes = measure(path, options.rounds)
+    common.report(summary(outcomes, sizes), options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The native MODEL without weights: ComfyUI's own BaseModel whose diffusion_model asks the ranks."""

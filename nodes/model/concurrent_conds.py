@@ -1,0 +1,154 @@
+"""The model calls of one step under way together: positive and negative prompt where ComfyUI cannot make them one call.
+
+ComfyUI evaluates conditionings that cannot be joined (prompts of different length, areas) by one model call after the other.
+A CALC_COND_BATCH wrapper has it evaluate them in parts, each by itself; the model call of a part, once it is on its way to
+the ranks, lets the next part be evaluated before it waits. So all of it stays on one thread, in ComfyUI's own code, and
+replicas and pipeline stages compute at the same time. A part has whole model calls, the same as without: so has the result.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.samplers
+import torch
+
+from ..ui.node_text import say
+
+log = logging.getLogger(__name__)
+
+WRAPPER_KEY = "parallel_dit_side_by_side"
+EVALUATION_KEY = "parallel_dit_evaluation"
+"""Key in `transformer_options` under which the model calls carry their `Evaluation`."""
+
+ONE_BY_ONE = ("hooks", "default", "gligen")
+"""What in a conditioning makes ComfyUI keep a state from one evaluation to the next."""
+
+
+class Evaluation:
+    """One evaluation of a step's conditionings. `parts`: what evaluates each, in turn."""
+
+    def __init__(self, parts: list[Callable[[], None]]):
+        self._parts = deque(parts)
+        self._entries = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Evaluation":
+        return self  # ComfyUI copies transformer_options; the evaluation is one
+
+    def home(self, entries: int) -> int:
+        """For a call of so many batch entries: how many the calls before it have, see RemoteTransformer.conditioning."""
+        before, self._entries = self._entries, self._entries + entries
+        return before
+
+    def go_on(self) -> None:
+        """Evaluate the next part, if there is one: the model call of the part before is on its way."""
+        if self._parts:
+            self._parts.popleft()()
+
+    def run(self) -> None:
+        while self._parts:  # more than once only where a part has no model call
+            self.go_on()
+
+
+def add_side_by_side(patcher: comfy.model_patcher.ModelPatcher) -> None:
+    """To a parallel MODEL and its clones."""
+    patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, side_by_side)
+
+
+def side_by_side(executor, model, conds: list, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict) -> list:
+    """ComfyUI's CALC_COND_BATCH wrapper: same arguments and result as `calc_cond_batch`."""
+    degrees = model.diffusion_model.key.degrees
+    if degrees.batch * degrees.pipe == 1:  # one call after the other is as good
+        return executor(model, conds, x_in, timestep, model_options)
+    others = [wrapper for wrapper in executor.wrappers[executor.idx + 1 :] if wrapper is not side_by_side]
+    if others:  # they are to see the whole evaluation, once: this one goes inside them
+        inner = comfy.patcher_extension.WrapperExecutor.new_executor(executor.original, [*others, side_by_side])
+        return inner.execute(model, conds, x_in, timestep, model_options)
+    entries = [(index, entry) for index, cond in enumerate(conds) for entry in cond or ()]
+    calls = model_calls(entries, x_in, timestep)
+    reason = why_one_by_one(model, [entry for _, entry in entries], model_options) if len(calls) > 1 else None
+    together = parts(calls, len(conds)) if reason is None else [set(range(len(conds)))]
+    at_once = [max((len(call) for call in calls if part.issuperset(call)), default=0) for part in together]
+    tell_if_idle(model.diffusion_model, len(x_in) * sum(at_once), reason)
+    if len(together) == 1:
+        return executor(model, conds, x_in, timestep, model_options)
+    results: list[torch.Tensor | None] = [None] * len(conds)
+
+    def evaluate(part: set[int]) -> None:
+        own = [cond if index in part else None for index, cond in enumerate(conds)]
+        for index, result in enumerate(executor(model, own, x_in, timestep, options)):
+            if index in part:
+                results[index] = result
+
+    evaluation = Evaluation([partial(evaluate, part) for part in together])
+    given = model_options.get("transformer_options", {})
+    options = {**model_options, "transformer_options": {**given, EVALUATION_KEY: evaluation}}
+    evaluation.run()
+    return results
+
+
+def why_one_by_one(model, entries: list[dict], model_options: dict) -> str | None:
+    """Why the model calls must come one after the other, in words for the user; None if they need not."""
+    extension = comfy.patcher_extension
+    for entry in entries:
+        for key in ONE_BY_ONE:
+            if key in entry and entry[key] is not None:
+                return f"the conditioning has its own {key}"
+    if "multigpu_clones" in model_options:
+        return "ComfyUI's own multi-GPU node shares them out"
+    if "model_function_wrapper" in model_options:
+        return "another node's model_function_wrapper may keep a state from one to the next"
+    if extension.get_all_wrappers(extension.WrappersMP.APPLY_MODEL, model_options, is_model_options=True):
+        return "another node's apply_model wrapper may keep a state from one to the next"
+    if model.current_patcher.get_all_callbacks(extension.CallbacksMP.ON_PREPARE_STATE):
+        return "another node is told of each"
+    return None
+
+
+def model_calls(entries: list[tuple[int, dict]], x_in: torch.Tensor, timestep: torch.Tensor) -> list[list[int]]:
+    """The conditionings whose entries ComfyUI joins to one model call, by call. `entries`: (conditioning's index, entry)."""
+    if len(entries) < 2:
+        return [[index for index, _ in entries]]
+    left = [(index, comfy.samplers.get_area_and_mult(entry, x_in, timestep)) for index, entry in entries]
+    left = [(index, found) for index, found in left if found is not None]  # None: not at this timestep
+    calls = []
+    while left:
+        first = left[0][1]
+        joined = [comfy.samplers.can_concat_cond(found, first) for _, found in left]
+        calls.append([index for (index, _), own in zip(left, joined, strict=True) if own])
+        left = [entry for entry, own in zip(left, joined, strict=True) if not own]
+    return calls
+
+
+def parts(calls: list[list[int]], count: int) -> list[set[int]]:
+    """Sets of conditionings, of 0 .. count - 1, that share no call; in the order of the calls, the rest in the first."""
+    found: list[set[int]] = []
+    for call in calls:
+        touched = [part for part in found if part & set(call)]
+        if touched:
+            touched[0].update(call, *touched[1:])
+            found = [part for part in found if part not in touched[1:]]
+        else:
+            found.append(set(call))
+    rest = set(range(count)).difference(*found)
+    return [found[0] | rest, *found[1:]] if found else [rest]
+
+
+def tell_if_idle(stub, busy: int, reason: str | None) -> None:
+    """Say so, once in a sampling run, where a step has work for `busy` replicas and there are more."""
+    replicas = stub.key.degrees.batch
+    if stub.idle is not None or not 0 < busy < replicas:
+        return
+    stub.idle = (
+        f"split_batch_degree {replicas}, but there is work for only {busy} of {replicas} copies of the model at a time"
+    )
+    if reason is None:
+        stub.idle += ". Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place."
+    else:
+        stub.idle += f", since {reason}."
+    log.warning("Parallel DiT: %s", stub.idle)
+    say(f"Parallel DiT: {stub.idle}")

@@ -1,0 +1,46 @@
+"""What ComfyUI's ControlNets give, as residuals by block for the ranks."""
+
+from typing import NoReturn
+
+import torch
+
+from parallel_backend.client.call import Residuals
+from parallel_backend.families import Family
+from parallel_backend.families.base.step_inputs import Config
+
+Control = dict[str, list[torch.Tensor | None]]
+"""What ComfyUI's `get_control` gives: "input", "middle", "output" -> by block, [B, tokens, hidden] or None. Tokens are in
+the model's own order: (frames,) rows, columns."""
+
+
+def residuals(family: Family, config: Config, control: Control | None, shape: tuple[int, ...]) -> Residuals:
+    """Block -> what is added behind it, for a latent (or a band's) of `shape`: tokens in the order of `Patching.pack`.
+
+    ValueError for outputs that the family has no place for, and for those of another model's size.
+    """
+    patching = family.patching
+    grid = patching.grid(shape)
+    counts, order = family.blocks(config), patching.order(grid)
+    size = (shape[0], torch.Size(grid).numel(), family.hidden(config))
+    packed: dict[int, torch.Tensor] = {}  # a tensor that several blocks have in common stays one: it is sent once
+    found: Residuals = {}
+    for kind, tensors in (control or {}).items():
+        name = family.residuals.get(kind)
+        if name is None and any(tensor is not None for tensor in tensors):
+            _refuse(f"it has '{kind}' outputs, which {family.name} takes none of on several devices")
+        for index, tensor in enumerate(tensors[: counts[name]] if name else ()):
+            if tensor is None:
+                continue
+            if tensor.shape != size:
+                _refuse(f"an output is {list(tensor.shape)}, where the model's blocks have {list(size)}")
+            if id(tensor) not in packed:
+                packed[id(tensor)] = tensor if order is None else tensor[:, order]
+            found[f"{name}.{index}"] = packed[id(tensor)]
+    return found
+
+
+def _refuse(why: str) -> NoReturn:
+    raise ValueError(
+        f"control_net: this ControlNet does not fit the model: {why}. Use a ControlNet made for the model, or load the "
+        "model with a native loader."
+    )

@@ -1,0 +1,183 @@
+"""The `diffusion_model` of the native MODEL: no weights, it hands each call to the ranks."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+import comfy.model_base
+import comfy.model_detection
+import comfy.model_management
+import comfy.model_patcher
+import comfy.patcher_extension
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.client.pipefusion.banded_run import BandedRun
+from parallel_backend.client.registry import ModelKey, registry
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.devices import device_kind
+from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.processes.pool import Poll
+
+from ..ui.host import check_cancelled
+from ..ui.loading_bar import LoadingBar
+from .concurrent_conds import EVALUATION_KEY, Evaluation
+from .controlnet import residuals
+from .lora import NativeWeights, Patch
+from .native_names import NativeNames
+from .patcher import RemoteModelPatcher
+from .step_cache import SamplingCache
+
+HARMLESS = ("crossattn_controlnet",)
+"""Arguments of a model call that native models do not look at."""
+
+
+BAND_KEY = "parallel_dit_band"
+"""Key in `transformer_options` under which a band's model calls carry a `Band`."""
+
+
+class Band:
+    """Marks a model call as band `index` of `run`. Calls at sigmas above `exact_above` are exact.
+
+    `poll` runs while a call is waited for: the look at Cancel, where the call is made on ComfyUI's own thread.
+    """
+
+    def __init__(self, run: BandedRun, index: int, exact_above: float, poll: Poll | None = None):
+        self.run, self.index, self.exact_above, self.poll = run, index, exact_above, poll
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Band":
+        return self  # ComfyUI copies transformer_options; the run is one
+
+
+class RemoteDiffusionModel(torch.nn.Module):
+    """Takes ComfyUI's model call and answers with what the ranks say. Holds no parameters and no process.
+
+    `patches`, `patches_uuid`, `cache`: those of `patcher`, the one under which it is sampled; its clones all share this
+    module. `idle`: what was said in this sampling run about replicas that have nothing to do. `devices`: those that it may
+    use. `key` has the ones that it does use; degrees `auto` set it before a run.
+    """
+
+    weights: NativeWeights  # set by make_model
+
+    def __init__(self, checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool):
+        super().__init__()
+        self.checkpoint, self.key, self.comm_overlap = checkpoint, key, comm_overlap
+        self.devices = key.devices
+        self.patches: dict[str, list[Patch]] = {}
+        self.patches_uuid: UUID | None = None
+        self.cache: SamplingCache | None = None
+        self.patcher: Callable[[], RemoteModelPatcher | None] = lambda: None
+        self.idle: str | None = None
+        self.dtype = compute_dtype(key.dtype, torch.device(device_kind(key.devices[0])))
+        self.patch_size = checkpoint.family.patching.side
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
+        copy = RemoteDiffusionModel(self.checkpoint, self.key, self.comm_overlap)
+        copy.devices = self.devices
+        copy.weights = self.weights
+        return copy
+
+    @functools.cached_property
+    def native_tensors(self) -> dict[str, torch.Tensor]:
+        """The family's native parameter names -> tensors on the meta device, which have a shape and no values."""
+        return {name: torch.empty(shape, device="meta") for name, shape in self.checkpoint.original_shapes.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        """ComfyUI's BaseModels read their native model's values, and shapes of its layers, such as `img_in.weight.shape`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "checkpoint":  # not set yet
+                raise
+            values = self.checkpoint.family.native_values(self.checkpoint.config)
+            return values[name] if name in values else NativeNames(self.checkpoint, self.native_tensors, "").at(name)
+
+    def state_dict(self, *_args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Names and shapes of the weights, which are elsewhere: what ComfyUI matches a LoRA's keys with."""
+        destination = {} if destination is None else destination
+        destination.update({prefix + name: tensor for name, tensor in self.weights.tensors.items()})
+        return destination
+
+    def transformer(self) -> RemoteTransformer:
+        """The model on its ranks, patched; starts and loads them at first use."""
+        model = registry().model(self.key, check_cancelled, LoadingBar(), self.patcher())
+        name = self.patches_uuid if self.patches else None
+        model.adapt(name, self.weights.deltas(self.patches), check_cancelled)
+        return model
+
+    def bytes_on(self, device: torch.device) -> int:
+        """What the ranks on this device hold now."""
+        return registry().bytes_on(self.key, str(device))
+
+    def share_of(self, device: torch.device) -> int:
+        """Bytes that the ranks on this device are going to take if all ranks take the same; stage_split may differ."""
+        degrees, ranks = self.key.degrees, self.key.devices.count(str(device))
+        return ranks * self.whole_bytes // (degrees.pipe * degrees.tensor)
+
+    @functools.cached_property
+    def whole_bytes(self) -> int:
+        """Of all weights, as they are on a rank."""
+        return sum(self.checkpoint.nbytes(target, self.key.dtype) for target in self.checkpoint.recipe)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        context: torch.Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        **extra: Any,
+    ) -> torch.Tensor:
+        """ComfyUI's diffusion_model call: latent x [B, C, (T,) H, W], timestep [B] or [B, T] -> the model's output."""
+        options = transformer_options or {}
+        family, config = self.checkpoint.family, self.checkpoint.config
+        given = {name: value for name, value in extra.items() if value is not None}
+        refuse_what_does_not_reach_the_ranks(options, [name for name in given if name not in family.accepts])
+        axes = 5 if family.patching.video else 4
+        if x.ndim != axes or 0 in x.shape:
+            raise ValueError(
+                f"latent_image: a latent of the shape {list(x.shape)} cannot be sampled by this model, which takes {axes} "
+                "axes, none of them empty. Use the Empty Latent node made for this model."
+            )
+        if x.shape[1] != family.latent_channels(config):
+            raise ValueError(
+                f"latent_image: the latent has {x.shape[1]} channels, this model needs {family.latent_channels(config)}. "
+                "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
+            )
+        tensors = family.conditioning(config, {"context": context, **given})
+        added = residuals(family, config, control, tuple(x.shape))
+        evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
+        turn = {"home": evaluation.home(len(x)), "meanwhile": evaluation.go_on}
+        band: Band | None = options.get(BAND_KEY)
+        allowed = self.cache is not None and self.cache.may_forecast(options)
+        if band is None:
+            cache = None if self.cache is None else self.cache.cache
+            model, overlap = self.transformer(), self.comm_overlap
+            return model.predict(x, timestep, tensors, check_cancelled, overlap, added, cache, allowed, **turn)
+        exact = float(options["sigmas"].max()) > band.exact_above
+        return band.run.predict(band.index, x, timestep, tensors, exact, band.poll, added, allowed, **turn)
+
+
+def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], unknown: list[str]) -> None:
+    """ValueError for anything that changes the native model's inside: ignored silently, the picture would be wrong."""
+    found = []
+    found += [f"model patch '{name}'" for name, patches in options.get("patches", {}).items() if patches]
+    found += [f"attention replacement '{name}'" for name, by in options.get("patches_replace", {}).items() if by]
+    kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
+    if comfy.patcher_extension.get_all_wrappers(kind, options):
+        found.append("a wrapper around the diffusion model")
+    found += [f"'{name}' conditioning" for name in unknown if name not in HARMLESS]
+    if found:
+        raise ValueError(
+            f"model: {', '.join(found)} cannot be forwarded to Parallel DiT's ranks in this version. Remove the node "
+            "that adds it, or load the model with a native loader."
+        )
+
+
+def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel:
+    """The stub inside a MODEL. ValueError if the MODEL is not from Parallel DiT Loader."""
+    stub = getattr(getattr(model, "model", None), "diffusion_model", None)
+    if not isinstance(stub, RemoteDiffusionModel):
+        raise ValueError("model: this MODEL runs in ComfyUI itself. Load it with Parallel DiT Loader to use PipeFusion.")
+    return stub

@@ -1,0 +1,41 @@
+"""The native model's attributes and tensor names, without values: what other nodes look up."""
+
+from typing import Any, NoReturn
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.reader import original_values
+
+from ..ui.host import refuse
+
+
+class NativeNames:
+    """Attributes as a native module would have them, down to its tensors, which have a shape and no values."""
+
+    def __init__(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], prefix: str):
+        self._checkpoint, self._tensors, self._prefix = checkpoint, tensors, prefix
+
+    def at(self, name: str) -> Any:
+        """AttributeError if the native model has nothing of that name."""
+        whole = self._prefix + name
+        if whole in self._tensors:
+            return self._tensors[whole]
+        if any(key.startswith(f"{whole}.") for key in self._tensors):
+            return NativeNames(self._checkpoint, self._tensors, f"{whole}.")
+        raise AttributeError(
+            f"model: '{whole}' of the native model is not possible with Parallel DiT's weights, which are on its ranks. "
+            "Remove the node that asks for it (some ControlNets do), or load the model with a native loader."
+        )
+
+    __getattr__ = at
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The checkpoint's own values: ControlNets for SD3.5 begin with a copy of the model's first layer."""
+        return original_values(self._checkpoint, self._prefix)
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        refuse("computing with its layers (some ControlNets do)", "Use another ControlNet, or a native loader.")
+
+    def __getitem__(self, index: int) -> NoReturn:
+        refuse("looking into its blocks (a LoRA in bypass mode does)", "Use a plain LoRA loader.")

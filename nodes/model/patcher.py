@@ -1,0 +1,137 @@
+"""A native MODEL without weights: ComfyUI's own BaseModel for the family, its diffusion_model a stub that asks the ranks."""
+
+import weakref
+
+import comfy.model_base
+import comfy.model_detection
+import comfy.model_management
+import comfy.model_patcher
+import comfy.patcher_extension
+from comfy_execution.utils import get_executing_context
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.client.registry import ModelKey, registry
+
+from ..ui.host import refuse
+from .concurrent_conds import add_side_by_side
+from .diffusion_model import RemoteDiffusionModel
+from .lora import NativeWeights
+from .step_cache import begin_cache
+
+ALL = 1e32
+"""Bytes without a limit, as ComfyUI writes it."""
+
+
+class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
+    """A ModelPatcher whose weights are elsewhere. Says no where native patches would be lost."""
+
+    def __init__(self, model, load_device, *arguments, **named):
+        self.load_device = load_device  # ComfyUI 0.3.64 asks for `model_size` before it sets this
+        super().__init__(model, load_device, *arguments, **named)
+
+    def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
+        """ComfyUI's own, which keeps the patches. ValueError for a kind that the ranks cannot add to their weights."""
+        names = self.model.state_dict()
+        for target, value in patches.items():
+            key, offset, function = (target, None, None) if isinstance(target, str) else (*target, None)[:3]
+            if key in names:  # or it is the text encoder's: a LoRA's patches come all together
+                self.model.diffusion_model.weights.check(key, (strength_patch, value, strength_model, offset, function))
+        return super().add_patches(patches, strength_patch, strength_model)
+
+    def pre_run(self):
+        """A sampling run begins: the ranks are to have this patcher's patches, not those of another clone."""
+        super().pre_run()
+        stub = self.model.diffusion_model
+        stub.patches, stub.patches_uuid, stub.patcher = self.patches, self.patches_uuid, weakref.ref(self)
+        stub.idle = None
+        stub.cache = begin_cache(self)
+        if (model := registry().present()) is not None:  # or it begins when it is loaded
+            model.begin_timeline()
+
+    def cleanup(self):
+        """A sampling run has ended: what was kept of its calls goes."""
+        stub = self.model.diffusion_model
+        cache, stub.cache = stub.cache, None
+        super().cleanup()
+        if cache is not None:
+            cache.tell()
+
+    def model_size(self):
+        """Bytes in this process, and of ranks on the GPU that ComfyUI uses; before they are loaded, what they will take."""
+        return self._own_bytes() + (self._rank_bytes() or self._expected_bytes())
+
+    def loaded_size(self):
+        return (self._own_bytes() if self.model.model_loaded_weight_memory else 0) + self._rank_bytes()
+
+    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
+        """ComfyUI's own, always in full: this process has little of the model, and the ranks load at the first call."""
+        return super().partially_load(device_to, ALL, force_patch_weights)
+
+    def partially_unload(self, device_to, memory_to_free=0, *arguments, **named):
+        """Frees nothing, whereupon ComfyUI unloads the whole: ranks hold all of their weights or none."""
+        return 0
+
+    def detach(self, unpatch_all=True):
+        """ComfyUI's own. With `unpatch_all` the model is unloaded, without it only another clone takes this one's place.
+
+        The ranks then free their memory, except where a node needs room on a GPU that has none of them.
+        """
+        if unpatch_all and (self._on_cpu() or self._rank_bytes() or get_executing_context() is None):
+            registry().unload(self.model.diffusion_model.key)
+        return super().detach(unpatch_all)
+
+    def _on_cpu(self) -> bool:
+        return comfy.model_management.is_device_cpu(self.load_device)
+
+    def _own_bytes(self) -> int:
+        """`state_dict` lists weights that are not in this process."""
+        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+
+    def _rank_bytes(self) -> int:
+        """Nothing on a CPU, whose memory ComfyUI does not manage."""
+        return 0 if self._on_cpu() else self.model.diffusion_model.bytes_on(self.load_device)
+
+    def _expected_bytes(self) -> int:
+        return 0 if self._on_cpu() else self.model.diffusion_model.share_of(self.load_device)
+
+    def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
+        refuse("a LoRA in the conditioning (a hook, scheduled or not)", "Use a LoRA loader on the MODEL.")
+
+    def add_weight_wrapper(self, name, function):
+        refuse(f"a wrapper around the weight {name}", "Remove the node that adds it.")
+
+    def set_injections(self, key, injections):
+        refuse(f"what another node injects into the model ('{key}')", "Remove that node.")
+
+    def get_key_patches(self, filter_prefix=None):
+        refuse("a merge or an extraction of weights", "Load the model with a native loader for it.")
+
+    def model_state_dict_for_saving(self, model=None, prefix=""):
+        refuse("saving the model", "Load the model with a native loader for it.")
+
+
+def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:
+    """The MODEL for this checkpoint. Starts nothing and loads nothing."""
+    stub = RemoteDiffusionModel(checkpoint, key, comm_overlap)
+    if not checkpoint.family.in_comfyui:  # which takes it for one with similar keys
+        raise ValueError(
+            f"model_name: {checkpoint.path.name} is a model of the kind {checkpoint.family.name}, which ComfyUI itself does "
+            "not have: it can be run from Python only."
+        )
+    config = comfy.model_detection.model_config_from_unet(stub.native_tensors, "")
+    if config is None:
+        raise ValueError(f"model_name: this ComfyUI does not know the model in {checkpoint.path.name}. Update ComfyUI.")
+    config.unet_config["disable_unet_model_creation"] = True
+    config.set_inference_dtype(stub.dtype, None)
+    stub.weights = NativeWeights(stub.native_tensors, config)
+    model = config.get_model({}, "")
+    model.diffusion_model = stub
+    # Nothing is computed here, so nothing need be reserved: conditional and unconditional come as one batch if they fit.
+    model.memory_usage_factor = 0.0
+    patcher = RemoteModelPatcher(
+        model,
+        load_device=comfy.model_management.get_torch_device(),
+        offload_device=comfy.model_management.unet_offload_device(),
+    )
+    add_side_by_side(patcher)
+    return patcher

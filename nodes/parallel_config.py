@@ -1,0 +1,112 @@
+"""Sequence and patch parallelism, and how attention is computed: an optional input of the loader."""
+
+from dataclasses import dataclass
+
+from parallel_backend.core.degrees import PATCH_MODES, TRANSFER_DTYPES
+
+from .ui.input_checks import checked
+from .ui.widgets import CATEGORY, degree
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """What a PARALLEL_CONFIG link carries."""
+
+    ulysses_degree: int = 1
+    ring_degree: int = 1
+    patch_mode: str = "none"
+    patch_degree: int = 1
+    attention: str = "auto"
+    comm_overlap: bool = True
+    patch_warmup_steps: int = 1
+    transfer_dtype: str = "full"
+
+
+@checked()
+class UlyssesConfig:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = ("PARALLEL_CONFIG",)
+    RETURN_NAMES = ("parallel_config",)
+    FUNCTION = "configure"
+    DESCRIPTION = (
+        "Splits one picture's tokens over GPUs: Ulysses, ring attention, or patches (DistriFusion). Connect it to "
+        "Parallel DiT Loader."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "ulysses_degree": degree(
+                    "GPUs that share one image's tokens, each with some of the attention heads; exact. Best with fast "
+                    "links between the GPUs (NVLink, PCIe P2P)."
+                ),
+                "ring_degree": degree(
+                    "GPUs that share one image's tokens and pass keys around; exact. For long sequences, slower links and "
+                    "more GPUs than attention heads; multiplies with ulysses_degree."
+                ),
+                "patch_mode": (
+                    list(PATCH_MODES),
+                    {
+                        "default": "none",
+                        "tooltip": "displaced (DistriFusion): each GPU has all blocks and one band, and sees the other "
+                        "bands as they were one step ago. naive: bands never see each other, for comparison only.",
+                    },
+                ),
+                "patch_degree": degree("GPUs for patch_mode. Does not combine with pipefusion_degree."),
+                "attention": (
+                    ["auto", "sdpa", "flash"],
+                    {
+                        "default": "auto",
+                        "tooltip": "auto takes flash-attn where it is installed and torch's SDPA otherwise.",
+                    },
+                ),
+                "comm_overlap": (
+                    "BOOLEAN",
+                    {"default": True, "tooltip": "Let transfers between GPUs run while they compute."},
+                ),
+            },
+            "optional": {
+                "patch_warmup_steps": (
+                    "INT",
+                    {
+                        "default": 1,
+                        "min": 1,
+                        "max": 10000,
+                        "tooltip": "patch_mode displaced: first steps in which GPUs wait for each other's keys (exact).",
+                    },
+                ),
+                "transfer_dtype": (
+                    list(TRANSFER_DTYPES),
+                    {
+                        "default": "full",
+                        "tooltip": "What ulysses_degree sends: full (exact), or one byte for each value, int8 or fp8. For "
+                        "slow links: half the traffic of bf16, a quarter of fp32, for a slightly different picture. "
+                        "int8 is closer.",
+                    },
+                ),
+            },
+        }
+
+    def configure(
+        self,
+        ulysses_degree,
+        ring_degree,
+        patch_mode,
+        patch_degree,
+        attention,
+        comm_overlap,
+        patch_warmup_steps=1,
+        transfer_dtype="full",
+    ):
+        config = ParallelConfig(
+            ulysses_degree,
+            ring_degree,
+            patch_mode,
+            patch_degree,
+            attention,
+            comm_overlap,
+            patch_warmup_steps,
+            transfer_dtype,
+        )
+        return (config,)

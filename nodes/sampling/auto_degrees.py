@@ -1,0 +1,145 @@
+"""`degrees` auto of the loader: the planner chooses devices and degrees when a sampler starts, and the choice is kept."""
+
+import contextlib
+import logging
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import comfy.model_management
+import comfy.patcher_extension
+import folder_paths
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.client.registry import ModelKey, registry
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.devices import on_ray
+from parallel_backend.planning.calibration import calibrate, fingerprint, job_of
+from parallel_backend.planning.calibration_file import cached
+from parallel_backend.planning.machine import Machine
+from parallel_backend.planning.planner import choose, plan
+from parallel_backend.planning.planner_report import said
+from parallel_backend.planning.workload import subject_of
+from parallel_backend.processes.pool import Pool
+
+from ..model.patcher import RemoteModelPatcher, make_model
+from ..ui.host import check_cancelled
+from ..ui.node_text import say
+from .eligibility import Sampling
+from .pipefusion import WRAPPER_KEY
+
+log = logging.getLogger(__name__)
+
+AUTO_KEY = "parallel_dit_auto_degrees"
+AS_SET, AUTO = "as set", "auto"
+DEGREES = (AS_SET, AUTO)
+KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
+
+
+def folder() -> Path:
+    """Where calibrations and logs are kept: ComfyUI's user directory, since the temporary one is emptied at each start."""
+    return Path(folder_paths.get_user_directory()) / "parallel_dit"
+
+
+def log_folder() -> Path:
+    """Where the ranks' logs are kept."""
+    return folder() / "logs"
+
+
+def calibrated(
+    devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str, pool: Pool | None = None
+) -> Machine:
+    """What is known of these devices, or is measured now, on the ranks of `pool` where they are borrowed already.
+
+    CPU ranks' memory is what is free at present.
+    """
+
+    def measure() -> Machine:
+        say("Parallel DiT: calibrating, about 10 s, once for this machine and kind of model")
+        with contextlib.nullcontext(pool) if pool is not None else registry().borrow(devices) as ranks:
+            return calibrate(ranks, checkpoint, dtype, check_cancelled)
+
+    if any(map(on_ray, devices)):  # the next ranks may be on other machines
+        return measure()
+
+    def fits(machine: Machine) -> bool:
+        lists = {name for name, count in checkpoint.family.blocks(checkpoint.config).items() if count}
+        return machine.names == devices and all(set(device.blocks) == lists for device in machine.devices)
+
+    found = cached(folder(), fingerprint(devices, checkpoint, dtype, attention), measure, fits)
+    free = comfy.model_management.get_free_memory(torch.device("cpu"))
+    return replace(found, host_free=int(free)) if "cpu" in devices else found
+
+
+@dataclass(frozen=True)
+class AutoDegrees:
+    """ComfyUI's SAMPLER_SAMPLE wrapper, the outermost: sets the model's key before the sampler asks for the ranks.
+
+    `key`: with all devices that may be used; its degrees do not count.
+    """
+
+    checkpoint: Checkpoint
+    key: ModelKey
+
+    def __call__(self, executor, *arguments) -> torch.Tensor:
+        sampling = Sampling(executor.class_obj, *arguments)
+        sampling.guider.inner_model.diffusion_model.key = self.settled(sampling)
+        return executor(*arguments)
+
+    def settled(self, sampling: Sampling) -> ModelKey:
+        """The key with a plan in it: the loaded model's, or a new one for this run."""
+        options = sampling.extra_args["model_options"]
+        pipelines = comfy.patcher_extension.get_wrappers_with_key(KIND, WRAPPER_KEY, options, is_model_options=True)
+        # A plan without PipeFusion is no good with it, nor the other way round; other runs of the model keep theirs.
+        key = replace(self.key, planned=f"{','.join(self.key.devices)}{' pipelined' if pipelines else ''}")
+        if (present := registry().planned(key)) is not None:
+            return present
+        warm_up = pipelines[-1].warmup_steps if pipelines else sampling.steps
+        return self._planned(key, sampling, warm_up)
+
+    def _planned(self, key: ModelKey, sampling: Sampling, warm_up: int) -> ModelKey:
+        shape, devices, steps = tuple(sampling.noise.shape), key.devices, max(1, sampling.steps)
+        subject = subject_of(self.checkpoint, key.dtype, devices[0], shape, entries(sampling), steps, text_tokens(sampling))
+        if len(devices) == 1:
+            return replace(key, degrees=Degrees())
+        machine = calibrated(devices, self.checkpoint, key.dtype, key.attention)
+        job = job_of(self.checkpoint, replace(subject, warm_up=warm_up))
+        found = choose(plan(machine, job, range(1, len(devices) + 1)))
+        if found.lacks:
+            log.warning("Parallel DiT: degrees auto: nothing fits these devices by its estimate; trying what needs least.")
+        text = f"Parallel DiT: degrees auto: {said(found, machine)}"
+        say(text)
+        log.info("%s", text)
+        mode = found.mode
+        used = devices[: mode.degrees.world] if mode.device is None else (devices[mode.device],)
+        return replace(key, devices=used, degrees=mode.degrees)
+
+
+def entries(sampling: Sampling) -> int:
+    """Of the batch at a model call: pictures times prompts."""
+    guider = sampling.guider
+    prompts = sum(bool(conds) for conds in guider.conds.values())
+    if math.isclose(getattr(guider, "cfg", 1.0), 1.0):
+        prompts = 1
+    return len(sampling.noise) * max(1, prompts)
+
+
+def text_tokens(sampling: Sampling) -> int:
+    """Of the longest prompt; 1 where there is none."""
+    conds = [cond for conds in sampling.guider.conds.values() for cond in conds or ()]
+    texts = [cond["cross_attn"].shape[1] for cond in conds if cond.get("cross_attn") is not None]
+    return max(texts, default=1)
+
+
+def model_to_plan(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:
+    """The MODEL that plans its degrees on the devices of `key` at its first run. Until then it counts as one rank."""
+    if key.stage_split.strip().lower() not in ("auto", "even"):
+        raise ValueError(
+            f"stage_split is '{key.stage_split}', for stages that are not known while degrees is auto. Set stage_split to "
+            "auto, or degrees to 'as set'."
+        )
+    model = make_model(checkpoint, replace(key, devices=key.devices[:1]), comm_overlap)
+    model.model.diffusion_model.devices = key.devices
+    model.add_wrapper_with_key(KIND, AUTO_KEY, AutoDegrees(checkpoint, key))
+    return model

@@ -1,0 +1,70 @@
+"""A guider for one band: its conditioning cut to the band's rows, where it is joined to the latent.
+
+A video model's mask of what is given stays whole: the timesteps made from it are those of the whole video in every band.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import comfy.conds
+import comfy.samplers
+
+from parallel_backend.core.spans import Span
+from parallel_backend.families.base.patching import Patching
+
+from .band_controlnet import BandedControl
+
+
+def controls_of(
+    guider: comfy.samplers.CFGGuider,
+    patching: Patching,
+    rows: tuple[Span, ...],
+    shape: tuple[int, ...],
+    exact_above: float,
+    extrapolate: bool,
+) -> dict[int, BandedControl]:
+    """`id` of each ControlNet in the conditioning -> what the bands share of it."""
+    found = (cond["control"] for conds in guider.conds.values() for cond in conds or () if cond.get("control") is not None)
+    return {id(control): BandedControl(control, patching, rows, shape, exact_above, extrapolate) for control in found}
+
+
+@contextmanager
+def sharing(controls: dict[int, BandedControl], index: int) -> Iterator[None]:
+    """Around the sampler of band `index`: whatever ends it, no other band waits for it in vain."""
+    try:
+        yield
+    except BaseException as error:
+        for control in controls.values():
+            control.close(error)
+        raise
+    for control in controls.values():
+        control.finish(index)
+
+
+def band_guider(
+    guider: comfy.samplers.CFGGuider,
+    patching: Patching,
+    rows: tuple[Span, ...],
+    index: int,
+    controls: dict[int, BandedControl],
+) -> comfy.samplers.CFGGuider:
+    """A copy of the guider, for band `index`."""
+    band = copy.copy(guider)
+    # Conditionings with one ControlNet are evaluated as one batch if they have one object here too.
+    own = {number: control.band(index) for number, control in controls.items()}
+    band.conds = {
+        name: conds and [_cut(cond, patching, rows[index], own) for cond in conds] for name, conds in guider.conds.items()
+    }
+    return band
+
+
+def _cut(cond: dict, patching: Patching, rows: Span, controls: dict) -> dict:
+    cut = dict(cond)
+    if cond.get("control") is not None:
+        cut["control"] = controls[id(cond["control"])]
+    cut["model_conds"] = {
+        name: value._copy_with(patching.rows(value.cond, rows)) if isinstance(value, comfy.conds.CONDNoiseShape) else value
+        for name, value in cond["model_conds"].items()
+    }
+    return cut

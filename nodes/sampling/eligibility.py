@@ -1,0 +1,114 @@
+"""Whether a sampling can be cut into bands, and if not, why."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.samplers
+import torch
+
+from parallel_backend.core.spans import Span
+from parallel_backend.families.base.patching import Patching
+
+from ..model.concurrent_conds import side_by_side
+from .noise import WholeNoise
+
+LOCAL_GUIDERS = {"CFGGuider", "Guider_Basic", "Guider_DualCFG"}
+"""Guiders whose result at a pixel depends on nothing but the predictions at that pixel."""
+
+
+COND_KEYS_OF_A_REGION = ("area", "mask", "gligen", "hooks", "default")
+
+
+GLOBAL_OPTIONS = (
+    "sampler_cfg_function",
+    "sampler_pre_cfg_function",
+    "sampler_post_cfg_function",
+    "sampler_calc_cond_batch_function",
+    "model_function_wrapper",
+)
+"""Entries of model_options that hold other nodes' functions, which may look at the whole latent (norms, projections)."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One call of a sampler's `sample`: its arguments, in ComfyUI's order, and the sampler."""
+
+    sampler: comfy.samplers.Sampler
+    guider: comfy.samplers.CFGGuider
+    sigmas: torch.Tensor  # [steps + 1]
+    extra_args: dict[str, Any]
+    callback: Callable | None
+    noise: torch.Tensor  # [B, C, (T,) H, W], like the latent and the mask
+    latent_image: torch.Tensor | None
+    denoise_mask: torch.Tensor | None
+    disable_pbar: bool
+
+    @property
+    def arguments(self) -> tuple:
+        return tuple(getattr(self, field.name) for field in fields(self))[1:]
+
+    @property
+    def steps(self) -> int:
+        return len(self.sigmas) - 1
+
+    def band(
+        self,
+        patching: Patching,
+        rows: Span,
+        guider: comfy.samplers.CFGGuider,
+        options: dict[str, Any],
+        draws: WholeNoise | None,
+        callback: Callable,
+    ) -> torch.Tensor:
+        """Run the native sampler on these rows only, with a guider and model_options of its own."""
+        noise, latent, mask = (
+            None if whole is None else patching.rows(whole, rows)
+            for whole in (self.noise, self.latent_image, self.denoise_mask)
+        )
+        extra = {} if draws is None else {"noise_sampler": draws.band(patching, rows)}
+        # Without a mask the inpaint options do nothing but reseed torch's global generator, from every band's thread.
+        inpaint = {} if mask is None else self.sampler.inpaint_options
+        sampler = comfy.samplers.KSAMPLER(self.sampler.sampler_function, {**self.sampler.extra_options, **extra}, inpaint)
+        extra_args = {**self.extra_args, "model_options": options}
+        return sampler.sample(guider, self.sigmas, extra_args, callback, noise.clone(), latent, mask, True)
+
+
+def why_no_run(sampling: Sampling) -> str | None:
+    """Why keys cannot be kept from call to call, in words for the user; None if they can."""
+    for conds in sampling.guider.conds.values():
+        for cond in conds or ():
+            for key in COND_KEYS_OF_A_REGION:
+                if cond.get(key) is not None and cond.get(key) is not False:
+                    return f"the conditioning has its own {key}"
+    return None
+
+
+def why_whole(sampling: Sampling) -> str | None:
+    """Why this run cannot be cut into bands, in words for the user; None if it can."""
+    guider, sampler = sampling.guider, sampling.sampler
+    options = guider.model_options
+    if (reason := why_no_run(sampling)) is not None:
+        return reason
+    if type(guider).__name__ not in LOCAL_GUIDERS:
+        return f"the guider {type(guider).__name__} may look at the whole latent"
+    if type(sampler) is not comfy.samplers.KSAMPLER:
+        return f"{type(sampler).__name__} is not one of ComfyUI's samplers"
+    function = sampler.sampler_function
+    if not function.__module__.startswith("comfy."):
+        return f"{function.__name__} is not one of ComfyUI's samplers"
+    if function.__name__ in ("dpm_adaptive_function", "sample_dpm_adaptive"):
+        return "dpm_adaptive sets its step size by the whole latent"
+    if sampling.denoise_mask is not None and sampler.inpaint_options.get("random"):
+        return "random inpaint noise is drawn for the whole latent"
+    for name in GLOBAL_OPTIONS:
+        if options.get(name):
+            return f"another node's {name} may look at the whole latent"
+    wrappers = comfy.patcher_extension.WrappersMP
+    for kind in (wrappers.PREDICT_NOISE, wrappers.CALC_COND_BATCH, wrappers.APPLY_MODEL):
+        found = comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options=True)
+        if any(wrapper is not side_by_side for wrapper in found):
+            return f"another node's {kind} wrapper may look at the whole latent"
+    return None

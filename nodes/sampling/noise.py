@@ -1,0 +1,57 @@
+"""The native sampler's random draws, made for the whole latent, so that each band gets its own rows of them."""
+
+import inspect
+import threading
+from collections.abc import Callable
+
+import comfy.k_diffusion.sampling
+import comfy.samplers
+import torch
+
+from parallel_backend.core.spans import Span
+from parallel_backend.families.base.patching import Patching
+
+Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class WholeNoise:
+    """`draw` is called once per draw, in order, for the whole latent; bands read rows of what it gave."""
+
+    def __init__(self, draw: Draw):
+        self._draw, self._lock, self._drawn = draw, threading.Lock(), []
+
+    def band(self, patching: Patching, rows: Span) -> Draw:
+        """A noise sampler for one band. Every band makes the same draws in the same order."""
+        count = 0
+
+        def sample(sigma, sigma_next):
+            nonlocal count
+            with self._lock:
+                if len(self._drawn) == count:
+                    self._drawn.append(self._draw(sigma, sigma_next))
+                noise = self._drawn[count]
+            count += 1
+            return patching.rows(noise, rows).clone()
+
+        return sample
+
+
+def takes_noise_sampler(sampler: comfy.samplers.KSAMPLER) -> bool:
+    return "noise_sampler" in inspect.signature(sampler.sampler_function).parameters
+
+
+def whole_noise(sampler: comfy.samplers.KSAMPLER, noise: torch.Tensor, sigmas: torch.Tensor, seed: int | None) -> WholeNoise:
+    """What `sampler` would draw from for the whole latent: its own option, a Brownian tree, or plain noise.
+
+    Which one is k_diffusion's rule (comfy/k_diffusion/sampling.py): the dpmpp *_sde samplers default to a tree, on the
+    CPU unless their name ends in _gpu.
+    """
+    if (given := sampler.extra_options.get("noise_sampler")) is not None:
+        return WholeNoise(given)
+    name = sampler.sampler_function.__name__
+    if name.startswith("sample_dpmpp") and "_sde" in name:
+        low, high = sigmas[sigmas > 0].min(), sigmas.max()
+        cpu = not name.endswith("_gpu")
+        tree = comfy.k_diffusion.sampling.BrownianTreeNoiseSampler(noise, low, high, seed=seed, cpu=cpu)
+        return WholeNoise(tree)
+    return WholeNoise(comfy.k_diffusion.sampling.default_noise_sampler(noise, seed=seed))

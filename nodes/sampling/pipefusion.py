@@ -1,0 +1,211 @@
+"""PipeFusion under any native sampler: a SAMPLER_SAMPLE wrapper that runs the sampler once per band of the latent."""
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass, field, replace
+
+import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.samplers
+import torch
+from tqdm.auto import tqdm
+
+from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows, exact_above
+from parallel_backend.client.pipefusion.threads import run_bands
+from parallel_backend.client.placement.pipeline_model import choose_bands
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.reports.run_report import RunReport
+from parallel_backend.client.step_cache import StepCache
+from parallel_backend.core.spans import Span
+
+from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
+from ..ui.host import check_cancelled
+from ..ui.node_text import say
+from .band_guider import band_guider, controls_of, sharing
+from .eligibility import Sampling, why_no_run, why_whole
+from .noise import takes_noise_sampler, whole_noise
+
+WRAPPER_KEY = "parallel_dit_pipefusion"
+
+
+def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate):
+    """A clone of MODEL that pipelines its steps, and the wrapper that does it."""
+    remote_stub(model)
+    patched = model.clone()
+    wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate)
+    kind = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
+    patched.remove_wrappers_with_key(kind, WRAPPER_KEY)
+    patched.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
+    return patched, wrapper
+
+
+log = logging.getLogger(__name__)
+
+
+class Steps:
+    """Collects the bands' step callbacks; hands a step on, with the whole latent, once every band has made it."""
+
+    def __init__(self, bands: int, dim: int, total: int, callback, disable_pbar: bool):
+        self.bands, self.dim, self.total, self.callback = bands, dim, total, callback
+        self._lock = threading.Lock()
+        self._parts: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._whole: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._bar = tqdm(total=total, disable=disable_pbar)
+
+    def band(self, index: int):
+        """The callback for one band's sampler; runs on the band's thread."""
+
+        def callback(step, denoised, x, total_steps):
+            with self._lock:
+                parts = self._parts.setdefault(step, {})
+                parts[index] = (denoised, x)
+                if len(parts) == self.bands:
+                    self._whole.put(step)
+
+        return callback
+
+    def drain(self) -> None:
+        """Report finished steps to ComfyUI, on its own thread: progress, preview, and its check for Cancel."""
+        while not self._whole.empty():
+            step = self._whole.get()
+            with self._lock:
+                parts = self._parts.pop(step)
+            self._bar.update()
+            if self.callback is not None:
+                denoised, x = (torch.cat([parts[band][part] for band in range(self.bands)], self.dim) for part in (0, 1))
+                self.callback(step, denoised, x, self.total)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+@dataclass
+class PipeFusion:
+    """The settings of Apply PipeFusion, and the wrapper itself. `last`: the report of the last run, for the node."""
+
+    num_pipeline_patch: int
+    warmup_steps: int
+    overlap: bool
+    extrapolate: bool
+    last: RunReport | None = field(default=None, repr=False)
+
+    def __call__(self, executor, *arguments) -> torch.Tensor:
+        """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
+        sampling = Sampling(executor.class_obj, *arguments)
+        stub: RemoteDiffusionModel = sampling.guider.inner_model.diffusion_model
+        model = stub.transformer()
+        started = time.perf_counter()
+        overlap = self.overlap and stub.comm_overlap
+        result, run, reason, cache = None, None, None, stub.cache
+        rows = self._rows(model, sampling)
+        calls = None if cache is None else cache.begin(len(rows))
+        if model.degrees.displaced:
+            reason = why_no_run(sampling)
+            if reason is None:
+                result, run = self._displaced(model, rows, sampling, executor, overlap, calls)
+        elif len(rows) > 1:
+            reason = why_whole(sampling)
+            try:
+                if reason is None:
+                    result, run = self._in_bands(model, rows, sampling, overlap, calls)
+            except NotLocal as why:
+                reason = str(why)
+        if result is None:
+            if reason is not None:
+                log.warning("Parallel DiT: this run is exact, and slower for it, since %s.", reason)
+            if cache is not None:
+                cache.begin()
+            result = executor(*sampling.arguments)
+        stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
+        self.last = RunReport(
+            model.degrees,
+            len(rows) if run is not None else 1,
+            sampling.steps,
+            time.perf_counter() - started,
+            (run.exact_calls, run.banded_calls) if run is not None else None,
+            reason,
+            tuple(stats),
+            None if cache is None else cache.report(),
+        )
+        say(f"Parallel DiT: {self.last.summary}" + (f"; {stub.idle}" if stub.idle else ""))
+        return result
+
+    def _rows(self, model: RemoteTransformer, sampling: Sampling) -> tuple[Span, ...]:
+        """The latent rows of each band; one band where there is no pipeline to fill."""
+        patching, shape = model.family.patching, tuple(sampling.noise.shape)
+        if 0 in shape or len(shape) < 4:
+            raise ValueError(f"latent_image: a latent of the shape {list(shape)} cannot be sampled: it has no pixels.")
+        height = shape[patching.band_dim]
+        planned = sampling.guider.inner_model.diffusion_model.key.planned
+        if model.degrees.patch > 1 or (planned and model.degrees.pipe == 1):  # degrees auto took an exact mode over bands
+            return (Span(0, height),)
+        bands = self.num_pipeline_patch or choose_bands(
+            model.degrees.pipe, -(-height // patching.band_size), sampling.steps, model.stage_costs
+        )
+        return cut_rows(shape, bands, patching)
+
+    def _displaced(
+        self,
+        model: RemoteTransformer,
+        rows: tuple[Span, ...],
+        sampling: Sampling,
+        executor,
+        overlap: bool,
+        calls: StepCache | None,
+    ) -> tuple[torch.Tensor, BandedRun]:
+        """Displaced patches: the sampler runs as it is, on ComfyUI's thread; its calls belong to one run on the ranks."""
+        stochastic = not isinstance(sampling.sampler, comfy.samplers.KSAMPLER) or takes_noise_sampler(sampling.sampler)
+        extrapolate = self.extrapolate and not stochastic
+        run = BandedRun(model, rows, tuple(sampling.noise.shape), True, overlap, extrapolate, calls, check_cancelled)
+        options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
+        limit = exact_above(sampling.sigmas, self.warmup_steps)
+        options["transformer_options"][BAND_KEY] = Band(run, 0, limit, check_cancelled)
+        arguments = replace(sampling, extra_args={**sampling.extra_args, "model_options": options}).arguments
+        try:
+            return executor(*arguments), run
+        except BaseException:  # Cancel too
+            model.discard_run(run.run)
+            raise
+
+    def _in_bands(
+        self,
+        model: RemoteTransformer,
+        rows: tuple[Span, ...],
+        sampling: Sampling,
+        overlap: bool,
+        calls: StepCache | None,
+    ) -> tuple[torch.Tensor, BandedRun]:
+        """The samples of the whole latent, and the run. Raises NotLocal if the sampler turns out to be global."""
+        draws = (
+            whole_noise(sampling.sampler, sampling.noise, sampling.sigmas, sampling.extra_args.get("seed"))
+            if takes_noise_sampler(sampling.sampler)
+            else None
+        )
+        shape = tuple(sampling.noise.shape)
+        # Noise added between steps is no trend to follow: there extrapolated keys are worse than old ones.
+        extrapolate = self.extrapolate and draws is None
+        run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, extrapolate, calls, check_cancelled)
+        limit = exact_above(sampling.sigmas, self.warmup_steps)
+        steps = Steps(len(rows), model.family.patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar)
+
+        patching = model.family.patching
+        controls = controls_of(sampling.guider, patching, rows, shape, limit, extrapolate)
+
+        def sample(band: int) -> torch.Tensor:
+            guider = band_guider(sampling.guider, patching, rows, band, controls)
+            options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
+            options["transformer_options"][BAND_KEY] = Band(run, band, limit)
+            with sharing(controls, band):
+                return sampling.band(patching, rows[band], guider, options, draws, steps.band(band))
+
+        try:
+            parts = run_bands(run, sample, steps.drain, check_cancelled)
+            steps.drain()
+        except BaseException:  # Cancel too
+            model.discard_run(run.run)
+            raise
+        finally:
+            steps.close()
+        return torch.cat(parts, patching.band_dim), run

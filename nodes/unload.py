@@ -1,0 +1,30 @@
+"""Unload Parallel DiT."""
+
+from parallel_backend.client.registry import registry
+
+from .ui.widgets import ANY, CATEGORY
+
+
+class UnloadParallelDiT:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = (ANY,)
+    RETURN_NAMES = ("anything",)
+    FUNCTION = "unload"
+    OUTPUT_NODE = True
+    DESCRIPTION = (
+        "Frees the memory of the GPUs that Parallel DiT uses: weights, LoRAs and buffers. Its processes stay, so that the "
+        "next prompt only loads the weights again. ComfyUI's own button to unload models does the same."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        anything = (ANY, {"tooltip": "Handed through. Put the node behind a sampler to unload once it is done."})
+        return {"required": {}, "optional": {"anything": anything}}
+
+    @classmethod
+    def IS_CHANGED(cls, anything=None):
+        return float("nan")  # equal to nothing, itself included: with every prompt there is something to unload anew
+
+    def unload(self, anything=None):
+        registry().unload()
+        return (anything,)

@@ -1,0 +1,252 @@
+"""Checkpoints on disk: which family one is, what its parameters are called there, and how their values are stored.
+
+Read: single files in original (ComfyUI) key layout, safetensors or GGUF, with or without the `model.diffusion_model.`
+prefix, and diffusers folders (config.json, one or several safetensors files). Opening reads headers only. Values may be
+fp32, bf16, fp16, fp8 as it is or with ComfyUI's scales (fp8_scales.py), or GGUF's blocks (packed_formats.py).
+"""
+
+import inspect
+import json
+import re
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_backend.core.dtypes import TORCH_DTYPES
+from parallel_backend.core.spans import Span
+from parallel_backend.families import FAMILIES, Family
+from parallel_backend.families.base.family import Source
+
+from .fp8_scales import attach_scales
+from .limits import MAX_CONFIG_BYTES, check_settings, check_sizes
+from .packed_formats import BLOCKS, FP8_KINDS
+from .tensor_files import GGUF, SAFETENSORS, Entry, read_header, read_stated_config
+
+PREFIXES = ("model.diffusion_model.", "model.model.", "")
+READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *BLOCKS}
+"""What values may be stored as."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint of a known family. `recipe`: the model's parameter name -> where its values are."""
+
+    path: Path
+    family: Family
+    config: dict[str, Any]
+    recipe: dict[str, Source]
+    entries: dict[str, Entry] = field(repr=False)
+
+    @property
+    def dtype(self) -> str:
+        """What most of the values are in, as the weight_dtype that leaves them so on CUDA ranks.
+
+        Plain fp8 of either kind is fp8_e4m3fn. Scaled fp8 and GGUF are bf16, which such weights are computed in; they stay
+        packed under every weight_dtype, on CPU ranks too (there computed in fp32), where plain fp8 becomes fp32.
+        """
+        most = self._most
+        if most.scale is not None or most.dtype in BLOCKS:
+            return "bf16"
+        return "fp8_e4m3fn" if most.dtype in FP8_KINDS else most.dtype
+
+    @cached_property
+    def _most(self) -> Entry:
+        """One of the entries that are stored as most of the values are."""
+        sizes: dict[tuple[str, bool], int] = {}
+        for entry in self.entries.values():
+            how = entry.dtype, entry.scale is not None
+            sizes[how] = sizes.get(how, 0) + _numel(entry.shape)
+        most = max(sizes, key=sizes.get)
+        return next(entry for entry in self.entries.values() if (entry.dtype, entry.scale is not None) == most)
+
+    @property
+    def original_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Key in the family's original layout -> shape, whatever layout the file has. ComfyUI detects models by these."""
+        original: dict[str, list[int]] = {}
+        for target, source in self.family.recipe(self.config).items():
+            shape = list(self.shape(target))
+            if source.key in original and source.rows is not None:
+                original[source.key][0] += shape[0]
+            else:
+                original[source.key] = shape
+        return {key: tuple(shape) for key, shape in original.items()}
+
+    def shape(self, target: str) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        source = self.recipe[target]
+        shape = self.entries[source.key].shape
+        return shape if source.rows is None else (len(source.rows), *shape[1:])
+
+    def storage(self, target: str, dtype_name: str) -> str | None:
+        """How the weight of a linear layer is kept on a rank: fp8_e4m3fn, fp8_e5m2, a type in packed_formats.BLOCKS, None.
+
+        None: in the compute dtype. weight_dtype fp8_e4m3fn rounds what is not fp8, but in a file that is quantised anyway
+        it leaves alone what the file's maker left in full.
+        """
+        entry = self.entries[self.recipe[target].key]
+        fp8 = dtype_name.startswith("fp8")
+        if entry.dtype in BLOCKS or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):
+            return entry.dtype
+        most = self._most.dtype
+        return dtype_name if fp8 and most not in BLOCKS and most not in FP8_KINDS else None
+
+    def nbytes(self, target: str, dtype_name: str) -> int:
+        """What the whole parameter takes on a rank; matrices are counted as weights of linear layers."""
+        shape = self.shape(target)
+        storage = self.storage(target, dtype_name) if len(shape) == 2 else None
+        if storage in BLOCKS:
+            values, size = BLOCKS[storage]
+            return _numel(shape) // values * size
+        plain = "bf16" if dtype_name.startswith("fp8") else dtype_name
+        return _numel(shape) * (1 if storage else TORCH_DTYPES[plain].itemsize)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a file or a diffusers folder. ValueError, in the user's words, for whatever is not a model that can be run."""
+    path = Path(path)
+    if not path.is_dir() and not path.is_file():  # a pipe in their place could be waited for for ever
+        raise ValueError(f"model_name: {path.name} does not exist at {path.parent}.")
+    try:
+        return _open_folder(path) if path.is_dir() else _open_single_file(path)
+    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
+        if isinstance(error, ValueError) and str(error).startswith("model_name: "):
+            raise
+        raise ValueError(
+            f"model_name: {path.name} is not what its names promise: its tensors or settings do not fit each other "
+            f"({type(error).__name__}: {error})."
+        ) from error
+
+
+def _open_single_file(path: Path) -> Checkpoint:
+    if path.suffix.lower() not in SAFETENSORS + GGUF:
+        raise ValueError(
+            f"model_name: {path.name} is not a .safetensors, .sft or .gguf file; pickled checkpoints are never opened."
+        )
+    entries, stated = read_header(path)
+    prefix = next(prefix for prefix in PREFIXES if prefix == "" or any(key.startswith(prefix) for key in entries))
+    entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
+    stated = {layer.removeprefix(prefix): how for layer, how in stated.items()}
+    entries = _with_values(path.name, attach_scales(path.name, entries, stated))
+    family = next((f for f in FAMILIES.values() if f.detect({k: e.shape for k, e in entries.items()})), None)
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise ValueError(
+            f"model_name: {path.name} is no diffusion transformer that this version knows ({known}). Its first keys: "
+            f"{', '.join(list(entries)[:3]) or 'none'}."
+        )
+    for ending, usual in family.key_aliases.items():
+        entries = {key.removesuffix(ending) + usual if key.endswith(ending) else key: e for key, e in entries.items()}
+    config = _configure(path, family, entries)
+    return _checked(Checkpoint(path, family, config, family.recipe(config), entries))
+
+
+def _configure(path: Path, family: Family, entries: dict[str, Entry]) -> dict[str, Any]:
+    try:
+        config = family.configure({key: entry.shape for key, entry in entries.items()})
+    except KeyError as missing:
+        raise ValueError(f"model_name: {path.name} looks like {family.name}, but lacks {missing}.") from missing
+    settings = _settings(family, config, read_stated_config(path) if family.settings else {})
+    check_settings(path.name, settings, {name: usual(config) for name, usual in family.settings.items()}, len(entries))
+    return config | settings
+
+
+def _with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The same. A matrix without values could be of any size, in a file of no size; empty lists are marks."""
+    empty = next((key for key, entry in entries.items() if 0 in entry.shape and len(entry.shape) > 1), None)
+    if empty is not None:
+        raise ValueError(f"model_name: {name} holds {empty} of shape {list(entries[empty].shape)}, which has no values.")
+    return entries
+
+
+def _settings(family: Family, config: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
+    return {name: stated.get(name, usual(config)) for name, usual in family.settings.items()}
+
+
+def _open_folder(path: Path) -> Checkpoint:
+    try:
+        config = _read_config(path / "config.json")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"model_name: the folder {path.name} has no readable config.json of a diffusers model.") from error
+    kind = config.get("_class_name") if isinstance(config, dict) else None
+    family = next((f for f in FAMILIES.values() if kind in (f.model_class, f.older_class) and f.takes(config)), None)
+    if family is None:
+        raise ValueError(f"model_name: {path.name} is a {kind}, which this version does not know.")
+    entries: dict[str, Entry] = {}
+    stated: dict[str, str] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        if not file.is_file():
+            raise ValueError(f"model_name: {path.name} holds {file.name}, which is no file.")
+        for known, found in zip((entries, stated), read_header(file), strict=True):
+            known.update(found)
+    if not entries:
+        raise ValueError(f"model_name: the folder {path.name} lacks its weights: there is no .safetensors file in it.")
+    entries = _with_values(path.name, attach_scales(path.name, entries, stated))
+    config = _constructor_arguments(path.name, family, config, len(entries))
+    recipe = {target: Source(target) for target in family.recipe(config)}
+    return _checked(Checkpoint(path, family, config, recipe, entries))
+
+
+def _read_config(path: Path) -> Any:
+    if not path.is_file() or path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ValueError(f"{path} is no file, or too long")
+    return json.loads(path.read_text())
+
+
+def _constructor_arguments(name: str, family: Family, config: dict[str, Any], tensors: int) -> dict[str, Any]:
+    """What config.json says and, where it is silent, the class's defaults."""
+    import diffusers  # takes seconds, and ComfyUI's process can do without it for single files
+
+    parameters = inspect.signature(getattr(diffusers, family.model_class).__init__).parameters
+    defaults = {parameter: p.default for parameter, p in parameters.items() if parameter != "self"}
+    arguments = {parameter: config.get(parameter, default) for parameter, default in defaults.items()}
+    check_settings(name, arguments, defaults, tensors)
+    settings = _settings(family, arguments, config)
+    check_settings(name, settings, {setting: usual(arguments) for setting, usual in family.settings.items()}, tensors)
+    return arguments | settings
+
+
+def _checked(checkpoint: Checkpoint) -> Checkpoint:
+    """Every parameter has its values, and every tensor of the file its use (those that the family ignores are dropped)."""
+    name, entries = checkpoint.path.name, checkpoint.entries
+    missing = [source.key for source in checkpoint.recipe.values() if source.key not in entries]
+    if missing:
+        raise ValueError(f"model_name: {name} lacks {missing[0]}" + f" and {len(missing) - 1} more." * (len(missing) > 1))
+    used = {source.key for source in checkpoint.recipe.values()}
+    ignored = checkpoint.family.ignored
+    surplus = [key for key in entries if key not in used and not any(re.fullmatch(each, key) for each in ignored)]
+    if surplus:
+        raise ValueError(
+            f"model_name: {name} holds {surplus[0]}{f' and {len(surplus) - 1} more' * (len(surplus) > 1)}, for which "
+            f"{checkpoint.family.name} has no use: not loaded, since the picture would be wrong."
+        )
+    for target, source in checkpoint.recipe.items():
+        shape, dtype = entries[source.key].shape, entries[source.key].dtype
+        if source.rows is not None and source.rows.stop > (rows := shape[0] if shape else 0):
+            raise ValueError(f"model_name: {name}: {source.key} has {rows} rows, too few for {target}.")
+        if 0 in shape:
+            raise ValueError(f"model_name: {name} holds {source.key} of shape {list(shape)}, which has no values.")
+        if dtype not in READABLE:
+            raise ValueError(f"model_name: {name} holds {source.key} as {dtype}, which this version cannot read.")
+    check_sizes(name, checkpoint.family, checkpoint.config, [entry.shape for entry in entries.values()])
+    return replace(checkpoint, entries={key: entry for key, entry in entries.items() if key in used})
+
+
+def to_original(family: Family, config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """diffusers state dict, or some of it -> original key layout: the recipe run backwards."""
+    parts: dict[str, list[tuple[Span | None, torch.Tensor]]] = {}
+    for target, source in family.recipe(config).items():
+        if target not in state:
+            continue
+        tensor = torch.cat(state[target].chunk(2)[::-1]) if source.swap_halves else state[target]
+        parts.setdefault(source.key, []).append((source.rows, tensor))
+    return {
+        key: torch.cat([tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0].start if piece[0] else 0)])
+        for key, pieces in parts.items()
+    }
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

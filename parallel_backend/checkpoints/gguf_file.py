@@ -1,0 +1,101 @@
+"""GGUF files: what they hold, and slices of it through the file's memory map. Needs the `gguf` package.
+
+A tensor that its maker had to store in another shape has its own in `comfy.gguf.orig_shape.<key>` (as written and read by
+ComfyUI-GGUF).
+"""
+
+import math
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from parallel_backend.core.dtypes import TORCH_DTYPES
+
+from .gguf_header import MAX_HEADER_BYTES, StoredTensor, read_gguf_header
+from .packed_formats import BLOCKS, Blocks
+
+ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
+PLAIN = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+
+
+class GgufFile:
+    """An opened file. `get_slice` gives what safetensors' does: to be indexed, and then a tensor of the map's memory.
+
+    A tensor of blocks is indexed as [rows, bytes] uint8, unless its rows are no whole number of blocks: such a one is
+    read as float32.
+    """
+
+    def __init__(self, path: Path):
+        """ValueError, naming the file, for one that cannot be read."""
+        self.path = path
+        try:
+            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        except ImportError as error:
+            raise ValueError(
+                f"model_name: {path.name} is a GGUF file, and reading those needs the Python package 'gguf': pip install "
+                "gguf"
+            ) from error
+        try:
+            with path.open("rb") as file:
+                length, header = os.fstat(file.fileno()).st_size, read_gguf_header(memoryview(file.read(MAX_HEADER_BYTES)))
+            self._kinds = {name: GGMLQuantizationType(tensor.kind) for name, tensor in header.tensors.items()}
+            self._sizes = {}
+            for name, tensor in header.tensors.items():
+                values, size = GGML_QUANT_SIZES[self._kinds[name]]
+                count = math.prod(tensor.shape)
+                if (tensor.shape or (1,))[-1] % values or tensor.start + count // values * size > length:
+                    raise ValueError(f"{name[:80]} is not all there")
+                self._sizes[name] = count // values * size
+        except (ValueError, KeyError, OSError) as error:
+            raise ValueError(f"model_name: {path.name} cannot be read; it is damaged or incomplete ({error}).") from error
+        self._map: memoryview | None = None
+        self._tensors: dict[str, StoredTensor] = header.tensors
+        self._shapes = {name: shape for name in self._tensors if (shape := header.arrays.get(ORIGINAL_SHAPE + name))}
+        for name, shape in self._shapes.items():
+            if min(shape) < 1 or math.prod(shape) != math.prod(self._tensors[name].shape):
+                raise ValueError(f"model_name: {path.name} holds {name} in another shape than its values have room for.")
+
+    def __enter__(self) -> "GgufFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors, self._map = {}, None  # the map is closed with the last tensor that looks into it
+
+    def keys(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """As the model has it."""
+        return self._shapes.get(key) or self._tensors[key].shape
+
+    def dtype(self, key: str) -> str:
+        """fp32, fp16, bf16, or one of packed_formats.BLOCKS. ValueError for another type of the format."""
+        kind = self._kinds[key].name
+        if kind in PLAIN:
+            return PLAIN[kind]
+        if kind not in BLOCKS:
+            raise ValueError(
+                f"model_name: {self.path.name} holds {key} as {kind}, which cannot be expanded. Of GGUF's types these can: "
+                f"{', '.join((*PLAIN, *BLOCKS))}."
+            )
+        return kind if self._whole_blocks(key, kind) else "fp32"
+
+    def get_slice(self, key: str) -> torch.Tensor:
+        if self._map is None:
+            with self.path.open("rb") as file:
+                # Copy on write: torch has no read-only tensors.
+                self._map = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        kind, shape, start = self._kinds[key].name, self.shape(key), self._tensors[key].start
+        stored = torch.frombuffer(self._map, dtype=torch.uint8, count=self._sizes[key], offset=start)
+        if kind in PLAIN:
+            return stored.view(TORCH_DTYPES[PLAIN[kind]]).view(shape)
+        if self._whole_blocks(key, kind):
+            return stored.view(shape[0], -1)
+        return Blocks(kind).expand(stored.view(1, -1), torch.float32).view(shape)
+
+    def _whole_blocks(self, key: str, kind: str) -> bool:
+        shape = self.shape(key)
+        return len(shape) > 1 and torch.Size(shape[1:]).numel() % BLOCKS[kind][0] == 0

@@ -1,0 +1,86 @@
+"""What a checkpoint says of itself, checked before anything is built from it: a file from anywhere must not make a rank
+build a million layers, or a table of positions that fills its memory."""
+
+import math
+from collections.abc import Mapping
+from inspect import Parameter
+from types import NoneType
+from typing import Any
+
+from parallel_backend.families import Family
+
+MAX_CONFIG_BYTES = 1 << 20
+"""Of a folder's config.json; the longest are some thousand bytes."""
+MAX_SETTING = 1 << 20
+MAX_LIST = 1 << 10
+MAX_TEXT = 1 << 10
+MOST = {  # of settings that tables are made from
+    "sample_size": 512,
+    "sample_height": 512,
+    "sample_width": 512,
+    "sample_frames": 256,
+    "pos_embed_max_size": 1024,
+    "rope_max_seq_len": 1 << 16,
+    "max_text_seq_length": 1 << 16,
+    "axes_lens": 1 << 16,
+    "text_len": 1 << 16,
+    "text_len_t5": 1 << 16,
+}
+VIDEO = ("sample_height", "sample_width", "sample_frames")
+MOST_VIDEO = 1 << 23
+"""Positions of the largest video that a model of videos was trained for."""
+
+
+def check_settings(name: str, settings: Mapping[str, Any], defaults: Mapping[str, Any], tensors: int) -> None:
+    """ValueError, naming the setting of checkpoint `name`, for a value that no constructor should be given.
+
+    `defaults`: by setting, an example of its kind; None stands for any. `tensors`: how many the checkpoint has, of which
+    every layer needs one.
+    """
+    for setting, value in settings.items():
+        most = tensors if setting.endswith("layers") else MOST.get(setting, MAX_SETTING)
+        if not _plausible(value, defaults.get(setting), most):
+            raise ValueError(
+                f"model_name: {name} says that its {setting} is {str(value)[:80]}, which no model of this kind has. Its "
+                "config.json is damaged, or made to do harm: get the model anew."
+            )
+    video = [settings[part] for part in VIDEO if isinstance(settings.get(part), int)]
+    if math.prod(video) > MOST_VIDEO:
+        raise ValueError(f"model_name: {name} says that it was made for videos of {' x '.join(map(str, video))}.")
+
+
+def _plausible(value: Any, default: Any, most: int) -> bool:
+    if value is Parameter.empty:
+        return False
+    if value is None:
+        return True
+    if isinstance(value, (list, tuple)):
+        items = len(value) <= MAX_LIST and all(_plausible(item, 0, most) and item is not None for item in value)
+        return items and (default is None or isinstance(default, (list, tuple)))
+    if isinstance(value, bool) or isinstance(default, bool):
+        return isinstance(value, bool) and (default is None or isinstance(default, bool))
+    if isinstance(value, (int, float)):
+        # Small negative numbers are switches.
+        return isinstance(default, (int, float, NoneType)) and math.isfinite(value) and -1 <= value <= most
+    return isinstance(value, str) and len(value) <= MAX_TEXT and isinstance(default, (str, NoneType))
+
+
+def check_sizes(name: str, family: Family, config: Mapping[str, Any], shapes: list[tuple[int, ...]]) -> None:
+    """ValueError unless the sizes that follow from a configuration can be those of a model with tensors of these shapes."""
+    sizes = {
+        "attention heads": family.heads(config),
+        "blocks": family.block_count(config),
+        "channels in a head": family.head_size(config),
+        "channels in a token": family.hidden(config),
+        "channels in a latent": family.latent_channels(config),
+    }
+    if (keys := family.key_heads(config)) is not None:
+        sizes["groups of attention heads"] = keys
+    if (side := family.max_side(config)) is not None:
+        sizes["positions along a side"] = side
+    for what, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(f"model_name: {name} has {size} {what}: its tensors do not fit each other.")
+    widest = max((size for shape in shapes for size in shape), default=0)
+    if sizes["channels in a token"] > widest or (keys is not None and sizes["attention heads"] % keys):
+        raise ValueError(f"model_name: {name} has a configuration that does not fit its tensors.")

@@ -1,0 +1,102 @@
+"""How weights are kept in fewer bytes than they are computed with: 8-bit floats with or without a scale, and GGUF's blocks.
+
+Rows of a packed weight [rows, bytes] uint8 can be cut anywhere, columns where `byte_span` says.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from parallel_backend.core.spans import Span
+
+
+class Packing(Protocol):
+    """How a weight [rows, columns] is kept in bytes [rows, n] uint8, a row's bytes together."""
+
+    def columns(self, row_bytes: int) -> int:
+        """Values in that many bytes of a row."""
+        ...
+
+    def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, n] uint8 -> new [rows, columns] in `dtype`, on the same device."""
+        ...
+
+
+FP8_KINDS = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+BLOCKS = {  # values per block, bytes per block
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "IQ4_NL": (32, 18),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "IQ4_XS": (256, 136),
+}
+"""GGUF's types that can be expanded."""
+
+PIECE = 1 << 22
+"""Values that are expanded at once: the arithmetic is in float32 and makes several copies."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """`scale`: float32 [1, 1] or, of each row, [rows, 1], on the weight's device; None: values count as they are."""
+
+    kind: str
+    scale: torch.Tensor | None = None
+
+    def byte_span(self, columns: Span) -> Span:
+        return columns
+
+    def columns(self, row_bytes: int) -> int:
+        return row_bytes
+
+    def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns] uint8 -> the same in `dtype`: the float32 product with the scale, rounded once."""
+        values = packed.view(FP8_KINDS[self.kind]).to(dtype)
+        return values if self.scale is None else torch.mul(values, self.scale, out=values)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """GGUF's block formats. Every row is a whole number of blocks."""
+
+    kind: str
+
+    def byte_span(self, columns: Span) -> Span | None:
+        """The bytes of a row that hold these columns; None where they do not begin and end with a block."""
+        values, size = BLOCKS[self.kind]
+        if columns.start % values or columns.stop % values:
+            return None
+        return Span(columns.start // values * size, columns.stop // values * size)
+
+    def columns(self, row_bytes: int) -> int:
+        values, size = BLOCKS[self.kind]
+        return row_bytes // size * values
+
+    def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, n] uint8 -> [rows, columns] in `dtype`: the format's arithmetic in float32, rounded once."""
+        values, size = BLOCKS[self.kind]
+        out = torch.empty(packed.shape[0], self.columns(packed.shape[1]), dtype=dtype, device=packed.device)
+        places = out.view(-1, values).split(PIECE // values)
+        for place, blocks in zip(places, packed.view(-1, size).split(PIECE // values), strict=True):
+            place.copy_(_expand_blocks(self.kind)(blocks, values, size, torch.float32))
+        return out
+
+
+@functools.cache
+def _expand_blocks(kind: str) -> Callable[[torch.Tensor, int, int, torch.dtype], torch.Tensor]:
+    """diffusers' torch function for one type (as in ComfyUI-GGUF): blocks [n, bytes] uint8 -> [n, values]."""
+    import gguf
+    from diffusers.quantizers.gguf.utils import dequantize_functions
+
+    return dequantize_functions[gguf.GGMLQuantizationType[kind]]

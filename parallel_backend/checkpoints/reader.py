@@ -1,0 +1,132 @@
+"""A rank's own weights, from the mapped files to their places in the model: cut, converted or kept packed."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_backend.core.spans import Shard, Span
+
+from .checkpoint import Checkpoint, to_original
+from .packed_formats import BLOCKS, FP8_KINDS, Blocks, Fp8, Packing
+from .tensor_files import Entry, open_file
+
+
+class Reader:
+    """Reads parts of parameters from a checkpoint's files, which it opens when they are first needed.
+
+    Every piece goes straight from the mapped file to its place: a copy in between would leave holes in the heap, which
+    the process keeps after the weights are gone.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, stack: ExitStack):
+        self.checkpoint, self._stack = checkpoint, stack
+        self._files: dict[Path, Any] = {}
+
+    def values(self, target: str, dtype: torch.dtype, shard: Shard | None, device: torch.device) -> torch.Tensor:
+        """This part of a parameter in `dtype`, whatever the file has."""
+        entry = self._entry(target)
+        shape = self.checkpoint.shape(target)
+        if entry.dtype in BLOCKS:
+            if not self.packable(entry.dtype, shard):
+                whole = self.values(target, dtype, None, device)
+                return torch.cat([whole[:, span.slice] for span in shard.spans], dim=1)
+            packed, packing = self.packed(target, entry.dtype, shard, device)
+            return packing.expand(packed, dtype).view(_resized(shape, shard))
+        out = torch.empty(_resized(shape, shard), dtype=dtype if entry.scale is None else torch.float32, device=device)
+        dim, spans, rows = self._cut(target, shard)
+        part = self._slices(entry)
+        for span, place in zip(spans, out.split([len(span) for span in spans], dim=dim), strict=True):
+            place.copy_(part[span.slice] if dim == 0 else part[rows.slice, span.slice])
+        if entry.scale is not None:
+            out = (out * self._scale(target, shard, device).view(-1, *(1,) * (len(shape) - 1))).to(dtype)
+        return out
+
+    @staticmethod
+    def packable(storage: str, shard: Shard | None) -> bool:
+        """Whether `packed` can give this part: one of columns has to begin and end with blocks."""
+        if storage not in BLOCKS or shard is None or shard.dim == 0:
+            return True
+        return all(Blocks(storage).byte_span(span) is not None for span in shard.spans)
+
+    def packed(self, target: str, storage: str, shard: Shard | None, device: torch.device) -> tuple[torch.Tensor, Packing]:
+        """This part of a matrix as [rows, n] uint8, and how to expand it. Values that the file has otherwise are rounded."""
+        entry = self._entry(target)
+        if entry.dtype != storage:
+            assert storage in FP8_KINDS
+            return self.values(target, FP8_KINDS[storage], shard, device).view(torch.uint8), Fp8(storage)
+        scale = None if entry.scale is None else self._scale(target, shard, device)
+        packing = Blocks(storage) if storage in BLOCKS else Fp8(storage, scale)
+        row = Span(0, torch.Size(entry.shape[1:]).numel())
+        dim, spans, rows = self._cut(target, shard)
+        spans = spans if dim == 0 else [packing.byte_span(span) for span in spans]
+        lengths = [len(span) for span in spans]
+        size = (sum(lengths), len(packing.byte_span(row))) if dim == 0 else (len(rows), sum(lengths))
+        out = torch.empty(size, dtype=torch.uint8, device=device)
+        part = self._slices(entry)
+        for span, place in zip(spans, out.split(lengths, dim=dim), strict=True):
+            place.copy_((part[span.slice] if dim == 0 else part[rows.slice, span.slice]).view(torch.uint8))
+        return out, packing
+
+    def _scale(self, target: str, shard: Shard | None, device: torch.device) -> torch.Tensor:
+        """float32 [1, 1], or [rows, 1] of the rows of this part."""
+        entry = self._entry(target).scale
+        scale = self._file(entry).get_tensor(entry.key).float().view(-1, 1)
+        if len(scale) > 1:
+            dim, spans, rows = self._cut(target, shard)
+            scale = torch.cat([scale[span.slice] for span in (spans if dim == 0 else [rows])])
+        return scale.to(device, copy=True)  # a view of the mapped file would keep all of it open
+
+    def _cut(self, target: str, shard: Shard | None) -> tuple[int, list[Span], Span]:
+        """(dim, spans along it, all of the parameter's rows) of a part, as they are in the file's tensor."""
+        source, count = self.checkpoint.recipe[target], self.checkpoint.shape(target)[0]
+        dim, spans = (0, [Span(0, count)]) if shard is None else (shard.dim, list(shard.spans))
+        first = 0 if source.rows is None else source.rows.start
+        if source.swap_halves:
+            assert dim == 0
+            spans = [piece.shift(by) for span in spans for piece, by in _halves(span, count // 2)]
+        return dim, spans if dim else [span.shift(first) for span in spans], Span(first, first + count)
+
+    def _entry(self, target: str) -> Entry:
+        return self.checkpoint.entries[self.checkpoint.recipe[target].key]
+
+    def _slices(self, entry: Entry) -> Any:
+        return self._file(entry).get_slice(entry.key)
+
+    def _file(self, entry: Entry) -> Any:
+        if entry.file not in self._files:
+            self._files[entry.file] = self._stack.enter_context(open_file(entry.file))
+        return self._files[entry.file]
+
+
+@contextmanager
+def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
+    with ExitStack() as stack:
+        yield Reader(checkpoint, stack)
+
+
+def original_values(checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
+    """float32 tensors on the CPU of the family's original layout whose keys begin with `prefix`, by the rest of the key."""
+    recipe = checkpoint.family.recipe(checkpoint.config)
+    targets = [target for target, source in recipe.items() if source.key.startswith(prefix)]
+    with reading(checkpoint) as reader:
+        state = {target: reader.values(target, torch.float32, None, torch.device("cpu")) for target in targets}
+    original = to_original(checkpoint.family, checkpoint.config, state)
+    return {key.removeprefix(prefix): tensor for key, tensor in original.items()}
+
+
+def _resized(shape: tuple[int, ...], shard: Shard | None) -> list[int]:
+    if shard is None:
+        return list(shape)
+    return [sum(map(len, shard.spans)) if dim == shard.dim else size for dim, size in enumerate(shape)]
+
+
+def _halves(span: Span, half: int) -> list[tuple[Span, int]]:
+    """The parts of `span` below and from `half` on, each with the way to its place when the halves are exchanged."""
+    parts = (
+        (Span(min(span.start, half), min(span.stop, half)), half),
+        (Span(max(span.start, half), max(span.stop, half)), -half),
+    )
+    return [(part, by) for part, by in parts if len(part)]

@@ -1,0 +1,134 @@
+"""Files that hold tensors, safetensors and GGUF: what is in them, known from the header, and slices of it."""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from .gguf_file import GgufFile
+
+SAFETENSORS, GGUF = (".safetensors", ".sft"), (".gguf",)
+QUANTISATION = "_quantization_metadata"
+"""Entry of a safetensors header in which ComfyUI's files may say how their layers are quantised (JSON)."""
+
+MAX_TENSORS = 1 << 16
+"""In a file; the largest models have some thousand."""
+MAX_JSON_BYTES = 1 << 16
+"""Of a tensor that is JSON, and tells of one layer."""
+PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+"""How files of torch.save begin: a zip archive, or a bare pickle."""
+
+_SAFETENSORS_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E4M3": "fp8_e4m3fn", "F8_E5M2": "fp8_e5m2"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor on disk, known from its file's header. `scale`: what its values are to be multiplied with (fp8_scales.py)."""
+
+    file: Path
+    key: str  # in the file, prefix included
+    shape: tuple[int, ...]  # of the values, however they are packed
+    dtype: str  # fp32, bf16, fp16, fp8_e4m3fn, fp8_e5m2, one of packed_formats.BLOCKS, or safetensors' own name
+    scale: "Entry | None" = None
+
+
+def open_file(path: Path) -> AbstractContextManager[Any]:
+    """The file, memory-mapped: `get_slice(key)[...]` is a tensor, of packed_formats.BLOCKS' bytes where the entry says so.
+
+    ValueError for a file that is damaged, as one is to the ranks that another program has written over since the start.
+    """
+    try:
+        return _open(path)
+    except SafetensorError as error:
+        raise _unreadable(path, error) from error
+
+
+def _open(path: Path) -> AbstractContextManager[Any]:
+    return GgufFile(path) if path.suffix.lower() in GGUF else safe_open(path, framework="pt")
+
+
+def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Key -> entry; layer -> format, as far as the header names formats. ValueError for a file that cannot be read."""
+    if path.suffix.lower() in GGUF:
+        with GgufFile(path) as file:
+            return {key: Entry(path, key, file.shape(key), file.dtype(key)) for key in file.keys()}, {}  # noqa: SIM118
+
+    def read(file: Any) -> tuple[dict[str, Entry], dict[str, str]]:
+        if len(names := file.keys()) > MAX_TENSORS:
+            raise ValueError(f"it says that it holds {len(names)} tensors")
+        keys = {key: file.get_slice(key) for key in names}
+        entries = {
+            key: Entry(path, key, tuple(part.get_shape()), _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype()))
+            for key, part in keys.items()
+        }
+        stated = _said(file, QUANTISATION, "layers")
+        return entries, {layer: _format(how) for layer, how in stated.items()}
+
+    return _reading(path, read)
+
+
+def read_stated_config(path: Path) -> dict[str, Any]:
+    """What a single file's header says of its transformer beside the weights, as Lightricks' files do."""
+    if path.suffix.lower() in GGUF:
+        return {}
+    return _reading(path, lambda file: _said(file, "config", "transformer"))
+
+
+def read_formats(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """By layer, the format that its small tensor of JSON bytes names."""
+    said = {}
+    for path in {entry.file for entry in entries.values()}:
+        keys = {name: entry for name, entry in entries.items() if entry.file == path}
+
+        def read(file: Any, keys: dict[str, Entry] = keys) -> dict[str, str]:
+            for name, entry in keys.items():
+                if entry.dtype != "U8" or len(entry.shape) != 1 or entry.shape[0] > MAX_JSON_BYTES:
+                    raise ValueError(f"what it says of {name} is {entry.dtype} of the shape {list(entry.shape)}")
+            return {name: _format(json.loads(bytes(file.get_tensor(entry.key).tolist()))) for name, entry in keys.items()}
+
+        said |= _reading(path, read)
+    return said
+
+
+def _said(file: Any, entry: str, inside: str) -> dict[str, Any]:
+    """The object `inside` the JSON object of an entry of a safetensors header; empty where there is neither."""
+    said = json.loads((file.metadata() or {}).get(entry, "{}"))
+    found = said.get(inside, {}) if isinstance(said, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError(f"its header says {entry} in a form that nobody writes")
+    return found
+
+
+def _format(how: Any) -> str:
+    if not isinstance(how, dict):
+        raise ValueError("what it says of a layer's format is no JSON object")
+    return str(how.get("format"))
+
+
+def _reading(path: Path, read: Callable[[Any], Any]) -> Any:
+    try:
+        with _open(path) as file:
+            return read(file)
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    if _is_pickle(path):
+        return ValueError(
+            f"model_name: {path.name} is a pickle by another name. Pickles can run any code, and are never opened: "
+            "get the model as safetensors."
+        )
+    return ValueError(f"model_name: {path.name} cannot be read; it is damaged or incomplete ({error}).")
+
+
+def _is_pickle(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4).startswith(PICKLES)
+    except OSError:
+        return False

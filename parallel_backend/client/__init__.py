@@ -1,0 +1,1 @@
+"""ComfyUI's side: a model that lives on ranks and answers `predict`."""

@@ -1,0 +1,98 @@
+"""A model call on its way: what it is made of at the client, cut into micro-steps and put together again."""
+
+import contextlib
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+
+import torch
+
+from parallel_backend.core.spans import Span, split
+from parallel_backend.core.token_order import Stream
+from parallel_backend.processes.pool import again
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Tensors that a set of calls shares, as the ranks know them by `id`. Batch is the first axis of each.
+
+    `home`: the replica that has the first of their entries; its K/V buffers are there.
+    """
+
+    id: int
+    grid: tuple[int, ...]
+    stream: Stream
+    text_tokens: int
+    batch: int
+    tensors: dict[str, torch.Tensor]
+    home: int = 0
+
+    def shares(self, replicas: int) -> tuple[Span, ...]:
+        """Its entries by replica: consecutive ones, the larger shares from `home` on."""
+        parts = split(Span(0, self.batch), replicas)
+        return tuple(parts[(replica - self.home) % replicas] for replica in range(replicas))
+
+    def matches(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> bool:
+        return (
+            self.grid == grid
+            and self.tensors.keys() == tensors.keys()
+            and all(
+                a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+                for a, b in ((self.tensors[name], tensors[name]) for name in tensors)
+            )
+        )
+
+
+Residuals = dict[str, torch.Tensor]
+"""A ControlNet's additions: block "<list>.<index>" -> [B, n, hidden]. Several blocks may have the same tensor."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One evaluation of the transformer for tokens `tokens` of the stream. `x` [B, n, c]: the picture's tokens among them.
+    `run` is 0 for a call without buffers.
+
+    `timestep`, `stale`, `overlap`: see sampling.Step. `residuals`: block "<list>.<index>" -> [B, n, hidden] added behind it.
+    """
+
+    x: torch.Tensor
+    timestep: torch.Tensor
+    conditioning: Conditioning
+    tokens: Span
+    with_text: bool
+    run: int
+    stale: bool
+    overlap: bool
+    residuals: Residuals
+    future: Future = field(default_factory=Future)
+
+
+def fail(future: Future, error: Exception) -> None:
+    """End a call with `error`, unless it has ended already: a rank may fail while others are asked about an output."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(again(error))
+
+
+class Assembly:
+    """The output of a call while its parts arrive. Parts are (entries, tokens) of [B, n, c], by micro-step and rank."""
+
+    def __init__(self, call: Call):
+        self.call, self.missing, self.value = call, 0, None
+        self.spoilt = False  # a part was not finite: the call is going to fail, with what the ranks know of it
+
+    def put(self, entries: Span, rows: Span, part: torch.Tensor) -> bool:
+        """True when this was the last part."""
+        if self.value is None:
+            self.value = part.new_empty(*self.call.x.shape[:2], part.shape[-1])
+        self.value[entries.slice, rows.slice] = part
+        self.missing -= 1
+        return self.missing == 0
+
+
+@dataclass(frozen=True)
+class PostedStep:
+    """One replica's micro-step. `entries` counts within the call, `local` within the replica's conditioning."""
+
+    seq: int
+    assembly: Assembly
+    entries: Span
+    local: Span

@@ -1,0 +1,114 @@
+"""What is to be added to a checkpoint's tensors (LoRA and its kin), and what of it each rank is sent."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.spans import Span
+from parallel_backend.families.base.family import Source
+from parallel_backend.wire.loading import Adapt, DropAdapters, Rescale
+
+
+@dataclass(frozen=True)
+class Delta:
+    """`scale` * `up` [rows, r] @ `down` [r, columns], to be added to rows `rows` (None: all) of checkpoint tensor `key`.
+
+    Without `down`, `up` has the shape of those rows. `key` is of the family's original layout.
+    """
+
+    key: str
+    up: torch.Tensor
+    down: torch.Tensor | None = None
+    scale: float = 1.0
+    rows: Span | None = None
+
+    def has_factors_of(self, other: "Delta") -> bool:
+        """The very same tensors, for the same place; the scale may be another."""
+        if (self.key, self.rows) != (other.key, other.rows) or self.down is None or other.down is None:
+            return False
+        return _is_same(self.up, other.up) and _is_same(self.down, other.down)
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+
+
+class Deltas:
+    """The deltas that the ranks have. `parameters`: names of each rank's. `send`: (rank, message) -> None."""
+
+    def __init__(self, checkpoint: Checkpoint, parameters: Sequence[Iterable[str]], send: Callable[[int, Any], None]):
+        self._checkpoint, self._send = checkpoint, send
+        self._parameters = [frozenset(names) for names in parameters]
+        self._sources: dict[str, list[tuple[str, Source]]] = {}
+        for parameter, source in checkpoint.family.recipe(checkpoint.config).items():
+            self._sources.setdefault(source.key, []).append((parameter, source))
+        self._known: list[Delta | None] = []  # as sent last; None for full differences, which are not held on to
+        self._order: list[list[int]] = []  # by rank: which of them each part was of that it has been sent
+
+    def replace(self, deltas: Iterable[Delta], poll: Callable[[], None]) -> None:
+        """Send what the ranks need to have these in place of the last ones. `poll` runs in between, and may raise.
+
+        That is the scales alone where all factors are those of last time: in the same order, the same memory. ValueError
+        for a delta whose key or shape is not the checkpoint's; after any error the next call sends everything.
+        """
+        known, self._known = self._known, []
+        rest, same = iter(deltas), []
+        for before, delta in zip(known, rest, strict=False):
+            same.append(delta)
+            if before is None or not delta.has_factors_of(before):
+                break
+        else:
+            same += itertools.islice(rest, 1)
+            if known and len(same) == len(known):
+                for rank, order in enumerate(self._order):
+                    self._send(rank, Rescale(tuple(same[number].scale for number in order)))
+                self._known = known
+                return
+        self._order = [[] for _ in self._parameters]
+        for rank in range(len(self._parameters)):
+            self._send(rank, DropAdapters())
+        sent: list[Delta | None] = []
+        for number, delta in enumerate(itertools.chain(same, rest)):
+            for part in self.parts(delta):
+                poll()
+                ranks = [rank for rank, names in enumerate(self._parameters) if part.parameter in names]
+                assert ranks, f"no rank has {part.parameter}"
+                for rank in ranks:
+                    self._send(rank, part)
+                    self._order[rank].append(number)
+            sent.append(None if delta.down is None else delta)
+        self._known = sent
+
+    def parts(self, delta: Delta) -> Iterator[Adapt]:
+        """What it adds to each of the model's parameters that have their values from its rows."""
+        sources = self._sources.get(delta.key, [])
+        shapes = {parameter: self._checkpoint.shape(parameter) for parameter, _ in sources}
+        owned = {parameter: source.rows or Span(0, shapes[parameter][0]) for parameter, source in sources}
+        rows = delta.rows or Span(0, max((own.stop for own in owned.values()), default=1))
+        missing = len(rows)
+        for parameter, source in sources:
+            own, shape = owned[parameter], shapes[parameter]
+            columns = shape[1:] if delta.down is None else (torch.Size(shape[1:]).numel(),)
+            if len(delta.up) != len(rows) or (delta.up if delta.down is None else delta.down).shape[1:] != columns:
+                break
+            common = Span(max(own.start, rows.start), min(own.stop, rows.stop))
+            if common.start >= common.stop:
+                continue
+            up = delta.up[common.shift(-rows.start).slice]
+            if common != own:
+                whole = up.new_zeros(len(own), *up.shape[1:])
+                whole[common.shift(-own.start).slice] = up
+                up = whole
+            if source.swap_halves:
+                up = torch.cat(up.chunk(2)[::-1])
+            missing -= len(common)
+            yield Adapt(parameter, up, delta.down, delta.scale)
+        if missing:
+            raise ValueError(
+                f"model: what is to be added to {delta.key} does not fit {self._checkpoint.path.name}. Use a LoRA that was "
+                "made for this model."
+            )

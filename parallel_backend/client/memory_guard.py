@@ -1,0 +1,108 @@
+"""Asks the ranks for their memory before a model is loaded and once for each sampling run, and says no in time."""
+
+from collections.abc import Iterator
+
+import torch
+
+from parallel_backend.client.placement.memory_check import Fitting, Room, rooms
+from parallel_backend.client.placement.memory_model import KV_COPIES, Request
+from parallel_backend.families import Family
+from parallel_backend.processes.failure_text import out_of_memory
+from parallel_backend.processes.pool import Poll, Pool, RankError, wait_for
+from parallel_backend.wire.diagnosis import Memory, ReadMemory
+
+from .call import Conditioning
+
+REQUESTS_KEPT = 8
+"""Of a run: as many conditionings as the ranks keep keys for (remote_transformer.CONDITIONINGS_KEPT)."""
+
+
+class MemoryGuard:
+    """For one model on the ranks of `pool`. `numbers`: gives each question its own."""
+
+    def __init__(self, pool: Pool, fitting: Fitting, family: Family, numbers: Iterator[int]):
+        self.pool, self.fitting, self.family, self._numbers = pool, fitting, family, numbers
+        self._runs: dict[int, _Run] = {}
+        self._found: tuple[Room, ...] | None = None  # for exact calls, since `begin`
+        self._admitted: set[Request] = set()
+
+    def check_weights(self, poll: Poll) -> None:
+        """Before loading. ValueError if a rank has no room for its weights."""
+        self.fitting.check_weights(self._rooms(poll))
+
+    def begin(self) -> None:
+        """A sampling run begins: what is free may have changed since the last one."""
+        self._found = None
+        self._admitted.clear()
+
+    def admit(self, conditioning: Conditioning, poll: Poll) -> None:
+        """Before an exact call: ValueError if it cannot fit.
+
+        The ranks are asked before the first one alone: they answer in turn, and a second prompt's call is made while the
+        first one's is under way. Exact calls leave nothing behind.
+        """
+        request = request_of(conditioning, self.family)
+        if request in self._admitted:
+            return
+        if self._found is None:
+            self._found = self._rooms(poll)
+        self.fitting.check((request,), self._found)
+        self._admitted.add(request)
+
+    def watch(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
+        """A run in `bands` begins, whose calls `check` looks at."""
+        self._runs[run] = _Run(self._rooms(poll), bands, KV_COPIES if extrapolate else 1)
+
+    def check(self, run: int, conditioning: Conditioning) -> None:
+        """Before a call of a run: ValueError if what it keeps and computes with this conditioning too cannot fit.
+
+        Waits for nothing, since other calls may be under way.
+        """
+        known = self._runs.get(run)
+        if known is None or conditioning.id in known.requests:
+            return
+        known.requests[conditioning.id] = request_of(conditioning, self.family, known.kept, known.bands)
+        for dropped in list(known.requests)[:-REQUESTS_KEPT]:
+            del known.requests[dropped]
+        self.fitting.check(tuple(known.requests.values()), known.found)
+
+    def forget(self, run: int) -> None:
+        self._runs.pop(run, None)
+
+    def explained(self, error: Exception) -> Exception:
+        """A rank's error, with figures and a way out behind its first line if it is that memory ran out."""
+        if not isinstance(error, RankError) or not out_of_memory(str(error)) or not (advice := self.fitting.advice()):
+            return error
+        first, *rest = str(error).split("\n", 1)
+        return RankError("\n".join((first, advice, *rest)))
+
+    def _rooms(self, poll: Poll) -> tuple[Room, ...]:
+        return rooms(self.pool.devices, wait_for(self.pool.ask(ReadMemory(next(self._numbers)), Memory), poll))
+
+
+class _Run:
+    """`found`: what was free when it began; `kept`, `bands`: see memory_model.Request; `requests`: by conditioning."""
+
+    def __init__(self, found: tuple[Room, ...], bands: int, kept: int):
+        self.found, self.bands, self.kept = found, bands, kept
+        self.requests: dict[int, Request] = {}
+
+
+def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands: int = 1) -> Request:
+    """What memory goes by, for calls with this conditioning. `kept`, `bands`: see memory_model.Request."""
+    return Request(
+        conditioning.grid,
+        conditioning.stream.references,
+        conditioning.text_tokens,
+        family.image_padding(conditioning.grid),
+        conditioning.batch,
+        conditioning.home,
+        max((tensor.shape[1] for name, tensor in conditioning.tensors.items() if _is_text(name, tensor, family)), default=0),
+        kept,
+        bands,
+    )
+
+
+def _is_text(name: str, tensor: torch.Tensor, family: Family) -> bool:
+    """Of tokens that blocks look at, [B, T, width]."""
+    return name in family.vector_tensors and tensor.ndim == 3

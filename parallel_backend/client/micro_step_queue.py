@@ -1,0 +1,116 @@
+"""The micro-steps of a model's calls, from the client to the ranks and back: in order, a window of them at a time."""
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Span, split
+from parallel_backend.wire import messages as m
+
+from .call import Assembly, Call, PostedStep
+
+
+class MicroSteps:
+    """Not thread-safe: the client locks. What it is given is called under that lock.
+
+    `newest`: number of the newest micro-step that any model has sent to these ranks, whose output may still arrive.
+    `patch`: values that an output's token has for each channel. `send(replica, step)` sends a micro-step to its ranks.
+    `shard(call, index)`: the rows of the call's output that the sequence rank of this number computes.
+    """
+
+    def __init__(
+        self,
+        degrees: Degrees,
+        newest: int,
+        patch: int,
+        send: Callable[[int, PostedStep], None],
+        shard: Callable[[Call, int], Span],
+    ):
+        self._degrees, self._patch, self._send, self._shard = degrees, patch, send, shard
+        self._newest = newest  # number of the newest micro-step, sent or waiting
+        self._window = degrees.pipe + 1
+        self._waiting: list[deque[PostedStep]] = [deque() for _ in range(degrees.batch)]
+        self._flying: list[dict[int, PostedStep]] = [{} for _ in range(degrees.batch)]
+        # By replica, the ranks that give out its micro-steps' outputs; by micro-step, those whose part is still to come.
+        self._givers = [
+            frozenset(degrees.ranks(replica, degrees.pipe - 1, index)[0] for index in range(degrees.sequence))
+            for replica in range(degrees.batch)
+        ]
+        self._owing: dict[int, set[int]] = {}
+        self._width: int | None = None  # of an output's tokens, as the first of them has it
+
+    def post(self, call: Call) -> None:
+        """Queue the call's micro-steps, and send what the window allows."""
+        assembly = Assembly(call)
+        whole = call.tokens == call.conditioning.stream.span
+        for replica, entries in enumerate(call.conditioning.shares(self._degrees.batch)):
+            # An exact call fills the pipeline with its batch entries: nothing else could overlap in it.
+            parts = len(entries) if whole and self._degrees.pipe > 1 else min(1, len(entries))
+            for part in split(entries, parts) if parts else ():
+                self._newest += 1
+                assembly.missing += self._degrees.sequence
+                self._waiting[replica].append(PostedStep(self._newest, assembly, part, part.shift(-entries.start)))
+        for replica in range(self._degrees.batch):
+            self._fill(replica)
+
+    def forget(self, which: Callable[[Call], bool]) -> None:
+        """Of these calls nothing more is sent; what is under way finishes."""
+        for waiting in self._waiting:
+            kept = [step for step in waiting if not which(step.assembly.call)]
+            waiting.clear()
+            waiting.extend(kept)
+
+    def take(self, output: m.Output, finite: bool) -> tuple[Assembly, bool, bool] | None:
+        """Put a rank's part in its place, and send what the window now allows. `finite`: whether all its values are.
+
+        What it is a part of, whether that is complete now, and whether this part is the first of it that is not finite.
+        None for what a cancelled run or another model left. BadMessage for an output that nobody waits for from this rank,
+        and for one of another shape.
+        """
+        at = self._degrees.coordinate(output.rank)
+        flying = self._flying[at.batch]
+        step = flying.get(output.seq)
+        if step is None and output.seq <= self._newest:
+            return None
+        if step is None or output.rank not in self._owing[output.seq]:
+            raise m.BadMessage(f"an output of micro-step {output.seq}, which nobody waits for")
+        assembly = step.assembly
+        rows = self._shard(assembly.call, self._degrees.sequence_index(at))
+        self._check(output.value, len(step.entries), len(rows))
+        complete = assembly.put(step.entries, rows, output.value)
+        spoilt = not finite and not assembly.spoilt
+        assembly.spoilt |= spoilt
+        self._owing[output.seq].remove(output.rank)
+        if not self._owing[output.seq]:
+            del self._owing[output.seq], flying[output.seq]
+            self._fill(at.batch)
+        return assembly, complete, spoilt
+
+    def end(self) -> list[Call]:
+        """Forget all; the calls that had not ended."""
+        steps = [step for queue in (*self._waiting, *(flying.values() for flying in self._flying)) for step in queue]
+        for queue in (*self._waiting, *self._flying):
+            queue.clear()
+        self._owing.clear()
+        return list({id(step.assembly): step.assembly.call for step in steps}.values())
+
+    def _fill(self, replica: int) -> None:
+        """Send waiting micro-steps while fewer than the window are under way.
+
+        The window keeps every stage busy and one micro-step ahead, and no more: what is sent cannot be called back.
+        """
+        waiting, flying = self._waiting[replica], self._flying[replica]
+        while waiting and len(flying) < self._window:
+            step = waiting.popleft()
+            flying[step.seq] = step
+            self._owing[step.seq] = set(self._givers[replica])
+            self._send(replica, step)
+
+    def _check(self, value: torch.Tensor, entries: int, tokens: int) -> None:
+        """BadMessage unless it is [entries, tokens, c] of numbers, c being the same for all outputs of the model."""
+        width = value.shape[-1] if self._width is None and value.ndim == 3 else self._width
+        if value.shape != (entries, tokens, width) or not width or width % self._patch or not value.is_floating_point():
+            raise m.BadMessage(f"an output of {value.dtype} {list(value.shape)} for {entries} entries and {tokens} tokens")
+        self._width = width

@@ -1,0 +1,86 @@
+"""NaN and infinity: found where they are cheap to see, and traced to the rank where they began.
+
+A rank adds up what each micro-step hands on, without waiting for the device; nobody looks at the sums until the client has
+found an output that is not finite.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.finite import NAMED, all_finite
+from parallel_backend.wire.diagnosis import NotFiniteFound
+
+
+class NotFiniteError(RuntimeError):
+    """The model's output is not finite. The run is over, the ranks live on."""
+
+
+def check_latent(x: torch.Tensor, timestep: torch.Tensor) -> None:
+    """Of a model call. ValueError, in the words of a sampler's inputs."""
+    if not all_finite(timestep):
+        raise ValueError("sigmas: they hold values that are not finite (NaN or infinite). Use another scheduler.")
+    if not all_finite(x):
+        raise ValueError(
+            "latent_image: the latent that the sampler gives the model holds values that are not finite (NaN or infinite), "
+            f"at the model's time {float(timestep.max()):.4g}. At the first step it came so: look at the node before the "
+            "sampler. Later on the sampler made it so: lower cfg, or use another sampler or scheduler."
+        )
+
+
+def check_conditioning(tensors: Mapping[str, torch.Tensor]) -> None:
+    """ValueError for values that are not finite; in a mask of scores they may be."""
+    for name, tensor in tensors.items():
+        if "mask" not in name and not all_finite(tensor):
+            raise ValueError(
+                f"positive, negative: the conditioning's '{name}' holds values that are not finite (NaN or infinite). Look "
+                "at the text encoder, its file and dtype, and at the nodes that change the conditioning."
+            )
+
+
+def explanation(
+    found: Sequence[NotFiniteFound],
+    seq: int,
+    degrees: Degrees,
+    devices: Sequence[str],
+    dtype: str,
+    adapted: bool,
+    controlled: bool,
+) -> str:
+    """What to tell the user. `found`: by rank; `seq`: the micro-step whose output was not finite; `adapted`, `controlled`:
+    there was a LoRA, a ControlNet.
+    """
+    first = min(
+        ((answer.seq, degrees.coordinate(answer.rank).pipe) for answer in found if answer.seq is not None),
+        default=(seq, degrees.pipe - 1),
+    )
+    origin = [answer for answer in found if (answer.seq, degrees.coordinate(answer.rank).pipe) == first]
+    bad = [answer for answer in found if answer.weights or answer.adapters]
+    named = [answer for answer in origin if answer in bad] or origin
+    where = " and ".join(f"rank {answer.rank} ({devices[answer.rank]})" for answer in named) or "the last stage"
+    stage = f", stage {first[1] + 1} of {degrees.pipe}," if degrees.pipe > 1 else ""
+    weights = [name for answer in bad for name in answer.weights]
+    adapters = [name for answer in bad for name in answer.adapters]
+    text = (
+        "Parallel DiT: the model's output holds values that are not finite (NaN or infinite), which would be a black "
+        f"picture. They began on {where}{stage} in micro-step {first[0]}. "
+    )
+    if adapters:
+        return f"{text}The LoRA's own values are not finite in {', '.join(adapters[:NAMED])}: remove it."
+    if weights:
+        small = "weight_dtype fp16 is too small for them, use bf16 or fp32; or " if dtype == "fp16" else ""
+        return (
+            f"{text}The model's own weights are not finite in {', '.join(weights[:NAMED])}: {small}the file is damaged, "
+            "download it again."
+        )
+    advice = []
+    if dtype == "fp16":
+        advice.append("weight_dtype fp16 overflows in many models: use bf16 or fp32")
+    if adapted:
+        advice.append("lower the LoRA's strength")
+    if controlled:
+        advice.append("lower the ControlNet's strength")
+    if not advice:
+        advice.append("use weight_dtype fp32 (of fp8 files another version), or another sampler or scheduler")
+    return f"{text}What may help: {'; '.join(advice)}."

@@ -1,0 +1,1 @@
+"""PipeFusion from the sampler's side: bands, their order, their threads."""

@@ -1,0 +1,287 @@
+"""PipeFusion from the sampler's side: each band's sampler runs in a thread and asks for its own predictions.
+
+The bands' calls are put into one fixed order, whatever the threads' timing: call k of band 0, 1, ... M-1, then call
+k+1. At an exact call the bands meet: their latents run as one, and each gets its own rows of the answer.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from parallel_backend.client.call import Conditioning, Residuals
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.step_cache import Computed, Forecast, StepCache
+from parallel_backend.core.spans import Span, split
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.processes.pool import Poll, wait_for
+
+
+class NotLocal(Exception):
+    """The bands asked for different things: this sampler looks at more than its own rows. Run it whole instead."""
+
+
+def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching) -> tuple[Span, ...]:
+    """Spans of a latent's rows (or frames), one per band, on token borders; fewer than asked for where they run out."""
+    size, patch = shape[patching.band_dim], patching.band_size
+    rows = -(-size // patch)
+    return tuple(Span(span.start * patch, min(span.stop * patch, size)) for span in split(Span(0, rows), min(bands, rows)))
+
+
+def exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:
+    """Model calls at larger sigmas belong to the first `warmup_steps` of the steps `sigmas` [steps + 1], and run exact."""
+    if warmup_steps == 0:
+        return float("inf")
+    if warmup_steps >= len(sigmas) - 1:
+        return -1.0
+    return float(sigmas[warmup_steps]) * (1 + 1e-6)
+
+
+@dataclass
+class _Request:
+    band: int
+    x: torch.Tensor
+    timestep: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    exact: bool
+    residuals: Residuals
+    may_forecast: bool
+    home: int
+    future: Future = field(default_factory=Future)
+
+
+class BandedRun:
+    """One sampling run in bands. `rows`: each band's latent rows (or frames); `shape`: of the whole latent.
+
+    With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes.
+    `overlap`, `extrapolate`: see sampling.Step and OpenRun. `cache`: a StepCache for as many bands, to forecast calls.
+    `poll` runs while the ranks are asked what memory they have.
+
+    With displaced patches the run is one band of all rows, whose calls are stale unless they are exact. There the first
+    call for a conditioning is always exact: a patch rank has no other way to the other bands' keys.
+    """
+
+    def __init__(
+        self,
+        model: RemoteTransformer,
+        rows: tuple[Span, ...],
+        shape: tuple[int, ...],
+        warm_up: bool,
+        overlap: bool = True,
+        extrapolate: bool = True,
+        cache: StepCache | None = None,
+        poll: Poll = lambda: None,
+    ):
+        assert cache is None or cache.bands == len(rows)
+        assert len(rows) == 1 or not model.degrees.displaced
+        self.model, self.rows, self.overlap = model, rows, overlap
+        self.warm_up = warm_up or model.degrees.displaced
+        self.patching = model.family.patching
+        self.grid = self.patching.grid(shape)
+        self.run = model.open_run(extrapolate)
+        try:
+            model.watch_memory(self.run, len(rows), extrapolate, poll)
+        except BaseException:  # Cancel too
+            model.discard_run(self.run)
+            raise
+        self.exact_calls, self.banded_calls = 0, 0
+        self._lock = threading.RLock()
+        self._calls = [0] * len(rows)  # calls made so far, per band
+        self._waiting: dict[tuple[int, int], _Request] = {}  # (call, band): not posted yet
+        self._open: list[_Request] = []  # not answered yet, posted or not
+        self._turn = (0, 0)  # the (call, band) to post next
+        self._turn_timestep: torch.Tensor | None = None  # of band 0 in that call
+        self._turn_top: torch.Tensor | None = None  # the whole latent's first band in that call
+        self.cache = cache
+        self._entry: tuple[int, Computed | Forecast | None] = (-1, None)  # a call, and what the cache says to it
+        self._forecasts: dict[int, tuple[torch.Tensor, Forecast]] = {}  # by call: its timestep, and what answers it
+        self._known: set[int] = set()  # conditionings with keys in the buffers
+        self._finished: set[int] = set()
+        self._error: BaseException | None = None
+
+    def predict(
+        self,
+        band: int,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        tensors: dict[str, torch.Tensor],
+        exact: bool,
+        poll: Poll | None = None,
+        residuals: Residuals | None = None,
+        may_forecast: bool = True,
+        home: int = 0,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
+        """The model's output for the band's latent `x`. Blocks; raises what `abort` or `poll` raised, or RankError.
+
+        Bands need no `poll`: each of them waking up many times a second would take the cores that CPU ranks compute on, and
+        whoever looks for Cancel aborts them. `home`, `meanwhile`: see RemoteTransformer.predict. All bands give the same
+        `home` in the same call.
+        """
+        request = _Request(band, x, timestep, tensors, exact, residuals or {}, may_forecast, home)
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._waiting[self._calls[band], band] = request
+            self._open.append(request)
+            self._calls[band] += 1
+            self._post_what_can_go()
+        meanwhile()
+        return request.future.result() if poll is None else wait_for(request.future, poll)
+
+    def finish(self, band: int) -> None:
+        """The band's sampler has returned."""
+        with self._lock:
+            self._finished.add(band)
+            self._post_what_can_go()
+            if self._error is None and len(self._finished) == len(self.rows) and len(set(self._calls)) > 1:
+                raise NotLocal("the bands did not make the same number of model calls")
+
+    def abort(self, error: BaseException) -> None:
+        """Every unanswered and every later `predict` raises `error`."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+                self._waiting.clear()
+                self.model.abandon(self.run)
+                for request in list(self._open):
+                    self._settle(request, error, None)
+
+    def _post_what_can_go(self) -> None:
+        while self._error is None:
+            self._answer_forecasts()
+            if not self._waiting:
+                return
+            call, band = self._turn
+            request = self._waiting.get((call, band))
+            if request is None:
+                if band in self._finished:
+                    self.abort(NotLocal("the bands did not make the same number of model calls"))
+                return
+            if band == 0:
+                self._turn_timestep = request.timestep
+                self._turn_top = request.x
+            elif not torch.equal(request.timestep, self._turn_timestep):
+                self.abort(NotLocal("the bands are at different timesteps"))
+                return
+            conditioning = self.model.conditioning(self.grid, request.tensors, request.home)
+            exact = request.exact or (self.warm_up and conditioning.id not in self._known)
+            if band == 0 and self._is_forecast(call, request, conditioning, exact):
+                self._turn = (call + 1, 0)
+            elif band == 0 and exact:
+                missing = {b for b in range(len(self.rows)) if (call, b) not in self._waiting}
+                if missing:
+                    if missing & self._finished:
+                        self.abort(NotLocal("the bands did not make the same number of model calls"))
+                    return
+                self._post_exact([self._waiting.pop((call, b)) for b in range(len(self.rows))], conditioning)
+                self._turn = (call + 1, 0)
+            else:
+                self._post_band(band, self._waiting.pop((call, band)), conditioning)
+                self._turn = (call, band + 1) if band + 1 < len(self.rows) else (call + 1, 0)
+            self._known.add(conditioning.id)
+
+    def _is_forecast(self, call: int, request: _Request, conditioning: Conditioning, exact: bool) -> bool:
+        """Whether the cache answers the call; asked by band 0, for all bands."""
+        if self.cache is None:
+            return False
+        if self._entry[0] != call:  # an exact call asks again until all bands are there
+            allowed = request.may_forecast and not exact
+            entry = self.cache.call(conditioning.id, float(request.timestep.max()), allowed)
+            self._entry = (call, entry)
+            if isinstance(entry, Forecast):
+                self._forecasts[call] = (request.timestep, entry)
+        return call in self._forecasts
+
+    def _answer_forecasts(self) -> None:
+        """To every band that asks for a call that is forecast: it waits for no other band, and no other for it."""
+        for call, band in [waiting for waiting in self._waiting if waiting[0] in self._forecasts]:
+            request, (timestep, forecast) = self._waiting.pop((call, band)), self._forecasts[call]
+            if not torch.equal(request.timestep, timestep):
+                self.abort(NotLocal("the bands are at different timesteps"))
+                return
+            self._settle(request, None, forecast.output(band))
+        for call in [call for call in self._forecasts if call < min(self._calls)]:  # every band has asked
+            del self._forecasts[call]
+
+    def _post_exact(self, requests: list[_Request], conditioning: Conditioning) -> None:
+        if any(not torch.equal(request.timestep, self._turn_timestep) for request in requests):
+            self.abort(NotLocal("the bands are at different timesteps"))
+            return
+        x = torch.cat([request.x for request in requests], dim=self.patching.band_dim)
+        parts = list(zip(requests, self.rows, strict=True))
+        residuals = _side_by_side([request.residuals for request in requests])
+        self._post(x, residuals, conditioning.stream.span, True, False, parts, conditioning)
+        self.exact_calls += 1
+
+    def _post_band(self, band: int, request: _Request, conditioning: Conditioning) -> None:
+        patch, rows = self.patching.band_size, self.rows[band]
+        tokens = conditioning.stream.of_rows(Span(rows.start // patch, -(-rows.stop // patch)))
+        stale, x = self.model.degrees.displaced, request.x
+        if padding := -len(rows) % patch:
+            # An odd height is padded circularly, as ComfyUI does: the last row's neighbour is the picture's first one.
+            top = self.patching.rows(self._turn_top, Span(0, padding))
+            x = torch.cat((x, top), dim=self.patching.band_dim)
+        self._post(x, request.residuals, tokens, band == 0, stale, [(request, Span(0, len(rows)))], conditioning)
+        self.banded_calls += band == 0
+
+    def _post(
+        self,
+        x: torch.Tensor,
+        residuals: Residuals,
+        tokens: Span,
+        text: bool,
+        stale: bool,
+        requests: list[tuple[_Request, Span]],
+        conditioning: Conditioning,
+    ) -> None:
+        """Post `x` and give each request its rows of the answer."""
+        patching, timestep, entry = self.patching, requests[0][0].timestep, self._entry[1]
+        call = self.model.call(
+            patching.pack(x),
+            timestep,
+            conditioning,
+            self.run,
+            tokens,
+            text,
+            stale=stale,
+            overlap=self.overlap,
+            residuals=residuals,
+        )
+
+        def share(done: Future) -> None:
+            error = done.exception()
+            latent = None if error else patching.unpack(done.result(), tuple(x.shape))
+            for request, rows in requests:
+                value = None if error else patching.rows(latent, rows)
+                if entry is not None and value is not None:
+                    entry.outputs[request.band] = value
+                self._settle(request, error, value)
+
+        call.future.add_done_callback(share)
+        self.model.post(call)
+
+    def _settle(self, request: _Request, error: BaseException | None, value: torch.Tensor | None) -> None:
+        with self._lock:
+            if request.future.done():  # aborted: the output came too late
+                return
+            self._open = [other for other in self._open if other is not request]
+            if error is not None:
+                request.future.set_exception(error)
+            else:
+                request.future.set_result(value.to(request.x.device))
+
+
+def _side_by_side(bands: list[Residuals]) -> Residuals:
+    """The bands' residuals as the whole picture's; blocks that had one tensor in the bands have one again."""
+    made: dict[tuple[int, ...], torch.Tensor] = {}
+    whole = {}
+    for block in bands[0]:
+        parts = [residuals[block] for residuals in bands]
+        key = tuple(map(id, parts))
+        if key not in made:
+            made[key] = torch.cat(parts, dim=1)
+        whole[block] = made[key]
+    return whole

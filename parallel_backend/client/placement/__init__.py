@@ -1,0 +1,1 @@
+"""Which rank gets which blocks, and whether that fits its memory."""

@@ -1,0 +1,141 @@
+"""Which changes of a widget make a run take less memory, by the same prediction that found it too large."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.degrees import AXES, Degrees
+from parallel_backend.core.spans import Span
+from parallel_backend.core.validate import check_model, factors
+
+from .balance import cut_blocks
+from .memory_model import ModelSizes, Request, memory_of, model_sizes
+
+RANKS_TRIED = 16
+WAYS = 2
+"""Degrees that are named at most."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Bytes that ranks may fill, weights included: of each rank's device, in their order. `together`: it is one memory, of
+    which these are equal shares. Devices beyond those that are known count as the smallest of them.
+    """
+
+    by_rank: tuple[float, ...]
+    together: bool
+
+    def holds(self, sizes: list[int]) -> bool:
+        """`sizes`: of what each rank has."""
+        if self.together:
+            return sum(sizes) <= sum(self.by_rank)
+        limits = [*self.by_rank, *[min(self.by_rank)] * (len(sizes) - len(self.by_rank))]
+        return all(size <= limit for size, limit in zip(sizes, limits, strict=False))
+
+
+def changes(
+    checkpoint: Checkpoint,
+    dtype: str,
+    device: str,
+    sizes: ModelSizes,
+    degrees: Degrees,
+    requests: tuple[Request, ...],
+    capacity: Capacity,
+    devices: int,
+) -> list[str]:
+    """In the words of the widgets. `devices`: how many there are. Empty if no single change helps."""
+    if not capacity.by_rank:
+        return []
+    spans = even_stages(len(sizes.block_bytes), degrees.pipe)
+
+    def fits(changed: tuple[Request, ...]) -> bool:
+        return _fits(sizes, degrees, spans, changed, capacity)
+
+    ways = [str(other) for other in _degrees(checkpoint, sizes, degrees, requests, capacity, devices)]
+    if not dtype.startswith("fp8"):
+        packed = model_sizes(checkpoint, "fp8_e4m3fn", device)
+        if _fits(packed, degrees, spans, requests, capacity) and not fits(requests):
+            ways.append("weight_dtype fp8_e4m3fn")
+    if not requests:
+        return ways
+    largest = max(requests, key=lambda request: request.image * request.entries)
+    rows = largest.grid[-2]
+    side = _largest(rows, lambda count: fits(tuple(_with_rows(request, count / rows) for request in requests)))
+    if side:
+        ways.append(f"a picture {side / rows:.2f} times as wide and high")
+    if len(largest.grid) == 3:
+        frames = largest.grid[0]
+        count = _largest(frames, lambda count: fits(tuple(_with_frames(request, count / frames) for request in requests)))
+        if count:
+            ways.append(f"{count} latent frames instead of {frames}")
+    # Two entries may be one picture's two prompts.
+    if largest.entries > 2 and fits(tuple(replace(request, entries=min(2, request.entries)) for request in requests)):
+        ways.append("batch_size 1")
+    if any(request.kept > 1 for request in requests) and fits(
+        tuple(replace(request, kept=min(1, request.kept)) for request in requests)
+    ):
+        ways.append("extrapolate off")
+    return ways
+
+
+def even_stages(blocks: int, stages: int) -> tuple[Span, ...]:
+    sizes = [1] * blocks
+    return cut_blocks([sizes] * stages, sizes, [None] * stages)
+
+
+def _fits(
+    sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...], capacity: Capacity
+) -> bool:
+    return capacity.holds([memory_of(sizes, degrees, spans, rank, requests).total for rank in range(degrees.world)])
+
+
+def _degrees(
+    checkpoint: Checkpoint,
+    sizes: ModelSizes,
+    degrees: Degrees,
+    requests: tuple[Request, ...],
+    capacity: Capacity,
+    devices: int,
+) -> list[Degrees]:
+    """Those that fit and are nearest to the present ones: few widgets to change, few devices, stages before the rest."""
+    blocks, unsupported = len(sizes.block_bytes), checkpoint.family.unsupported
+    fitting = []
+    for world in range(1, min(devices, RANKS_TRIED) + 1):
+        for parts in factors(world, len(AXES)):
+            named = dict(zip(AXES, parts, strict=True))
+            if named["patch"] > 1 or parts == degrees.sizes:
+                continue
+            other = Degrees(**named)
+            try:
+                check_model(other, heads=sizes.heads, blocks=blocks, key_heads=sizes.key_heads, unsupported=unsupported)
+            except ValueError:
+                continue
+            if _fits(sizes, other, even_stages(blocks, other.pipe), requests, capacity):
+                fitting.append(other)
+    fitting.sort(key=lambda other: (_changed(degrees, other), other.world, -other.pipe, -other.ulysses))
+    chosen: dict[tuple[str, ...], Degrees] = {}
+    for other in fitting:  # of several that change the same widgets the first is enough
+        chosen.setdefault(tuple(axis for axis in AXES if getattr(other, axis) > getattr(degrees, axis)), other)
+    return list(chosen.values())[:WAYS]
+
+
+def _changed(one: Degrees, two: Degrees) -> int:
+    return sum(getattr(one, axis) != getattr(two, axis) for axis in AXES)
+
+
+def _largest(below: int, fits: Callable[[int], bool]) -> int:
+    """The largest number under `below` that fits, if smaller ones do too; 0 if none does."""
+    low, high = 0, below - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _with_rows(request: Request, share: float) -> Request:
+    rows, columns = (max(1, round(share * side)) for side in request.grid[-2:])
+    return replace(request, grid=(*request.grid[:-2], rows, columns))
+
+
+def _with_frames(request: Request, share: float) -> Request:
+    return replace(request, grid=(max(1, round(share * request.grid[0])), *request.grid[1:]))

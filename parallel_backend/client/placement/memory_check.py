@@ -1,0 +1,180 @@
+"""Whether a model, or a run of it, fits its ranks' devices: asked before anything is allocated, and answered in the words of
+the widgets that would change it.
+
+What is certain (weights, keys and values, the hidden states that every block has) is refused where it is more than what is
+free; the estimate of all that blocks have at once is only warned about, since it may be off by half.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Span
+from parallel_backend.wire.diagnosis import Memory as Free
+
+from .memory_advice import Capacity, changes
+from .memory_model import USABLE_MEMORY, Memory, Request, memory_of, model_sizes
+
+log = logging.getLogger(__name__)
+
+LESS = 0.75
+"""Of what a run was thought to take that ran out of memory: what to change it to."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """A memory that `ranks` share, on `device`: bytes `free` to them, None where unknown, and `held` by their model."""
+
+    device: str
+    ranks: tuple[int, ...]
+    free: int | None
+    held: int
+    total: int | None
+
+    @property
+    def of_gpu(self) -> bool:
+        return "cuda" in self.device
+
+    @property
+    def name(self) -> str:
+        """In a message."""
+        if self.of_gpu:
+            return self.device
+        return "this machine" if len(self.ranks) == 1 else f"this machine, for {len(self.ranks)} ranks"
+
+
+def rooms(devices: Sequence[str], answers: Sequence[Free]) -> tuple[Room, ...]:
+    """What the ranks, in their order, said of their memory."""
+    places: dict[str, list[Free]] = {}
+    for answer in answers:
+        places.setdefault(answer.place, []).append(answer)
+    return tuple(
+        Room(
+            devices[found[0].rank],
+            tuple(answer.rank for answer in found),
+            # What a process has in reserve serves itself alone, but each of them is about to take more than that.
+            None if None in (frees := [f.free_bytes for f in found]) else min(frees) + sum(f.cached_bytes for f in found),
+            sum(answer.held_bytes for answer in found),
+            found[0].total_bytes,
+        )
+        for found in places.values()
+    )
+
+
+class Fitting:
+    """For one model on its ranks. `spans`: the blocks of each stage. `more`: devices that this machine has.
+
+    `last`: what was asked last, for an error that comes later.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        degrees: Degrees,
+        spans: tuple[Span, ...],
+        dtype: str,
+        devices: tuple[str, ...],
+        more: int,
+    ):
+        self.checkpoint, self.degrees, self.spans, self.dtype = checkpoint, degrees, spans, dtype
+        self.sizes = model_sizes(checkpoint, dtype, devices[0])
+        self.devices, self.more = devices, more
+        self.last: tuple[tuple[Request, ...], tuple[Room, ...]] | None = None
+        self._warned: tuple[Request, ...] | None = None
+
+    def memory(self, requests: tuple[Request, ...]) -> list[Memory]:
+        """By rank."""
+        ranks = range(self.degrees.world)
+        return [memory_of(self.sizes, self.degrees, self.spans, rank, requests) for rank in ranks]
+
+    def check_weights(self, found: Sequence[Room]) -> None:
+        """Before loading, in place of what the ranks hold now. ValueError if the weights are more than there is room for."""
+        self.last = (), tuple(found)
+        needed = self.memory(())
+        for room in found:
+            size = sum(needed[rank].weights for rank in room.ranks)
+            if room.free is not None and size > room.free + room.held:
+                raise ValueError(
+                    f"model_name: the weights of {self.checkpoint.path.name} take {_size(size)} on {room.name}, where "
+                    f"{_size(room.free + room.held)}{_of(room)} is free with {self.degrees} and weight_dtype {self.dtype}. "
+                    f"{self._instead((), _usable(found))}"
+                )
+
+    def check(self, requests: tuple[Request, ...], found: tuple[Room, ...]) -> None:
+        """Before a run, the weights in place. ValueError if it cannot fit; a warning, once, if it is not likely to."""
+        self.last = requests, found
+        needed = self.memory(requests)
+        for room in found:
+            if room.free is None:
+                continue
+            own = [needed[rank] for rank in room.ranks]
+            certain, likely = sum(one.certain for one in own), sum(one.total - one.weights for one in own)
+            if certain > room.free:
+                raise ValueError(f"latent_image: {self._said(own, room)} {self._instead(requests, _usable(found))}")
+            if likely > USABLE_MEMORY * room.free and requests != self._warned:
+                self._warned = requests
+                log.warning("Parallel DiT: %s %s", self._said(own, room), self._instead(requests, _usable(found)))
+
+    def advice(self) -> str:
+        """For a run that was let through and ran out of memory all the same: what it was thought to take, and what takes
+        a quarter less. Empty if nothing was asked yet.
+        """
+        if self.last is None:
+            return ""
+        requests, found = self.last
+        needed = self.memory(requests)
+        each = "; ".join(
+            f"{room.device} {self._parts([needed[rank] for rank in room.ranks], weights=True)}"
+            + ("" if room.free is None else f", {_size(room.free + room.held)} was there for it")
+            for room in found
+        )
+        less = [(room, LESS * sum(needed[rank].total for rank in room.ranks)) for room in found]
+        return f"The run was expected to take: {each}. {self._instead(requests, less)}"
+
+    def _said(self, own: Sequence[Memory], room: Room) -> str:
+        size = sum(one.total - one.weights for one in own)
+        weights = sum(one.weights for one in own)
+        return (
+            f"this run needs about {_size(size)} more on {room.name} ({self._parts(own)}), where {_size(room.free)}"
+            f"{_of(room)} is free beside {_size(weights)} of weights."
+        )
+
+    def _parts(self, own: Sequence[Memory], weights: bool = False) -> str:
+        sizes = {
+            "of weights": sum(one.weights for one in own) if weights else 0,
+            "for keys and values": sum(one.buffers + one.arriving for one in own),
+            "to compute": sum(one.activations or 0 for one in own),
+        }
+        return ", ".join(f"{_size(size)} {what}" for what, size in sizes.items() if size)
+
+    def _instead(self, requests: tuple[Request, ...], limits: Sequence[tuple[Room, float]]) -> str:
+        """`limits`: bytes that the ranks of each room may have."""
+        shares = tuple(limit / len(room.ranks) for room, limit in limits for _ in room.ranks)
+        capacity = Capacity(shares, together=len(limits) == 1 and not limits[0][0].of_gpu)
+        ways = changes(self.checkpoint, self.dtype, self.devices[0], self.sizes, self.degrees, requests, capacity, self.more)
+        if not ways:
+            return "No single change makes it fit: use more devices, or larger ones."
+        return f"It would fit with {', '.join(ways[:-1])}{' or ' * (len(ways) > 1)}{ways[-1]}."
+
+
+def _usable(found: Sequence[Room]) -> list[tuple[Room, float]]:
+    return [(room, USABLE_MEMORY * (room.free + room.held)) for room in found if room.free is not None]
+
+
+def devices_for(used: tuple[str, ...]) -> int:
+    """How many there are for other degrees: all GPUs of this machine where ranks are on those, else as many as are used."""
+    local = all(device.startswith("cuda") for device in used)
+    return max(len(used), torch.cuda.device_count() if local else 0)
+
+
+def _of(room: Room) -> str:
+    return "" if room.total is None else f" of {_size(room.total)}"
+
+
+def _size(size: float) -> str:
+    """1.2 GB, or 34 MB."""
+    return f"{size / 1e9:.1f} GB" if size >= 0.95e9 else f"{size / 1e6:.3g} MB"

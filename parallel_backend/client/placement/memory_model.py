@@ -1,0 +1,231 @@
+"""The one memory model: what weights, keys and values, and computing take on a rank. The planner and the doctor go by it,
+and so does whoever asks before loading or running (memory_check.py).
+
+Weights and K/V buffers are counted, the rest is an estimate: ACTIVATIONS.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.degrees import Coordinate, Degrees
+from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.core.spans import Span, split
+from parallel_backend.families.base.family import IMAGE, JOINT
+
+from .balance import block_bytes
+
+USABLE_MEMORY = 0.95
+"""Share of free memory that an estimate may fill: allocators round sizes up and leave gaps between them."""
+KV_COPIES = 2
+"""Sets of K/V buffers where keys that are a step old are moved on along the line through two."""
+ACTIVATIONS = {True: 20, False: 16}
+"""Hidden states of a micro-step's tokens that are in memory at once, at the peak of a block; True: text runs through the
+blocks beside the image. Its input, normed and as queries, keys and values, attention's result, 4 hidden sizes of the
+feed-forward twice, rotary tables and norms in float32. Measured, 1,024 to 1,152 wide, fp32 and bf16, a whole call and a
+band: Flux 15 to 18, Qwen-Image 15 to 16, SD3 13 to 14, Z-Image 17 to 21, Lumina 2 19 to 20 (in bf16 28 to 30, as its
+rotary embedding is complex); PixArt 12 to 13, Wan 13 to 15, LTX-Video 12 to 17."""
+LEAST = 1.0, 3.0
+"""Hidden states that every block has at once, whatever else it does: its input, and queries, keys and values of the rank's
+heads."""
+
+TEXT_KEYS = 3
+"""Hidden states of the text that a block of cross attention keeps for a call in bands: keys, normed ones, values."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank. `activations`: beside weights and K/V buffers, at the peak; None where it cannot be measured.
+
+    `arriving`: keys of other ranks that displaced patches have under way from call to call. `least`: of the activations,
+    what is there for certain.
+    """
+
+    weights: int
+    buffers: int
+    activations: int | None
+    arriving: int = 0
+    least: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.buffers + self.arriving + (self.activations or 0)
+
+    @property
+    def certain(self) -> int:
+        """Of a run's: what it cannot do without, beside the weights."""
+        return self.buffers + self.arriving + self.least
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a model's memory depends on. By block, all lists counted through: `block_bytes` of its weights, `attention`
+    which tokens each of its attention layers is over. `ends`: see ends_bytes. `prologue`: attention layers that the first
+    stage has beside its blocks. `joint`: text tokens run through the blocks.
+    """
+
+    block_bytes: tuple[int, ...]
+    ends: tuple[int, int, int]
+    attention: tuple[tuple[str, ...], ...]
+    prologue: tuple[str, ...]
+    heads: int
+    key_heads: int | None
+    head_size: int
+    hidden: int
+    itemsize: int
+    joint: bool
+
+    def heads_on(self, degrees: Degrees, at: Coordinate) -> int:
+        """That a rank attends to."""
+        groups = self.key_heads or self.heads
+        own = len(split(Span(0, groups), degrees.tensor)[at.tensor]) * (self.heads // groups)
+        return len(split(Span(0, own), degrees.ulysses)[at.ulysses])
+
+
+@dataclass(frozen=True)
+class Request:
+    """Model calls for one conditioning, as far as memory goes. `grid`: the picture's tokens along its axes; `text`: tokens,
+    of which `padding` are the image's (Family.padded). `entries`: of the batch; those of replica `home` come first.
+
+    `looked_at`: tokens that blocks look at by cross attention. `kept`: sets of keys and values that a run keeps from call to
+    call, 0 for exact calls. `bands`: that it is cut into.
+    """
+
+    grid: tuple[int, ...]
+    references: int
+    text: int
+    padding: int
+    entries: int
+    home: int = 0
+    looked_at: int = 0
+    kept: int = 0
+    bands: int = 1
+
+    @property
+    def image(self) -> int:
+        return math.prod(self.grid) + self.references
+
+    def entries_on(self, degrees: Degrees, at: Coordinate) -> int:
+        """As call.Conditioning.shares has them."""
+        return len(split(Span(0, self.entries), degrees.batch)[(at.batch - self.home) % degrees.batch])
+
+
+def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
+    """Of ranks on devices like `device`."""
+    family, config = checkpoint.family, checkpoint.config
+    lists = [name for name, count in family.blocks(config).items() for _ in range(count)]
+    parts = [target.split(".") for target in checkpoint.recipe]
+    modules = {".".join(names[:count]) for names in parts for count in range(2, len(names))}
+
+    def layers(name: str, over: dict[str, str]) -> tuple[str, ...]:
+        return tuple(tokens for layer, tokens in over.items() if tokens in (JOINT, IMAGE) and f"{name}.{layer}" in modules)
+
+    attention, prologue = [], []
+    for spec in family.block_lists:
+        indices = sorted({int(names[1]) for names in parts if names[0] == spec.name})
+        found = [layers(f"{spec.name}.{index}", dict(spec.attention)) for index in indices]
+        if spec.prologue:
+            prologue += [tokens for block in found for tokens in block]
+        else:
+            attention += found
+    return ModelSizes(
+        tuple(block_bytes(checkpoint, lists, dtype, 1)),
+        ends_bytes(checkpoint, dtype),
+        tuple(attention),
+        tuple(prologue),
+        family.heads(config),
+        family.key_heads(config),
+        family.head_size(config),
+        family.hidden(config),
+        compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize,
+        joint_text(checkpoint),
+    )
+
+
+def joint_text(checkpoint: Checkpoint) -> bool:
+    """Whether text tokens run through the blocks, beside the image's."""
+    return any(spec.joined or "text" in spec.returns for spec in checkpoint.family.block_lists if not spec.prologue)
+
+
+def ends_bytes(checkpoint: Checkpoint, dtype: str) -> tuple[int, int, int]:
+    """Bytes of the weights of no counted block that the first, the last, every stage has."""
+    family = checkpoint.family
+    counted = {spec.name for spec in family.block_lists if not spec.prologue}
+    prologue = {*family.prologue, *(spec.name for spec in family.block_lists if spec.prologue)}
+    first = last = shared = 0
+    for target in checkpoint.recipe:
+        top, size = target.partition(".")[0], checkpoint.nbytes(target, dtype)
+        if top in prologue:
+            first += size
+        elif top in family.epilogue:
+            last += size
+        elif top not in counted:
+            shared += size
+    return first, last, shared
+
+
+def held_weights(blocks: tuple[int, ...], ends: tuple[int, int, int], tensor: int, span: Span) -> int:
+    """Bytes of weights on a rank of the stage with blocks `span`, of these sizes."""
+    first, last, shared = ends
+    held = sum(blocks[span.slice]) // tensor + shared
+    return held + (first if span.start == 0 else 0) + (last if span.stop == len(blocks) else 0)
+
+
+def activation_bytes(tokens: float, token_bytes: int, joint: bool) -> int:
+    """The estimate for a micro-step of so many tokens on a rank, over all of its batch entries."""
+    return round(ACTIVATIONS[joint] * tokens * token_bytes)
+
+
+def step_tokens(image: int, text: int, entries: int, stages: int, bands: int) -> tuple[int, int]:
+    """Tokens, over all entries, of a whole call's micro-step and of a band's with the text.
+
+    A whole call's entries go through a pipeline one by one.
+    """
+    whole = (entries if stages == 1 else 1) * (image + text)
+    return whole, whole if bands == 1 else entries * (math.ceil(image / bands) + text)
+
+
+def memory_of(
+    sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], rank: int, requests: tuple[Request, ...]
+) -> Memory:
+    """On one rank, with the weights; `spans`: the blocks of each stage. Buffers of all requests are there at once."""
+    at = degrees.coordinate(rank)
+    span = spans[at.pipe]
+    buffers = sum(_buffer_bytes(sizes, degrees, span, at, request) for request in requests)
+    # Of this call's keys from other ranks, which the next call reads, the rank's own among them.
+    arriving = sum(_buffer_bytes(sizes, degrees, span, at, request) // request.kept for request in requests if request.kept)
+    computing = [_computing(sizes, degrees, span, at, request) for request in requests]
+    return Memory(
+        held_weights(sizes.block_bytes, sizes.ends, degrees.tensor, span),
+        buffers,
+        max((likely for _, likely in computing), default=0),
+        arriving if degrees.displaced else 0,
+        max((least for least, _ in computing), default=0),
+    )
+
+
+def _buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
+    """What kv_buffer.py allocates."""
+    tokens = {JOINT: request.image + request.text, IMAGE: request.image + request.padding}
+    layers = [over for block in sizes.attention[span.slice] for over in block]
+    layers += sizes.prologue if span.start == 0 else ()
+    width = sizes.heads_on(degrees, at) * sizes.head_size * sizes.itemsize
+    return 2 * request.kept * request.entries_on(degrees, at) * sum(tokens[over] for over in layers) * width
+
+
+def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> tuple[int, int]:
+    """Activations: what is certain, and the estimate."""
+    entries = request.entries_on(degrees, at)
+    if not entries:
+        return 0, 0
+    text = request.text if sizes.joint else request.padding
+    bands = request.bands if request.kept else 1
+    whole, band = step_tokens(request.image, text, entries, degrees.pipe, bands)
+    token_bytes = sizes.hidden * sizes.itemsize
+    least = min(whole, band) / degrees.sequence * token_bytes * (LEAST[0] + LEAST[1] / degrees.tensor)
+    estimate = activation_bytes(max(whole, band) / degrees.sequence, token_bytes, sizes.joint)
+    if bands > 1:  # the text's keys are projected once for all bands of a call (module_cache.py)
+        estimate += TEXT_KEYS * entries * request.looked_at * token_bytes * len(span)
+    return math.floor(least), estimate

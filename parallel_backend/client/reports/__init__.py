@@ -1,0 +1,1 @@
+"""What a run did: in words, as figures, as a picture."""

@@ -1,0 +1,73 @@
+"""What a run did, in words: the text that PipeFusion Sampler gives out."""
+
+from dataclasses import dataclass
+
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.wire.sampling import RunStats
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """`calls`: (exact, banded) model calls of a run in bands, None for a run of whole calls. `reason`: why not in bands.
+    `cache`: what the step cache says, where there is one.
+    """
+
+    degrees: Degrees
+    bands: int
+    steps: int
+    seconds: float
+    calls: tuple[int, int] | None
+    reason: str | None
+    ranks: tuple[RunStats, ...]
+    cache: str | None = None
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Payload over all ranks, by mesh axis."""
+        total: dict[str, int] = {}
+        for rank in self.ranks:
+            for axis, count in rank.bytes_sent.items():
+                total[axis] = total.get(axis, 0) + count
+        return total
+
+    @property
+    def what(self) -> str:
+        """Which calls ran exact, and which with old keys."""
+        if self.degrees.naive:
+            return "bands that never see each other (naive patches, a control)"
+        if self.calls is None:
+            return "all model calls exact" + (f", since {self.reason}" if self.reason else "")
+        exact, banded = self.calls
+        how = "in displaced patches" if self.degrees.displaced else f"pipelined in {self.bands} bands"
+        return f"{exact} model calls exact (warm-up), {banded} {how} with keys one step old"
+
+    @property
+    def summary(self) -> str:
+        """One line, for the sampler's node."""
+        return f"{self.degrees}, {self.what}" + (f", {self.cache}" if self.cache else "")
+
+    def __str__(self) -> str:
+        busy, waited, under_way = (
+            sum(getattr(rank, name) for rank in self.ranks)
+            for name in ("compute_seconds", "wait_seconds", "transfer_seconds")
+        )
+        moved = ", ".join(f"{axis} {count / 1e6:.1f} MB" for axis, count in self.bytes_sent.items()) or "nothing"
+        lines = [
+            self.summary,
+            f"{self.seconds:.2f} s, {self.seconds / max(1, self.steps):.3f} s per step",
+            f"moved between ranks: {moved} ({sum(self.bytes_sent.values()) / max(1, self.steps) / 1e6:.2f} MB per step)",
+        ]
+        if under_way:
+            blocked = waited / max(1e-9, waited + busy)
+            lines.append(
+                f"blocked in transfers: {100 * blocked:.0f} % of the ranks' working time; "
+                f"{100 * (1 - waited / under_way):.0f} % of the transfers' time was hidden behind computing"
+            )
+        if graphs := max((rank.graphs for rank in self.ranks), default=0):
+            lines.append(f"compiled: {graphs} graphs on a rank since the model was loaded; new ones took time of this run")
+        lines += [
+            f"rank {rank.rank}: {rank.micro_steps} micro-steps, computing {rank.compute_seconds:.2f} s, "
+            f"K/V buffers {rank.buffer_bytes / 1e6:.1f} MB, peak memory {rank.peak_bytes / 1e9:.2f} GB"
+            for rank in self.ranks
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,221 @@
+"""The last run's timeline, put together from what the ranks recorded: figures, and a Chrome trace."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import AXES, WIDGETS, Degrees
+from parallel_backend.processes.pool import Poll
+from parallel_backend.wire.diagnosis import Timeline
+from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT, WORK
+
+SPAN = np.dtype(
+    [("start", "f8"), ("stop", "f8"), ("kind", "i8"), ("step", "i8"), ("first", "i8"), ("last", "i8"), ("exact", "i8")]
+)
+"""A span in seconds, of the micro-step `step` (0: none) with the tokens [first, last); see recorder.Recorder."""
+
+MICROSECONDS = 1e6
+
+
+def to_spans(timeline: Timeline, zero: float) -> np.ndarray:
+    """SPAN [n], in order of their starts, as seconds after `zero`."""
+    spans = np.empty(len(timeline.times), SPAN)
+    spans["start"], spans["stop"] = (timeline.times.numpy() - zero).T
+    for name, column in zip(SPAN.names[2:], timeline.labels.numpy().T, strict=True):
+        spans[name] = column
+    return spans[np.argsort(spans["start"], kind="stable")]
+
+
+def total(spans: np.ndarray) -> float:
+    """Seconds."""
+    return float((spans["stop"] - spans["start"]).sum())
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """`spans`: SPAN [n]. `place`: where the rank stands on the mesh, in words; empty where there is one rank."""
+
+    rank: int
+    device: str
+    place: str
+    spans: np.ndarray
+    lost: int
+
+    @property
+    def where(self) -> str:
+        return ", ".join(filter(None, (self.device, self.place)))
+
+    @cached_property
+    def work(self) -> np.ndarray:
+        return self.spans[self.spans["kind"] == WORK]
+
+    @cached_property
+    def transfers(self) -> np.ndarray:
+        return self.spans[self.spans["kind"] == TRANSFER]
+
+    @cached_property
+    def waits(self) -> np.ndarray:
+        return self.spans[self.spans["kind"] == WAIT]
+
+    @cached_property
+    def computing(self) -> np.ndarray:
+        """The parts of `work` in which the rank was not waiting. Neither micro-steps nor waits overlap among themselves."""
+        inside = self.waits[self.waits["step"] != 0]
+        pieces = np.empty(len(self.work) + len(inside), SPAN)
+        starts = np.concatenate((self.work["start"], inside["stop"]))
+        order = np.argsort(starts, kind="stable")
+        pieces[:] = np.concatenate((self.work, inside))[order]
+        pieces["start"], pieces["stop"] = starts[order], np.sort(np.concatenate((self.work["stop"], inside["start"])))
+        pieces["kind"] = WORK
+        return pieces
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of the transfers' time in which the rank was not waiting for one (RunReport's); None without any."""
+        under_way = total(self.transfers)
+        return 1 - total(self.waits) / under_way if under_way else None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """`zero`: seconds of time.perf_counter at the run's first span, where the times of all ranks begin."""
+
+    model: str
+    degrees: Degrees
+    ranks: tuple[RankTrace, ...]
+    zero: float
+
+    @property
+    def title(self) -> str:
+        mode = f" ({self.degrees.patch_mode})" if self.degrees.patch > 1 else ""
+        return f"{self.model}, {self.degrees}{mode}"
+
+    @cached_property
+    def seconds(self) -> float:
+        """From the first span of any rank to the last."""
+        return max(float(rank.spans["stop"].max()) for rank in self.ranks if len(rank.spans))
+
+    @property
+    def hidden(self) -> float | None:
+        under_way = sum(total(rank.transfers) for rank in self.ranks)
+        return 1 - sum(total(rank.waits) for rank in self.ranks) / under_way if under_way else None
+
+    @cached_property
+    def bands(self) -> np.ndarray:
+        """First tokens of the bands, ascending; empty where all steps were whole and exact."""
+        return np.unique(np.concatenate([rank.work["first"][rank.work["exact"] == 0] for rank in self.ranks]))
+
+    def band(self, spans: np.ndarray) -> np.ndarray:
+        """The band of each span, counted from 0, and -1 for exact ones: int [n]."""
+        return np.where(spans["exact"] == 1, -1, np.searchsorted(self.bands, spans["first"]))
+
+    def __str__(self) -> str:
+        lines = [f"{self.title}: {self.seconds:.3f} s from the first micro-step to the last"]
+        if self.hidden is not None:
+            lines.append(f"{100 * self.hidden:.0f} % of the transfers' time was hidden behind computing")
+        for rank in self.ranks:
+            computing, waiting = total(rank.computing), total(rank.waits)
+            parts = {"computing": computing, "waiting": waiting, "idle": self.seconds - computing - waiting}
+            text = ", ".join(f"{name} {part:.3f} s ({100 * part / self.seconds:.0f} %)" for name, part in parts.items())
+            hidden = "no transfers" if rank.hidden is None else f"{100 * rank.hidden:.0f} % of its transfers' time hidden"
+            lines.append(f"rank {rank.rank} ({rank.where}): {len(rank.work)} micro-steps, {text}, {hidden}")
+            if rank.lost:
+                lines.append(f"rank {rank.rank}: {rank.lost} earlier spans were not kept, so its figures are about the rest")
+        return "\n".join(lines)
+
+
+def read_trace(model: RemoteTransformer, poll: Poll) -> Trace:
+    """The last run's. ValueError if nothing has run since the model was loaded."""
+    timelines = model.timeline(poll)
+    starts = [float(timeline.times.min()) for timeline in timelines if len(timeline.times)]
+    if not starts:
+        raise nothing_has_run()
+    zero = min(starts)
+    ranks = tuple(
+        RankTrace(
+            timeline.rank,
+            model.pool.devices[timeline.rank],
+            place(model.degrees, timeline.rank),
+            to_spans(timeline, zero),
+            timeline.lost,
+        )
+        for timeline in timelines
+    )
+    return Trace(model.checkpoint.path.stem, model.degrees, ranks, zero)
+
+
+def nothing_has_run() -> ValueError:
+    return ValueError(
+        "after: nothing has run on Parallel DiT's ranks yet, so there is no timeline. Run a sampler with a MODEL from "
+        "Parallel DiT Loader first, and connect its output to after."
+    )
+
+
+def place(degrees: Degrees, rank: int) -> str:
+    """Such as 'stage 1 of 2, ulysses 2 of 2'."""
+    at = degrees.coordinate(rank)
+    names = {"pipe": "stage", "batch": "copy"}
+    parts = [(names.get(axis, axis), getattr(at, axis), getattr(degrees, axis)) for axis in AXES]
+    return ", ".join(f"{name} {index + 1} of {size}" for name, index, size in parts if size > 1)
+
+
+def lanes(spans: np.ndarray) -> list[int]:
+    """For each span, in order of their starts, the lowest lane that is free from its start on."""
+    ends: list[float] = []
+    taken = []
+    for start, stop in zip(spans["start"], spans["stop"], strict=True):
+        lane = next((index for index, end in enumerate(ends) if end <= start), len(ends))
+        ends[lane : lane + 1] = [stop]
+        taken.append(lane)
+    return taken
+
+
+def chrome_events(trace: Trace) -> list[dict[str, Any]]:
+    """Events of the Trace Event Format: a process for each rank, a thread for its micro-steps with the waits inside them,
+    and as many threads for transfers as were under way at once."""
+    events: list[dict[str, Any]] = []
+
+    def name(what: str, rank: int, thread: int, text: str) -> None:
+        events.append({"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": text}})
+
+    first = min((int(rank.work["step"].min()) for rank in trace.ranks if len(rank.work)), default=0)
+    for rank in trace.ranks:
+        number = rank.rank
+        name("process_name", number, 0, f"rank {number} ({rank.where})")
+        events.append({"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}})
+        name("thread_name", number, 0, "micro-steps")
+        taken = lanes(rank.transfers)
+        for lane in range(max(taken, default=-1) + 1):
+            name("thread_name", number, lane + 1, f"transfers {lane + 1}" if lane else "transfers")
+        bands = trace.band(rank.work)
+        titles = ["exact" if band < 0 else f"band {band}" for band in bands]
+        for spans, category, threads, texts in (
+            (rank.work, "compute", [0] * len(rank.work), titles),
+            (rank.waits, "wait", [0] * len(rank.waits), ["wait"] * len(rank.waits)),
+            (rank.transfers, "transfer", [lane + 1 for lane in taken], ["transfer"] * len(rank.transfers)),
+        ):
+            for span, thread, text in zip(spans, threads, texts, strict=True):
+                start, stop = (round(float(span[end]) * MICROSECONDS, 3) for end in ("start", "stop"))
+                event = {"ph": "X", "name": text, "cat": category, "pid": number, "tid": thread, "ts": start}
+                event["dur"] = round(stop - start, 3)
+                if span["step"]:
+                    tokens = [int(span["first"]), int(span["last"])]
+                    event["args"] = {"micro-step": int(span["step"]) - first, "tokens": tokens}
+                events.append(event)
+    return events
+
+
+def write_chrome_trace(trace: Trace, path: Path) -> None:
+    """A file for chrome://tracing and ui.perfetto.dev."""
+    widgets = {WIDGETS[axis]: getattr(trace.degrees, axis) for axis in AXES}
+    content = {
+        "traceEvents": chrome_events(trace),
+        "displayTimeUnit": "ms",
+        "otherData": {"model": trace.model, "hidden share of transfers": trace.hidden, **widgets},
+    }
+    path.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")

@@ -1,0 +1,88 @@
+"""Which rank is sent which part of a call or of a conditioning."""
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.core.spans import Span
+from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, TEXT_MASK
+from parallel_backend.processes.pool import Pool
+from parallel_backend.wire import messages as m
+
+from .call import Conditioning, PostedStep, Residuals
+
+
+class Sender:
+    """`stage_blocks`: the blocks of each stage. `cut`: a stage's tokens over its sequence ranks."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        degrees: Degrees,
+        stage_blocks: tuple[Span, ...],
+        cut: SequenceCut,
+        pool: Pool,
+    ):
+        self._family, self._config = checkpoint.family, checkpoint.config
+        self._degrees, self._stage_blocks, self._cut, self._pool = degrees, stage_blocks, cut, pool
+
+    def step(self, replica: int, step: PostedStep) -> None:
+        """Its part to every rank of the replica: the latent to the first stage, residuals to the stage of their blocks."""
+        call = step.assembly.call
+        stream = call.conditioning.stream
+        first = stream.images(call.tokens).start
+        for stage in range(self._degrees.pipe):
+            blocks = self._residuals(stage, call.residuals)
+            # A ControlNet with few blocks repeats its tensors: each is sent once.
+            added = list({id(tensor): tensor for tensor in blocks.values()}.values())
+            numbers = {id(tensor): number for number, tensor in enumerate(added)}
+            for index, shard in enumerate(self._cut.image(call.tokens)):
+                images = stream.images(shard).shift(-first).slice
+                message = m.Step(
+                    step.seq,
+                    call.run,
+                    call.conditioning.id,
+                    call.tokens,
+                    call.with_text,
+                    call.stale,
+                    call.overlap,
+                    step.local,
+                    call.timestep[step.entries.slice],
+                    {block: numbers[id(tensor)] for block, tensor in blocks.items()},
+                    tuple(tensor[step.entries.slice, images] for tensor in added),
+                    call.x[step.entries.slice, images] if stage == 0 else None,
+                )
+                for rank in self._degrees.ranks(replica, stage, index):
+                    self._pool.send(rank, message)
+
+    def _residuals(self, stage: int, residuals: Residuals) -> Residuals:
+        """Those of the stage's own blocks."""
+        if not residuals:
+            return {}
+        owned = self._family.owned(self._config, self._stage_blocks[stage])
+        own = {f"{name}.{index}" for name in self._family.residuals.values() for index in owned[name]}
+        return {block: tensor for block, tensor in residuals.items() if block in own}
+
+    def conditioning(self, conditioning: Conditioning) -> None:
+        """To every rank what it needs of it: the text to the first stage, what modulates to all."""
+        family, degrees = self._family, self._degrees
+        text = self._cut.text(conditioning.text_tokens)
+        for replica, entries in enumerate(conditioning.shares(degrees.batch)):
+            for stage in range(degrees.pipe):
+                for index in range(degrees.sequence):
+                    tensors = {}
+                    for name, tensor in conditioning.tensors.items():
+                        everywhere = name in (*family.vector_tensors, TEXT_MASK, REFERENCE_POSITIONS)
+                        if stage > 0 and not everywhere:
+                            continue
+                        whole = everywhere or name == REFERENCES or family.whole_latent
+                        tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, text[index].slice]
+                    message = m.PutConditioning(
+                        conditioning.id,
+                        conditioning.grid,
+                        conditioning.stream.references,
+                        conditioning.text_tokens,
+                        len(entries),
+                        tensors,
+                    )
+                    for rank in degrees.ranks(replica, stage, index):
+                        self._pool.send(rank, message)

@@ -1,0 +1,120 @@
+"""Degrees of parallelism and how a model is to be loaded: frozen, validated once, before any process starts."""
+
+import math
+from dataclasses import dataclass
+
+AXES = ("batch", "pipe", "patch", "ring", "ulysses", "tensor")
+"""Mesh axes, outer to inner. The rank number counts them in this order."""
+
+SEQUENCE_AXES = ("patch", "ring", "ulysses")
+"""The axes that cut one stage's tokens; neighbours in AXES, so that a stage's sequence ranks are counted through."""
+
+WIDGETS = {
+    "batch": "split_batch_degree",
+    "pipe": "pipefusion_degree",
+    "patch": "patch_degree",
+    "ring": "ring_degree",
+    "ulysses": "ulysses_degree",
+    "tensor": "tensor_parallel_degree",
+}
+"""Axis -> the widget that sets its degree: every message for the user names the widget."""
+
+PATCH_MODES = ("none", "displaced", "naive")
+"""What the patch axis does: DistriFusion (arXiv 2402.19481) keeps other bands' keys a step old, naive never sees them."""
+
+
+TRANSFER_DTYPES = ("full", "int8", "fp8")
+"""How Ulysses' transfers carry values: as they are computed with, or in one byte each (transfer_codec.py)."""
+
+
+DTYPES = ("default", "fp32", "bf16", "fp16", "fp8_e4m3fn")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks each mesh axis has. The product is the number of ranks (devices).
+
+    This and `check_model` are the one place that says which degrees do not combine, and why.
+    """
+
+    batch: int = 1
+    pipe: int = 1
+    patch: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    patch_mode: str = "none"
+
+    def __post_init__(self):
+        for axis in AXES:
+            degree = getattr(self, axis)
+            if degree < 1:
+                raise ValueError(f"{WIDGETS[axis]} is {degree}; the smallest degree is 1.")
+        if self.patch_mode not in PATCH_MODES:
+            raise ValueError(f"patch_mode is '{self.patch_mode}'; it is one of {', '.join(PATCH_MODES)}.")
+        if self.patch > 1 and self.patch_mode == "none":
+            raise ValueError(
+                f"patch_degree is {self.patch}, but patch_mode is 'none'. Set patch_mode to 'displaced', or patch_degree "
+                "to 1."
+            )
+        if self.patch > 1 and self.pipe > 1:
+            raise ValueError(
+                f"patch_degree is {self.patch} and pipefusion_degree is {self.pipe}: they do not combine, since patches "
+                "need all blocks on every GPU and PipeFusion gives each GPU a share of the blocks. Set one of them to 1."
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share one stage's tokens."""
+        return math.prod(getattr(self, axis) for axis in SEQUENCE_AXES)
+
+    @property
+    def displaced(self) -> bool:
+        return self.patch > 1 and self.patch_mode == "displaced"
+
+    @property
+    def naive(self) -> bool:
+        return self.patch > 1 and self.patch_mode == "naive"
+
+    def coordinate(self, rank: int) -> "Coordinate":
+        """Position of `rank` on each axis."""
+        index, values = rank, {}
+        for axis in reversed(AXES):
+            index, values[axis] = divmod(index, getattr(self, axis))
+        return Coordinate(**values)
+
+    def ranks(self, batch: int, pipe: int, sequence: int) -> range:
+        """The ranks of the tensor axis that share stage `pipe` of replica `batch` at this place among its sequence ranks."""
+        first = ((batch * self.pipe + pipe) * self.sequence + sequence) * self.tensor
+        return range(first, first + self.tensor)
+
+    def sequence_index(self, at: "Coordinate") -> int:
+        """Place of a rank among the sequence ranks of its stage."""
+        index = 0
+        for axis in SEQUENCE_AXES:
+            index = index * getattr(self, axis) + getattr(at, axis)
+        return index
+
+    def __str__(self) -> str:
+        named = [f"{WIDGETS[axis]} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return " x ".join(named) or "one rank"
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """Where a rank stands on each mesh axis, counted from 0."""
+
+    batch: int = 0
+    pipe: int = 0
+    patch: int = 0
+    ring: int = 0
+    ulysses: int = 0
+    tensor: int = 0

@@ -1,0 +1,57 @@
+"""Who owns which tokens: pure functions over integers, used alike by the client that cuts and the ranks that compute."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Span:
+    """Half-open range [start, stop) of tokens, rows, blocks or batch entries."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+    def before(self, end: int) -> "Span":
+        """The part of it below `end`."""
+        return Span(min(self.start, end), min(self.stop, end))
+
+    def shift(self, by: int) -> "Span":
+        return Span(self.start + by, self.stop + by)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a parameter: `spans` along `dim`, put one behind the other. No spans: the rank has none of it."""
+
+    dim: int
+    spans: tuple[Span, ...]
+
+
+def split(span: Span, parts: int) -> tuple[Span, ...]:
+    """Cut `span` into `parts` consecutive spans whose lengths differ by at most one (the longer ones first).
+
+    Parts may be empty: a text of 4 tokens over 8 ranks gives four ranks none.
+    """
+    size, extra = divmod(len(span), parts)
+    edges = [span.start]
+    for index in range(parts):
+        edges.append(edges[-1] + size + (index < extra))
+    return tuple(Span(a, b) for a, b in pairwise(edges))
+
+
+def split_by_share(span: Span, shares: Sequence[float]) -> tuple[Span, ...]:
+    """Cut `span` into consecutive spans of about these shares (they sum to 1) of its length."""
+    edges, total = [span.start], 0.0
+    for share in shares[:-1]:
+        total += share
+        edges.append(span.start + round(total * len(span)))
+    edges.append(span.stop)
+    return tuple(Span(a, b) for a, b in pairwise(edges))

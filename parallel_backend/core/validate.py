@@ -1,0 +1,107 @@
+"""Which degrees, devices, dtypes and attention kernels go together: the one place that refuses, by widget."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import torch
+
+from .degrees import DTYPES, WIDGETS, Degrees
+from .devices import device_kind, on_ray
+
+FLASH_CAPABILITY = (8, 0)
+"""CUDA devices from Ampere on have what flash attention needs."""
+
+
+MOST_RANKS = 64
+
+
+def factors(world: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write `world` as a product of `axes` numbers."""
+    if axes == 1:
+        yield (world,)
+        return
+    for first in range(1, world + 1):
+        if world % first == 0:
+            yield from ((first, *rest) for rest in factors(world // first, axes - 1))
+
+
+def check_ranks(degrees: Degrees) -> None:
+    """Raise ValueError for more ranks than anybody has devices: each is a process."""
+    if degrees.world > MOST_RANKS:
+        raise ValueError(
+            f"{degrees} makes {degrees.world} ranks, of which {MOST_RANKS} are the most. Lower the degrees: their product "
+            "is the number of devices."
+        )
+
+
+def check_devices(degrees: Degrees, devices: tuple[str, ...]) -> None:
+    """Raise ValueError unless there is one device per rank."""
+    if len(devices) != degrees.world:
+        raise ValueError(
+            f"devices names {len(devices)} ({', '.join(devices)}), but {degrees} needs {degrees.world}: the product of "
+            "the degrees must equal the number of devices. Change the degrees, or the devices widget."
+        )
+
+
+def check_model(
+    degrees: Degrees, *, heads: int, blocks: int, key_heads: int | None = None, unsupported: tuple[str, ...] = ()
+) -> None:
+    """Raise ValueError, naming the widget, if a model with that many attention heads and blocks cannot be cut so.
+
+    `key_heads`: None for as many as `heads`. `unsupported`: axes that the model's kind cannot be cut along.
+    """
+    for axis in unsupported:
+        if getattr(degrees, axis) > 1:
+            instead = " or ".join(WIDGETS[other] for other in ("ulysses", "ring", "batch") if other not in unsupported)
+            raise ValueError(
+                f"{WIDGETS[axis]} is {getattr(degrees, axis)}, but this kind of model cannot be cut so. Set it to 1 and use "
+                f"{instead}."
+            )
+    if degrees.pipe > blocks:
+        raise ValueError(
+            f"pipefusion_degree is {degrees.pipe}, but this model has {blocks} transformer blocks: a stage needs at "
+            f"least one. Use pipefusion_degree <= {blocks}."
+        )
+    if degrees.tensor > (whole := key_heads or heads):
+        kind = "attention heads" if whole == heads else "groups of attention heads"
+        raise ValueError(
+            f"tensor_parallel_degree is {degrees.tensor}, but this model has {whole} {kind}: each GPU needs at least one. "
+            f"Use tensor_parallel_degree <= {whole}."
+        )
+    fewest = whole // degrees.tensor * (heads // whole)  # heads that a rank of the tensor axis has
+    if degrees.ulysses > fewest:
+        raise ValueError(
+            f"ulysses_degree is {degrees.ulysses}, but this model has {heads} attention heads"
+            + (f", {fewest} for each of tensor_parallel_degree {degrees.tensor}" if degrees.tensor > 1 else "")
+            + f": each GPU needs at least one. Use ulysses_degree <= {fewest}; ring_degree has no such "
+            "limit."
+        )
+
+
+def resolve_dtype(name: str, stored: str, devices: tuple[str, ...]) -> str:
+    """What weight_dtype `default` means: fp32 where ranks are CPUs, else what the file has (fp32 for anything unusual)."""
+    if name != "default":
+        return name
+    if not all(device_kind(device) == "cuda" for device in devices):
+        return "fp32"
+    return stored if stored in DTYPES else "fp32"
+
+
+def flash_possible(device: str, dtype: str) -> bool:
+    """flash-attn is installed and can serve a rank on `device` that computes in `dtype`."""
+    return (
+        device.startswith("cuda")
+        and dtype in ("bf16", "fp16", "fp8_e4m3fn")
+        and bool(importlib.util.find_spec("flash_attn"))
+        and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+    )
+
+
+def check_attention(attention: str, devices: tuple[str, ...], dtype: str) -> None:
+    """Raise ValueError if the user insists on flash-attn where it cannot run. What a Ray cluster's GPUs can is not known."""
+    known = [device for device in devices if not (on_ray(device) and device_kind(device) == "cuda")]
+    if attention == "flash" and not all(flash_possible(device, dtype) for device in known):
+        raise ValueError(
+            "attention is 'flash', but flash-attn needs to be installed, and CUDA devices with bf16 or fp16 weights "
+            f"(these are {', '.join(devices)} with {dtype}). Use 'auto' or 'sdpa'."
+        )

@@ -1,0 +1,1 @@
+"""What several families share: key maps, conditioning, kinds of blocks."""

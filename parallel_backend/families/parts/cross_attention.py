@@ -1,0 +1,29 @@
+"""Blocks that read the text by cross attention (Wan, LTX-Video, PixArt, HunyuanDiT): `attn1` is over the image's tokens,
+`attn2` looks at the text.
+"""
+
+from typing import Any
+
+from parallel_backend.families.base.family import JOINT, BlockList
+from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, Style
+
+_COLUMNS = [f"{attention}.to_{part}" for attention in ("attn1", "attn2") for part in "qkv"]
+_NORMS = [f"{attention}.norm_{part}" for attention in ("attn1", "attn2") for part in "qk"]
+
+
+def block_list(name: str, **others: Any) -> BlockList:
+    """`others`: see BlockList."""
+    return BlockList(name, returns=("image",), attention={"attn1": JOINT}, **others)
+
+
+def block_plan(feed_forward: str, norms: bool = True) -> dict[str, Style]:
+    """How a block is cut for tensor parallelism. `feed_forward`: its name in the block. `norms`: those of queries and keys
+    are over all heads at once, where there are any.
+    """
+    return {
+        **dict.fromkeys([*_COLUMNS, "attn2.add_k_proj", "attn2.add_v_proj"], COLUMN_BY_HEADS),
+        **dict.fromkeys([*_NORMS, "attn2.norm_added_k"] if norms else (), NORM_BY_HEADS),
+        **dict.fromkeys(("attn1.to_out.0", "attn2.to_out.0"), ROW_BY_HEADS),
+        f"{feed_forward}.net.0.proj": COLUMN,
+        f"{feed_forward}.net.2": ROW,
+    }

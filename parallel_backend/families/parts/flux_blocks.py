@@ -1,0 +1,110 @@
+"""What Flux.1, Chroma and Flux.2 share: the names of their blocks and how those are cut, sizes, and calls by tokens.
+
+Key layouts: black-forest-labs/flux (which ComfyUI's files use) and diffusers'.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, HEADS, ROW, ROW_BY_HEADS, WIDTH, Cut, Style
+
+from .conditioning import count_blocks, hidden
+from .key_map import BOTH, Keys
+
+DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
+QKV, ADDED_QKV = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
+SCALE = {"weight": "scale"}
+"""What the original layout calls a norm's weight. ComfyUI saves such files with the usual name: NORM_ALIASES."""
+NORM_ALIASES = {"_norm.weight": "_norm.scale"}
+
+PROJECTIONS = {"attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj"}
+FEED_FORWARD = {
+    "ff.net.0.proj": "img_mlp.0",
+    "ff.net.2": "img_mlp.2",
+    "ff_context.net.0.proj": "txt_mlp.0",
+    "ff_context.net.2": "txt_mlp.2",
+}
+DOUBLE_NORMS = {
+    "attn.norm_q": "img_attn.norm.query_norm",
+    "attn.norm_k": "img_attn.norm.key_norm",
+    "attn.norm_added_q": "txt_attn.norm.query_norm",
+    "attn.norm_added_k": "txt_attn.norm.key_norm",
+}
+SINGLE_NORMS = {"attn.norm_q": "norm.query_norm", "attn.norm_k": "norm.key_norm"}
+
+ATTENTION_PLAN = {
+    **dict.fromkeys(QKV + ADDED_QKV, COLUMN_BY_HEADS),
+    **dict.fromkeys(PROJECTIONS, ROW_BY_HEADS),
+}
+DOUBLE_PLAN = {
+    **ATTENTION_PLAN,
+    **dict.fromkeys(("ff.net.0.proj", "ff_context.net.0.proj"), COLUMN),
+    **dict.fromkeys(("ff.net.2", "ff_context.net.2"), ROW),
+}
+BOTH_ROWS = Style(Cut.ROW, (HEADS, WIDTH))
+"""A single block's last layer takes attention and feed-forward side by side."""
+SINGLE_PLAN = {**dict.fromkeys(QKV, COLUMN_BY_HEADS), "proj_mlp": COLUMN, "proj_out": BOTH_ROWS}
+
+
+def sizes(shapes: Shapes) -> Config:
+    """The constructor arguments that all three classes have."""
+    (head,) = shapes["double_blocks.0.img_attn.norm.query_norm.scale"]
+    width, channels = shapes["img_in.weight"]
+    return {
+        "patch_size": 1,
+        "in_channels": channels,
+        "out_channels": shapes["final_layer.linear.weight"][0],
+        "num_layers": count_blocks(shapes, "double_blocks."),
+        "num_single_layers": count_blocks(shapes, "single_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "joint_attention_dim": shapes["txt_in.weight"][1],
+    }
+
+
+def rope_axes(head: int) -> tuple[int, int, int]:
+    """Axes of the rotary embedding of Flux.1 and Chroma, which are nowhere in the weights.
+
+    Every one has (16, 56, 56) for its heads of 128; other head sizes (test models) get the same proportions in even
+    numbers.
+    """
+    spatial = head * 7 // 16 // 2 * 2
+    return head - 2 * spatial, spatial, spatial
+
+
+def block_counts(config: Config) -> dict[str, int]:
+    return {DOUBLE: config["num_layers"], SINGLE: config["num_single_layers"]}
+
+
+def double_keys(keys: Keys, config: Config, layers: Mapping[str, str], leaves: Iterable[str] = BOTH) -> None:
+    """The double blocks: attention, which is one in all three, and `layers`, the family's others (ours -> original)."""
+    for index in range(config["num_layers"]):
+        block = keys.inside(f"{DOUBLE}.{index}.", f"double_blocks.{index}.")
+        block.copy(PROJECTIONS | layers, leaves)
+        block.copy(DOUBLE_NORMS, SCALE)
+        block.split("img_attn.qkv", dict.fromkeys(QKV, hidden(config)), leaves)
+        block.split("txt_attn.qkv", dict.fromkeys(ADDED_QKV, hidden(config)), leaves)
+
+
+def single_keys(keys: Keys, config: Config, layers: Mapping[str, str]) -> None:
+    """The single blocks of Flux.1 and Chroma, and `layers` of them."""
+    width = hidden(config)
+    for index in range(config["num_single_layers"]):
+        block = keys.inside(f"{SINGLE}.{index}.", f"single_blocks.{index}.")
+        block.copy({"proj_out": "linear2", **layers})
+        block.copy(SINGLE_NORMS, SCALE)
+        block.split("linear1", {**dict.fromkeys(QKV, width), "proj_mlp": 4 * width})
+
+
+def token_arguments(step: StepInputs) -> dict[str, Any]:
+    """What all three are called with; text is at position 0 on every axis in Flux.1 and Chroma."""
+    return {
+        "hidden_states": step.x,
+        "encoder_hidden_states": step.tensors.get("context"),
+        "timestep": step.timestep,
+        "img_ids": step.positions(),
+        "txt_ids": torch.zeros(len(step.text), 3, device=step.timestep.device),
+    }

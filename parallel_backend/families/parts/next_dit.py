@@ -1,0 +1,67 @@
+"""What Lumina 2 and Z-Image share, which are one class in ComfyUI (NextDiT): key layout and conditioning."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from parallel_backend.families.base.step_inputs import Shapes
+
+from .conditioning import count_blocks, text
+from .key_map import Keys
+
+WEIGHT = ("weight",)
+MODULATED, REFINER, CONTEXT = "layers", "noise_refiner", "context_refiner"
+ACCEPTS = ("num_tokens", "attention_mask", "clip_text_pooled")
+"""What ComfyUI's class is given and makes no use of: captions come in their own length, so nothing is masked."""
+IGNORED = (r"norm_final\.weight",)
+"""Of the original files, never applied."""
+AXES_LENS = (4096, 512, 512)
+"""How many positions tables are made for: of the caption and the image behind it, token rows, token columns."""
+
+
+def has_keys(shapes: Shapes, modulation: str) -> bool:
+    """`modulation`: the layer by which the two models' blocks differ."""
+    needed = ("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight", f"layers.0.{modulation}.weight")
+    return all(key in shapes for key in needed)
+
+
+def sizes(shapes: Shapes) -> dict[str, int]:
+    """By what they are."""
+    width, caption = shapes["cap_embedder.1.weight"]
+    head = shapes["layers.0.attention.q_norm.weight"][0]
+    return {
+        "width": width,
+        "caption": caption,
+        "head": head,
+        "heads": width // head,
+        "key_heads": (shapes["layers.0.attention.qkv.weight"][0] - width) // head // 2,
+        "channels": shapes["x_embedder.weight"][1] // 4,
+        "layers": count_blocks(shapes, "layers."),
+        "refiners": count_blocks(shapes, "noise_refiner."),
+    }
+
+
+def blocks(
+    keys: Keys, counts: Mapping[str, int], attention: str, queries: int, key_values: int
+) -> Iterator[tuple[str, Keys]]:
+    """(list, the inside of a block), for each; its attention layers, of these widths, are in `keys` already."""
+    for name, count in counts.items():
+        for index in range(count):
+            block = keys.inside(f"{name}.{index}.", f"{name}.{index}.")
+            widths = {"to_q": queries, "to_k": key_values, "to_v": key_values}
+            block.split("attention.qkv", {f"{attention}.{layer}": width for layer, width in widths.items()}, WEIGHT)
+            names = {"to_out.0": "out", "norm_q": "q_norm", "norm_k": "k_norm"}
+            block.copy({f"{attention}.{ours}": f"attention.{theirs}" for ours, theirs in names.items()}, WEIGHT)
+            yield name, block
+
+
+def caption(model: str, config: dict[str, Any], longest: int, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """context [B, T, cap_feat_dim] of a model call, or ValueError. `longest`: T that the model has positions for."""
+    context = text(model, config["cap_feat_dim"], given)
+    if context.shape[1] > longest:
+        raise ValueError(
+            f"positive, negative: the prompt has {context.shape[1]} tokens, this model's positions end at {longest}. Use a "
+            "shorter prompt."
+        )
+    return {"context": context}

@@ -1,0 +1,52 @@
+"""Reference pictures (Flux Kontext, Flux.2, Qwen-Image-Edit): their tokens and positions from ComfyUI's `ref_latents`."""
+
+from typing import Any
+
+import torch
+
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES
+
+ACCEPTS = ("ref_latents", "ref_latents_method")
+"""ComfyUI's arguments of a model call that `reference_tensors` reads."""
+METHODS = ("index", "offset", "negative_index")
+
+
+def reference_tensors(
+    patching: Patching, given: dict[str, Any], method: str, step: float = 1.0, centred: bool = False
+) -> dict[str, torch.Tensor]:
+    """Conditioning tensors for all reference pictures of a call, one behind the other; none if it has none.
+
+    Positions are (index, row, column), as ComfyUI's native models count them (comfy/ldm/flux/model.py): each picture has
+    an index of its own, `step` apart ('index', 'negative_index'), or all have index 1 and lie beside each other ('offset').
+    `method`: the family's own. `centred`: rows and columns count from the middle. ValueError for other methods.
+    """
+    pictures = given.get("ref_latents")
+    if not pictures:
+        return {}
+    method = given.get("ref_latents_method") or method
+    if method not in METHODS:
+        raise ValueError(
+            f"positive, negative: the reference latents' method is '{method}', which cannot be run on several devices. Use "
+            f"{' or '.join(METHODS)} in the node that sets it."
+        )
+    tokens, positions, height, width = [], [], 0, 0
+    for number, picture in enumerate(pictures, 1):
+        picture = picture.unsqueeze(2) if patching.video and picture.ndim == 4 else picture
+        rows, columns = patching.grid(tuple(picture.shape))[-2:]
+        index, down, right = number * step, 0, 0
+        if method == "negative_index":
+            index = -index
+        elif method == "offset":
+            index = 1
+            if picture.shape[-2] + height > picture.shape[-1] + width:
+                right = width
+            else:
+                down = height
+            height, width = max(height, picture.shape[-2] + down), max(width, picture.shape[-1] + right)
+        row = torch.arange(rows) + (down + patching.side // 2) // patching.side - (rows // 2 if centred else 0)
+        column = torch.arange(columns) + (right + patching.side // 2) // patching.side - (columns // 2 if centred else 0)
+        positions.append(torch.cartesian_prod(torch.tensor([float(index)]), row.float(), column.float()))
+        tokens.append(patching.pack(picture))
+    packed = torch.cat(tokens, dim=1)
+    return {REFERENCES: packed, REFERENCE_POSITIONS: torch.cat(positions).expand(len(packed), -1, -1).to(packed.device)}

@@ -1,0 +1,97 @@
+"""The planner's table for devices that are not there.
+
+    python -m parallel_backend.planning --device L40 --count 4 --model flux-dev --size 1024 --steps 28
+    python -m parallel_backend.planning --device L40 --count 2 --block-ms 6 --bandwidth 12 --memory 24
+
+Transformer only: loading, text encoders and VAE are not in it. What the presets stand on: docs/planner.md.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+
+from .links import Link
+from .machine import Machine
+from .planner import plan
+from .planner_report import describe
+from .presets import GB, HARDWARE, MODELS
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def whole(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def size(text: str) -> tuple[int, int]:
+    """Width and height of `1024` or `1280x720`."""
+    sides = [int(part) for part in text.lower().split("x")]
+    if len(sides) not in (1, 2) or any(side < 16 or side % 16 for side in sides):
+        raise argparse.ArgumentTypeError(f"{text}: use a side such as 1024, or 1280x720, in multiples of 16")
+    return sides[0], sides[-1]
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel_backend.planning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", choices=HARDWARE, default="L40", help="a preset, where no other figure is given")
+    parser.add_argument("--count", type=whole, default=4, help="devices")
+    parser.add_argument("--model", choices=MODELS, default="flux-dev")
+    parser.add_argument("--size", type=size, default=(1024, 1024), help="a side in pixels, or 1280x720")
+    parser.add_argument("--steps", type=whole, default=28)
+    parser.add_argument("--warmup", type=int, default=1, help="first steps of PipeFusion that are exact")
+    parser.add_argument("--prompts", type=whole, help="of a model call: 2 with cfg above 1")
+    parser.add_argument("--block-ms", type=positive, help="of one block, the whole picture, one prompt")
+    parser.add_argument("--bandwidth", type=positive, help="of a link, GB/s one way")
+    parser.add_argument("--latency", type=positive, help="of a link, microseconds")
+    parser.add_argument("--memory", type=positive, help="of a device, GB")
+    return parser.parse_args(given)
+
+
+def machine_and_job(options: argparse.Namespace):
+    """What the options say, where they differ from the preset."""
+    width, height = options.size
+    model, hardware = MODELS[options.model], HARDWARE[options.device]
+    if options.prompts:
+        model = replace(model, prompts=options.prompts)
+    link = hardware.link
+    if options.bandwidth:  # one link for all: the preset's bridge is that of its own machine
+        link, hardware = Link(link.latency, options.bandwidth * 1e9), replace(hardware, socket=0, bridge=0.0)
+    if options.latency:
+        link = Link(options.latency / 1e6, link.bandwidth)
+    hardware = replace(hardware, link=link, memory=int(options.memory * GB) if options.memory else hardware.memory)
+    job = model.job(options.model, height, width, options.steps, options.warmup)
+    machine = hardware.machine(options.count, model)
+    if options.block_ms:
+        tokens = job.queries(None, None)
+        machine = _with_block(machine, options.block_ms / 1000, tokens)
+    return machine, job
+
+
+def _with_block(machine: Machine, seconds: float, tokens: float) -> Machine:
+    """The same with blocks of so many seconds for a whole picture."""
+    block = machine.devices[0].blocks["blocks"]
+    fixed = min(block.fixed, seconds / 2)
+    block = replace(block, fixed=fixed, token=block.token * (seconds - fixed) / block.work(tokens, tokens))
+    return replace(machine, devices=tuple(replace(device, blocks={"blocks": block}) for device in machine.devices))
+
+
+def main(given: list[str] | None = None) -> None:
+    options = arguments(given)
+    machine, job = machine_and_job(options)
+    sys.stdout.write(describe(plan(machine, job)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

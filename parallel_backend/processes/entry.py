@@ -1,0 +1,26 @@
+"""Where a rank's process starts. The client imports this module too, so it imports nothing heavy itself."""
+
+import gc
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from parallel_backend.wire.rank_settings import RankSettings
+
+from .import_blocker import hidden
+from .parent_watch import end_with_parent
+from .rank_log import write_log
+
+
+def main(settings: RankSettings, connection: Connection) -> None:
+    """Entry of a spawned process: found under this plain module name, whatever name ComfyUI imported the pack by."""
+    if isinstance(settings.rendezvous, Path):
+        end_with_parent(settings.rendezvous.parent)
+    if settings.log is not None:
+        write_log(settings.log, f"rank {settings.rank} ({settings.devices[settings.rank]})")
+    # What diffusers' schedulers and pipelines want, and no rank has: a third of its start inside ComfyUI.
+    with hidden("scipy", "transformers"):
+        import diffusers.utils  # noqa: F401  # looks for what is installed, once for all
+    from parallel_backend.rank.worker import run
+
+    gc.freeze()  # 300,000 objects of torch and diffusers, which every collection would go through: 0.25 s at each unloading
+    run(settings, connection)

@@ -1,0 +1,172 @@
+"""Starting and ending the processes of ranks. The pool speaks to them over their channels, wherever they run."""
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.multiprocessing
+
+from parallel_backend.wire.channel import Channel
+from parallel_backend.wire.rank_settings import RankSettings
+
+from .entry import main
+from .rank_log import new_logs, tail
+
+log = logging.getLogger(__name__)
+
+KILL_SECONDS = 5.0
+"""For a process that was killed. One that is stuck in a driver does not go, and nobody can help that."""
+
+_MAIN_MODULE = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which ranks to start: see pool.Pool. `beat`: seconds between their signs of life."""
+
+    devices: tuple[str, ...]
+    threads: int
+    timeout: timedelta
+    slowdown: tuple[float, ...]
+    logs: Path | None = None
+    beat: float = 1.0
+
+
+class Ranks(Protocol):
+    """Processes that were started by a Plan. `channels`: one to each, in rank order."""
+
+    channels: list[Channel]
+    names: tuple[str, ...]
+    """What errors call each rank's device."""
+
+    @property
+    def pids(self) -> tuple[int, ...]: ...
+
+    @property
+    def ends(self) -> Mapping[Any, int]:
+        """What multiprocessing.connection.wait can wait for, and which rank has ended when it is ready.
+
+        May be empty: a rank whose channel has ended has ended too, and `how_ended` then says so within half a second.
+        """
+
+    def how_ended(self, rank: int) -> str | None:
+        """How its process ended, such as 'was killed by signal 9'; None while it lives."""
+
+    def log_tail(self, rank: int) -> str:
+        """The last lines of its log; empty where there is none, or nothing in it."""
+
+    def dump(self, rank: int) -> None:
+        """Have it add its Python stacks to its log, even if it hangs. Nothing happens where that is not possible."""
+
+    def join(self, seconds: float) -> None:
+        """Wait until all have ended, but no longer."""
+
+    def kill(self) -> None:
+        """End all by force, and remove whatever they had on this machine. From any thread; idempotent.
+
+        Whoever is blocked in one of the channels is let go by that. The pool closes them.
+        """
+
+
+@contextlib.contextmanager
+def clean_main_module() -> Iterator[None]:
+    """Spawn makes a child import the parent's `__main__` again, which is ComfyUI's main.py: show it an empty one."""
+    with _MAIN_MODULE:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+class LocalRanks:
+    """Processes of this machine, children of this one. `directory`: theirs alone, which nobody else can read.
+
+    Their logs are in there too, and go away with it, unless the plan says where to keep them.
+    """
+
+    def __init__(self, plan: Plan):
+        self.directory = Path(tempfile.mkdtemp(prefix="parallel-dit-"))
+        self.channels: list[Channel] = []
+        self.names = plan.devices
+        self._processes: list[Any] = []
+        self._killing = threading.Lock()
+        self._store = self.directory / "store"
+        context = torch.multiprocessing.get_context("spawn")
+        try:
+            self._store.touch()
+            self._logs = self._new_logs(plan)
+            for index in range(len(plan.devices)):
+                self._start(index, plan, context)
+        except BaseException:  # the machine has no more processes, memory or room in its folder for temporary files
+            self.kill()
+            raise
+
+    def _start(self, index: int, plan: Plan, context: Any) -> None:
+        ours, theirs = context.Pipe(duplex=True)
+        self.channels.append(Channel(ours))
+        slowdown = plan.slowdown[index]
+        settings = RankSettings(
+            index, plan.devices, self._store, plan.threads, plan.timeout, slowdown, self._logs[index], plan.beat
+        )
+        process = context.Process(target=main, args=(settings, theirs), name=f"parallel-dit rank {index}", daemon=True)
+        with clean_main_module():
+            process.start()
+        theirs.close()
+        self._processes.append(process)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self._processes)
+
+    @property
+    def ends(self) -> Mapping[Any, int]:
+        return {process.sentinel: rank for rank, process in enumerate(self._processes)}
+
+    def how_ended(self, rank: int) -> str | None:
+        code = self._processes[rank].exitcode
+        if code is None:
+            return None
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    def log_tail(self, rank: int) -> str:
+        return tail(self._logs[rank])
+
+    def dump(self, rank: int) -> None:
+        if hasattr(signal, "SIGUSR1"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+
+    def join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+
+    def kill(self) -> None:
+        with self._killing:
+            for process in self._processes:
+                if process.is_alive():
+                    process.kill()
+            self.join(KILL_SECONDS)
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _new_logs(self, plan: Plan) -> list[Path]:
+        if plan.logs is not None:
+            try:
+                return new_logs(plan.logs, len(plan.devices))
+            except OSError as error:
+                log.warning("Parallel DiT: the ranks' logs cannot be kept in %s (%s)", plan.logs, error)
+        return new_logs(self.directory, len(plan.devices))

@@ -1,0 +1,205 @@
+"""Ray's side of RayRanks, in a process of its own: Ray ends its driver when a cluster is lost, and that must not be ComfyUI.
+
+It places one actor for each rank, has it run the rank, and tells the client what becomes of it: JSON over an inherited pipe.
+It ends with that pipe, and the actors with it.
+"""
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from parallel_backend.core.devices import device_kind
+from parallel_backend.wire.rank_settings import RankSettings
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run: see pool.Pool. `entry`: of a rank, as entry.main. `root`: the folder that this package is in. `patience`:
+    seconds that the cluster has to find room.
+    """
+
+    devices: tuple[str, ...]
+    threads: int
+    timeout: timedelta
+    slowdown: tuple[float, ...]
+    entry: Callable[[RankSettings, Connection], None]
+    root: str
+    beat: float
+    patience: float
+
+    def needs(self, rank: int) -> dict[str, float]:
+        """Of Ray's resources."""
+        return {"GPU": 1} if device_kind(self.devices[rank]) == "cuda" else {"CPU": self.threads}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster, by Ray's name for it."""
+
+    name: str
+    address: str
+
+
+class Refused(Exception):
+    """The cluster cannot run the job; the text is for the user."""
+
+
+def drive(connection: Connection, job: Job) -> None:
+    """Entry of the process. Says where the ranks will be, waits for the client to be ready for them, starts them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the console's Ctrl-C is for ComfyUI, and this ends with it
+    try:
+        ray = connect()
+    except Refused as error:
+        tell(connection, refused=str(error))
+        return
+    actors: list[Any] = []
+    try:
+        group, nodes, bundles = place(ray, job)
+        tell(connection, placed=[nodes[bundle].address for bundle in bundles], here=ray.util.get_node_ip_address())
+        ready = json.loads(connection.recv_bytes())
+        runs = start(ray, job, group, bundles, ready, actors)
+        while not connection.poll(LOOK_SECONDS):  # nothing comes but the end
+            ended, _ = ray.wait(list(runs), num_returns=len(runs), timeout=0) if runs else ([], [])
+            for run in ended:
+                rank = runs.pop(run)
+                tell(connection, ended=rank, how=how_ended(ray, run, nodes[bundles[rank]]))
+    except Refused as error:
+        tell(connection, refused=str(error))
+    except (EOFError, OSError) as error:
+        log.info("Parallel DiT: the client has gone (%r)", error)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        ray.shutdown()  # leaves the cluster, which frees what was held there
+
+
+def tell(connection: Connection, **what: Any) -> None:
+    connection.send_bytes(json.dumps(what).encode())
+
+
+def connect() -> Any:
+    """The ray module, connected to the cluster of RAY_ADDRESS, or to the one that this machine belongs to."""
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    if "://" in address:
+        raise Refused(
+            f"devices: RAY_ADDRESS is {address}, but ranks need this machine to be one of the cluster's. Start Ray here too "
+            "(ray start --address=...), and set RAY_ADDRESS to the same address, or to nothing."
+        )
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise Refused(
+            f"devices: no Ray cluster can be reached ({address}): {error} Start one (ray start --head on one machine, ray "
+            "start --address=... on the others), or set RAY_ADDRESS to its address."
+        ) from error
+    return ray
+
+
+def place(ray: Any, job: Job) -> tuple[Any, dict[int, Node], list[int]]:
+    """(placement group, bundle -> where it is, rank -> its bundle). Few machines; neighbours on the same one."""
+    bundles = [job.needs(rank) for rank in range(len(job.devices))]
+    wanted = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("GPU", "CPU")}
+    there = ray.cluster_resources()
+    if any(there.get(name, 0) < count for name, count in wanted.items()):
+        raise Refused(f"devices: {_short(job, wanted)}, and the Ray cluster has {_counted(there)} in all.")
+    group = ray.util.placement_group(bundles, strategy="PACK")
+    if not group.wait(job.patience):
+        free = ray.available_resources()
+        raise Refused(
+            f"devices: {_short(job, wanted)}. The Ray cluster has {_counted(free)} free of {_counted(there)}, and found no "
+            f"room within {job.patience:.0f} s. End what else runs there, or name fewer devices."
+        )
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    found = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    order: list[int] = []
+    free = sorted(range(len(bundles)), key=lambda bundle: (found[bundle], bundle))
+    for rank in range(len(bundles)):
+        bundle = next(bundle for bundle in free if bundles[bundle] == bundles[rank])
+        free.remove(bundle)
+        order.append(bundle)
+    return group, {bundle: Node(name, addresses[name]) for bundle, name in found.items()}, order
+
+
+def _short(job: Job, wanted: dict[str, float]) -> str:
+    cores = f" ({job.threads} for each CPU rank)" if wanted["CPU"] else ""
+    return f"{len(job.devices)} ranks on {', '.join(job.devices)} need {_counted(wanted)}{cores}"
+
+
+def _counted(resources: dict[str, float]) -> str:
+    return f"{resources.get('GPU', 0):.0f} GPUs and {resources.get('CPU', 0):.0f} CPU cores"
+
+
+def rank_actor() -> type:
+    """The actor's class. Made in a function, it is sent with its code: it says where this package is before it needs it."""
+
+    class ParallelDiTRank:
+        def __init__(self, root: str):
+            import os
+            import sys
+
+            if not os.path.isdir(os.path.join(root, "parallel_backend")):
+                raise FileNotFoundError(f"Parallel DiT is not at {root} on this machine")
+            sys.path.insert(0, root)
+
+        def run(self, entry, settings, address, key):
+            from parallel_backend.wire.tcp import dial
+
+            connection = dial(address, key, settings.rank)
+            try:
+                entry(settings, connection)
+            finally:
+                connection.close()
+
+    return ParallelDiTRank
+
+
+def start(ray: Any, job: Job, group: Any, bundles: list[int], ready: dict[str, Any], actors: list[Any]) -> dict[Any, int]:
+    """{what Ray gives for an actor's run: its rank}; the actors go into `actors` as they are made."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    kind_of_actor = ray.remote(max_restarts=0)(rank_actor())
+    runs = {}
+    for rank, bundle in enumerate(bundles):
+        needs = job.needs(rank)
+        actor = kind_of_actor.options(
+            num_cpus=needs.get("CPU", 0),
+            num_gpus=needs.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+        ).remote(job.root)
+        actors.append(actor)
+        rendezvous = tuple(ready["rendezvous"])
+        settings = RankSettings(rank, job.devices, rendezvous, job.threads, job.timeout, job.slowdown[rank], beat=job.beat)
+        run = actor.run.remote(job.entry, settings, tuple(ready["address"]), bytes.fromhex(ready["key"]))
+        runs[run] = rank
+    return runs
+
+
+def how_ended(ray: Any, run: Any, node: Node) -> str:
+    """In words that follow 'rank 1'."""
+    try:
+        ray.get(run)
+    except ray.exceptions.RayTaskError as error:
+        return f"could not run: {type(error.cause).__name__}: {error.cause}"
+    except ray.exceptions.RayError as error:
+        alive = {found["NodeID"] for found in ray.nodes() if found["Alive"]}
+        lost = "was lost with its machine" if node.name not in alive else "was ended"
+        return f"{lost}: {_cause(error)}"
+    return "has ended"
+
+
+def _cause(error: Exception) -> str:
+    """Of what Ray says the last line, without its list of what may be behind it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1].partition(" Some common causes")[0].rstrip(".")

@@ -1,0 +1,168 @@
+"""Ranks as actors on a Ray cluster: the same worker, engine and messages as on one machine, the channels over TCP."""
+
+import contextlib
+import json
+import multiprocessing
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from parallel_backend.core.devices import on_ray
+from parallel_backend.wire.channel import Channel
+from parallel_backend.wire.tcp import Reception, at_end, hang_up
+
+from .entry import main
+from .local import LocalRanks, Plan, Ranks, clean_main_module
+from .pool import RankError
+from .ray_driver import Job, drive
+
+ROOT = str(Path(__file__).resolve().parents[2])
+"""The pack must be there on all machines."""
+LOOPBACK = "127.0.0.1"
+KEY_BYTES = 32
+CONNECT_SECONDS = 60.0
+"""So long Ray has to start a driver and to reach the cluster."""
+PLACE_SECONDS = 30.0
+"""So long the cluster has to find room; those of an ended pool may still be about to leave."""
+START_SECONDS = 120.0
+"""So long the actors have to start and to dial in; what they import comes after that."""
+GRACE_SECONDS = 0.4
+"""So long Ray has to say why a rank's connection ended."""
+END_SECONDS = 2.0
+MOST_NEWS = 1 << 20
+"""Bytes of one message of the driver's."""
+
+
+def start_of(devices: tuple[str, ...]) -> Callable[[Plan], Ranks]:
+    """Where ranks on these devices are started."""
+    return RayRanks if on_ray(devices[0]) else LocalRanks
+
+
+class RayRanks:
+    """One actor for each rank, on the cluster of RAY_ADDRESS, or the one that this machine belongs to.
+
+    Starting waits until all have dialled in. ValueError where there is no cluster, or no room on it; RankError for a rank
+    that cannot be started. Listens on the loopback interface if all ranks are on this machine, else on the address by which
+    the cluster knows it.
+    """
+
+    def __init__(self, plan: Plan):
+        assert all(map(on_ray, plan.devices)), plan.devices
+        self.channels: list[Channel] = []
+        self.names = plan.devices
+        self._how: dict[int, str] = {}
+        self._silent_since: dict[int, float] = {}
+        self._pids: tuple[int, ...] = ()
+        self._killing = threading.Lock()
+        self._reception: Reception | None = None
+        self._store: dist.TCPStore | None = None
+        context = multiprocessing.get_context("spawn")
+        self._news, theirs = context.Pipe()
+        job = Job(plan.devices, plan.threads, plan.timeout, plan.slowdown, main, ROOT, plan.beat, PLACE_SECONDS)
+        self._driver = context.Process(target=drive, args=(theirs, job), name="parallel-dit ray driver", daemon=True)
+        try:
+            with clean_main_module():
+                self._driver.start()
+            theirs.close()
+            self._receive(plan)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """On the machines that they are on."""
+        return self._pids
+
+    @property
+    def ends(self) -> Mapping[Any, int]:
+        return {}
+
+    def how_ended(self, rank: int) -> str | None:
+        self._read_news()
+        if rank in self._how:
+            return self._how[rank]
+        if not at_end(self.channels[rank].connection):
+            return None
+        if time.monotonic() - self._silent_since.setdefault(rank, time.monotonic()) < GRACE_SECONDS:
+            return None
+        return "has gone: its connection ended, and with it its process or its machine"
+
+    def log_tail(self, rank: int) -> str:
+        """Nothing: Ray keeps what its actors print, on their machines."""
+        return ""
+
+    def dump(self, rank: int) -> None:
+        """Nothing: no signal reaches another machine."""
+
+    def join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not all(at_end(channel.connection) for channel in self.channels):
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        with self._killing:
+            for channel in self.channels:
+                hang_up(channel.connection)  # a rank ends with its connection, whatever it is doing
+            if self._reception is not None:
+                self._reception.close()
+            self._store = None
+            self._news.close()  # the driver hears that, and has Ray end what is left
+            if self._driver.pid is not None:
+                self._driver.join(END_SECONDS)
+                if self._driver.is_alive():
+                    self._driver.kill()
+                    self._driver.join()
+
+    def _receive(self, plan: Plan) -> None:
+        placed = self._placed(CONNECT_SECONDS + PLACE_SECONDS)
+        self.names = tuple(f"{name} on {at}" for name, at in zip(plan.devices, placed["placed"], strict=True))
+        host = LOOPBACK if set(placed["placed"]) == {placed["here"]} else placed["here"]
+        key = secrets.token_bytes(KEY_BYTES)
+        self._reception = Reception(host, key, len(plan.devices))
+        listener = socket.create_server((host, 0))  # the store would listen on every address
+        rendezvous = listener.getsockname()
+        self._store = dist.TCPStore(
+            *rendezvous, is_master=True, wait_for_workers=False, timeout=plan.timeout, master_listen_fd=listener.detach()
+        )
+        ready = {"address": self._reception.address, "rendezvous": rendezvous, "key": key.hex()}
+        self._news.send_bytes(json.dumps(ready).encode())
+        try:
+            callers = self._reception.receive(START_SECONDS, self._check_start)
+        except TimeoutError as error:
+            raise RankError(f"Parallel DiT: {error}. Can the cluster's machines reach {host}?") from error
+        self._reception.close()
+        self._pids = tuple(caller.pid for caller in callers)
+        self.channels = [Channel(caller.connection) for caller in callers]
+
+    def _placed(self, seconds: float) -> dict[str, Any]:
+        """What the driver says first."""
+        try:
+            if not self._news.poll(seconds):
+                raise ValueError(f"devices: the Ray cluster did not answer within {seconds:.0f} s. Is it up (ray status)?")
+            told = json.loads(self._news.recv_bytes(MOST_NEWS))
+        except (EOFError, OSError) as error:
+            self._driver.join(END_SECONDS)
+            raise RankError(f"Parallel DiT: Ray's driver process ended (exit code {self._driver.exitcode})") from error
+        if "refused" in told:
+            raise ValueError(told["refused"])
+        return told
+
+    def _check_start(self) -> None:
+        self._read_news()
+        for rank, how in self._how.items():
+            raise RankError(f"Parallel DiT: rank {rank} ({self.names[rank]}) {how}")
+        if not self._driver.is_alive():
+            raise RankError(f"Parallel DiT: Ray's driver process ended (exit code {self._driver.exitcode})")
+
+    def _read_news(self) -> None:
+        with contextlib.suppress(EOFError, OSError):  # the driver has gone: there will be none
+            while self._news.poll(0):
+                told = json.loads(self._news.recv_bytes(MOST_NEWS))
+                self._how[told["ended"]] = told["how"]

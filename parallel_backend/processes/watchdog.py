@@ -1,0 +1,158 @@
+"""Judges from their signs of life whether ranks still work. Time is counted in turns of the client's own threads, so that
+a machine that slept, or a client that was stopped together with its ranks, is not held against them."""
+
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parallel_backend.wire import messages as m
+
+from .failure_text import LESS_MEMORY, RESTART, last_seen
+
+SILENCE_SECONDS = 20.0
+"""Without a sign of life, after which a rank counts as stopped. They come every second, whatever the rank computes; what
+may keep them back is a library that is loaded from a slow disk."""
+START_SECONDS = 300.0
+"""For a rank more to show up or be ready, from the start on: importing torch takes a minute on a cold disk."""
+FIRST_SECONDS = 1800.0
+"""Without progress of any rank, in work that nothing is known of yet, or with torch.compile, which compiles for minutes."""
+STALL_SECONDS, STALL_FACTOR = 60.0, 20.0
+"""The same for micro-steps no larger than one that has been done: at least so long, or so many times the longest between
+two signs of progress in such a one. Each block and transfer counts as progress."""
+KEPT = 256
+"""Micro-steps of which it is known how large they are; far more than can be under way."""
+SLOW_REPLIES = (m.Probed, m.LinksProbed, m.Loaded, m.Adapted, m.Decoded)
+"""Replies to requests whose parts may take as long as anything."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """These ranks are to blame, for what `text` says of them. `hung`: they answer, so they can be asked where they are."""
+
+    ranks: tuple[int, ...]
+    text: str
+    hung: bool
+
+
+class Watchdog:
+    """What is known of a pool's ranks. The pool's receiving thread tells what comes from them, whoever sends tells what is
+    sent, and `tick` judges, on a thread of its own: the others may be what is blocked.
+
+    The limits may be set.
+    """
+
+    def __init__(self, ranks: int, silence: float = SILENCE_SECONDS):
+        self.silence, self.start = silence, START_SECONDS
+        self.first, self.stall, self.factor = FIRST_SECONDS, STALL_SECONDS, STALL_FACTOR
+        self.turns = 0
+        """Counted up by the receiving thread each time it looks for messages."""
+        self.receiving: int | None = None
+        """The rank whose message the receiving thread is inside of."""
+        self._lock = threading.Lock()
+        self._all = tuple(range(ranks))
+        self._beats: list[m.Beat | None] = [None] * ranks
+        self._silent = [0.0] * ranks
+        self._ready: set[int] = set()
+        self._starting, self._shown = 0.0, 0
+        self._compiles = False
+        self._steps: dict[int, tuple[int, int] | None] = {}  # the last KEPT: number -> (conditioning, size) till answered
+        self._largest: dict[int, int] = {}  # by conditioning, of the sizes that were answered
+        self._longest = self._stalled = 0.0
+        self._progress = self._turn = 0
+        self._moved = self._in_step = False
+
+    def doing(self, rank: int) -> str:
+        """What it was last seen to do; empty if it has not been seen."""
+        beat = self._beats[rank]
+        return "" if beat is None else beat.doing
+
+    def sent(self, message: Any) -> None:
+        with self._lock:
+            match message:
+                case m.Step():
+                    # One rank may have answered before the next is sent its part.
+                    self._steps.setdefault(message.seq, (message.conditioning, len(message.tokens) * len(message.entries)))
+                    if len(self._steps) > KEPT:
+                        del self._steps[next(iter(self._steps))]
+                case m.Load():
+                    self._compiles = message.compile
+                    self._steps.clear()
+                    self._largest.clear()
+                    self._longest = 0.0
+                case m.DropConditioning():
+                    self._largest.pop(message.id, None)
+
+    def heard(self, rank: int, message: Any) -> None:
+        """`rank`: by the channel that it came over."""
+        with self._lock:
+            self._silent[rank] = 0.0
+            match message:
+                case m.Beat():
+                    self._beats[rank] = message
+                    return
+                case m.Ready():
+                    self._ready.add(rank)
+                case m.Output() if (step := self._steps.get(message.seq)) is not None:
+                    self._steps[message.seq] = None
+                    conditioning, size = step
+                    self._largest[conditioning] = max(size, self._largest.get(conditioning, 0))
+            self._moved = True
+
+    def tick(self, seconds: float, awaited: Collection[type], blocked: Sequence[bool]) -> Verdict | None:
+        """Judge, `seconds` after the last time. `awaited`: types of replies that have not come. `blocked`: by rank, whether
+        something is being sent to it at this moment."""
+        with self._lock:
+            turned = self.turns != self._turn
+            self._turn = self.turns
+            return self._silence(seconds, turned, blocked) or (self._stall(seconds, awaited) if turned else None)
+
+    def _silence(self, seconds: float, turned: bool, blocked: Sequence[bool]) -> Verdict | None:
+        """While the receiving thread is stuck, and hears nobody, only ranks that do not take or end a message count."""
+        for rank, beat in enumerate(self._beats):
+            if beat is not None and (turned or blocked[rank] or rank == self.receiving):
+                self._silent[rank] += seconds
+        longest = max(self._silent)
+        if longest < self.silence:
+            return None
+        rank = self._silent.index(longest)
+        text = f"gave no sign of life for {self.silence:.0f} s{last_seen(self.doing(rank))}."
+        cause = f"It was stopped, or memory ran out and the machine swaps: then {LESS_MEMORY}"
+        return Verdict((rank,), f"{text} {cause}", hung=False)
+
+    def _stall(self, seconds: float, awaited: Collection[type]) -> Verdict | None:
+        """As long as one rank gets on, others may well wait for it."""
+        if len(self._ready) < len(self._beats):
+            return self._late(seconds)
+        progress = sum(beat.progress for beat in self._beats if beat is not None)
+        busy = [rank for rank, beat in enumerate(self._beats) if beat is not None and beat.doing != m.IDLE]
+        steps = [step for step in self._steps.values() if step is not None]
+        slow = any(reply in SLOW_REPLIES for reply in awaited)
+        gets_on = self._moved or progress != self._progress
+        if gets_on and self._in_step and not slow:
+            self._longest = max(self._longest, self._stalled)
+        self._progress, self._moved, self._in_step = progress, False, bool(steps)
+        if gets_on or not (busy or awaited or steps):
+            self._stalled = 0.0
+            return None
+        self._stalled += seconds
+        new = self._compiles or slow or any(size > self._largest.get(at, 0) for at, size in steps)
+        limit = max(self.first if new else self.stall, self.factor * self._longest)
+        if self._stalled < limit:
+            return None
+        ranks = tuple(rank for rank in busy if not self._beats[rank].waiting)
+        did = "came no further"
+        if not ranks:
+            ranks, did = (tuple(busy), "waited for each other") if busy else (self._all, "left a request unanswered")
+        text = f"{did} for {limit:.0f} s{last_seen(self.doing(ranks[0]))}. {RESTART}"
+        return Verdict(ranks, text, hung=True)
+
+    def _late(self, seconds: float) -> Verdict | None:
+        shown = sum(beat is not None for beat in self._beats) + len(self._ready)
+        self._starting = 0.0 if shown != self._shown else self._starting + seconds
+        self._shown = shown
+        if self._starting < self.start:
+            return None
+        unseen = tuple(rank for rank in self._all if self._beats[rank] is None)
+        ranks = unseen or tuple(rank for rank in self._all if rank not in self._ready)
+        return Verdict(ranks, f"did not start within {self.start:.0f} s. {RESTART}", hung=not unseen)

@@ -1,0 +1,1 @@
+"""Attention on a rank: kernels, and Ulysses, ring and stale keys around them."""

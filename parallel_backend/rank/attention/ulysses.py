@@ -1,0 +1,82 @@
+"""Attention over a sequence that several ranks share: Ulysses' change of sharding, and ring attention.
+
+Shape letters: B batch entries, S tokens of all ranks of the axis, s tokens of this rank, H heads, h heads of this rank,
+D head size. Neither tokens nor heads need be the same number on every rank.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from parallel_backend.core.spans import Span, split
+from parallel_backend.rank.comm.collectives import Exchange, start_all_to_all
+from parallel_backend.rank.comm.mesh import Axis
+from parallel_backend.rank.comm.transfer_codec import Codec, PackedExchange
+from parallel_backend.rank.comm.transfers import Traffic
+
+
+def start_sequence_to_heads(
+    q_BsHD: torch.Tensor,
+    k_BsHD: torch.Tensor,
+    v_BsHD: torch.Tensor,
+    lengths: Sequence[int],
+    spans: Sequence[Span],
+    axis: Axis,
+    traffic: Traffic,
+    codec: Codec | None = None,
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Ulysses (arXiv 2309.14509), before attention: three [B, s, H, D] -> three [B, S, h, D], once the result is called.
+
+    `lengths[j]`: tokens of rank j; `spans[j]`: the heads that it gets. The tokens of the result stand rank after rank. One
+    all-to-all carries q, k and v, since on slow links the number of messages counts.
+    """
+    batch, own, _, size = q_BsHD.shape
+    here = len(spans[axis.index])
+    send = [3 * batch * own * len(span) * size for span in spans]
+    flat = q_BsHD.new_empty(sum(send))
+    for span, part in zip(spans, flat.split(send), strict=True):
+        part = part.view(own, 3, batch, len(span), size)
+        for index, x in enumerate((q_BsHD, k_BsHD, v_BsHD)):
+            part[:, index] = x[:, :, span.slice].transpose(0, 1)
+    receive = [3 * batch * length * here * size for length in lengths]
+    exchange = _start(codec, size)(flat, send, receive, axis, traffic)
+
+    def finish() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = exchange.wait().view(sum(lengths), 3, batch, here, size)
+        return tuple(rows[:, i].transpose(0, 1) for i in range(3))
+
+    return finish
+
+
+def start_heads_to_sequence(
+    part_BShD: torch.Tensor,
+    out_BsHD: torch.Tensor,
+    lengths: Sequence[int],
+    spans: Sequence[Span],
+    axis: Axis,
+    traffic: Traffic,
+    codec: Codec | None = None,
+) -> Callable[[], None]:
+    """Ulysses, after attention, the inverse: once the result is called, `out_BsHD` [B, s, H, D] has the heads `spans`."""
+    batch, _, here, size = part_BShD.shape
+    own = lengths[axis.index]
+    send = [length * batch * here * size for length in lengths]
+    receive = [own * batch * len(span) * size for span in spans]
+    exchange = _start(codec, size)(part_BShD.transpose(0, 1).reshape(-1), send, receive, axis, traffic)
+
+    def finish() -> None:
+        for span, part in zip(spans, exchange.wait().split(receive), strict=True):
+            out_BsHD[:, :, span.slice] = part.view(own, batch, len(span), size).transpose(0, 1)
+
+    return finish
+
+
+def _start(codec: Codec | None, size: int) -> Callable[..., Exchange | PackedExchange]:
+    return start_all_to_all if codec is None else functools.partial(codec.start_all_to_all, size)
+
+
+def head_groups(heads: int, ranks: int, groups: int) -> list[list[Span]]:
+    """By group and rank: the heads that the rank gets. None is empty where a rank has as many heads as there are groups."""
+    by_rank = [split(own, groups) for own in split(Span(0, heads), ranks)]
+    return [[parts[group] for parts in by_rank] for group in range(groups)]

@@ -1,0 +1,115 @@
+"""What a block costs on this rank's device: one of each kind, with random weights, timed in the model's own forward."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.core.spans import Span
+from parallel_backend.families.base.step_inputs import StepInputs
+from parallel_backend.rank.stage.meta_model import skeleton
+from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, Probed
+
+REPEATS = 5
+AROUND = "around the blocks"
+
+
+class _Stopwatch:
+    """Seconds spent in each module it watches, fastest of the runs."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.best: dict[str, float] = {}
+        self._started = 0.0
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        def enter(*_: object) -> None:
+            self._started = self.now()
+
+        def leave(*_: object) -> None:
+            self.note(name, self.now() - self._started)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+    def note(self, name: str, seconds: float) -> None:
+        self.best[name] = min(seconds, self.best.get(name, seconds))
+
+
+@torch.inference_mode()
+def probe(
+    rank: int,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype_name: str,
+    slowdown: float,
+    rows: tuple[int, int] = (32, 8),
+) -> Probed:
+    """Seconds of one block of each list for the longer and the shorter token grid, and what surrounds the blocks.
+
+    Weights kept in fp8 are timed in the dtype they compute in. No collective: ranks may differ in what they find.
+    """
+    long, short = _measure(checkpoint, device, compute_dtype(dtype_name, device), rows)
+    times = {name: (slowdown * long[name], slowdown * short[name]) for name in long}
+    free = None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was measured is gone, and its memory free
+        free = torch.cuda.mem_get_info(device)[0]
+    around = times.pop(AROUND)
+    return Probed(rank, times, around, free)
+
+
+def _measure(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, rows: tuple[int, int]
+) -> list[dict[str, float]]:
+    """For each grid: seconds by block list, and under AROUND of the forward without its blocks."""
+    family, config = checkpoint.family, checkpoint.config
+    model = skeleton(family, config)
+    lists = [spec.name for spec in family.block_lists if not spec.prologue]
+    for name in lists:
+        setattr(model, name, nn.ModuleList(list(getattr(model, name))[:1]))
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(std=0.02)
+            setattr(module, name, nn.Parameter(values, requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+    watch, found = _Stopwatch(device), []
+    for name in lists:
+        for block in getattr(model, name):
+            watch.watch(name, block)
+    for count in rows:
+        run = _forward(family, config, model, count, device, dtype)
+        run()  # the first one also allocates and picks kernels
+        watch.best.clear()
+        for _ in range(REPEATS):
+            started = watch.now()
+            run()
+            watch.note(AROUND, watch.now() - started)
+        blocks = {name: seconds for name, seconds in watch.best.items() if name != AROUND}
+        found.append(blocks | {AROUND: max(0.0, watch.best[AROUND] - sum(blocks.values()))})
+    return found
+
+
+def _forward(family, config, model: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """The model's forward on a random picture of `rows` x PROBE_COLUMNS tokens."""
+    patching = family.patching
+    grid = ((1,) if patching.video else ()) + (rows, PROBE_COLUMNS)
+    tokens = patching.pack(torch.randn(1, family.latent_channels(config), *patching.whole(grid))).to(device, dtype)
+    tensors = {
+        name: tensor.to(device, dtype if tensor.is_floating_point() else None)
+        for name, tensor in family.example(config, PROBE_TEXT).items()
+    }
+    timestep = torch.full((1,), 0.5, device=device)
+    image, text = Span(0, tokens.shape[1]), Span(0, PROBE_TEXT)
+    inputs = StepInputs(tokens, timestep, tensors, grid, family.stream(grid), image, text, PROBE_TEXT, dtype)
+    return lambda: family.run(model, inputs)

@@ -1,0 +1,44 @@
+"""What single blocks cost in the engine's own micro-steps: for rehearsals, in which a few stand for all."""
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from parallel_backend.rank.comm.transfers import Elapsed, Traffic
+from parallel_backend.wire.sampling import BlockStats
+
+
+class BlockWatch:
+    """Seconds (on CUDA the stream's, see Clock) and bytes of each of the blocks `only`, transfers inside them included."""
+
+    def __init__(self, model: nn.Module, only: Collection[str], traffic: Traffic, slowdown: float):
+        """`slowdown`: see rank_settings.RankSettings; it sleeps after its blocks, and they count as if in them."""
+        self.traffic, self.slowdown = traffic, slowdown
+        self._seconds = {name: Elapsed(traffic.clock) for name in only}
+        self._bytes: dict[str, Counter[str]] = {name: Counter() for name in only}
+        self._entered: tuple[Any, Counter[str]] | None = None
+        for name in only:
+            self._watch(name, model.get_submodule(name))
+
+    def take(self) -> dict[str, BlockStats]:
+        """Since the last take."""
+        found = {
+            name: BlockStats(self.slowdown * self._seconds[name].take(), dict(self._bytes[name])) for name in self._seconds
+        }
+        for count in self._bytes.values():
+            count.clear()
+        return found
+
+    def _watch(self, name: str, block: nn.Module) -> None:
+        def enter(*_: object) -> None:
+            self._entered = (self.traffic.clock.now(), self.traffic.bytes_sent.copy())
+
+        def leave(*_: object) -> None:
+            started, before = self._entered
+            self._seconds[name].add(started, self.traffic.clock.now())
+            self._bytes[name] += self.traffic.bytes_sent - before
+
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)

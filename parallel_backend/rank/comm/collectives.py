@@ -1,0 +1,126 @@
+"""The transfers between ranks of one mesh axis: short functions, shapes before and after in the docstring, every byte
+counted (transfers.py). Each is called by all ranks of the axis, in the same order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .mesh import Axis
+from .transfers import Traffic, Transfer, staged
+
+
+@dataclass
+class Exchange:
+    """An all-to-all under way. `wait` gives what came for this rank, [sum(receive)]."""
+
+    source: torch.Tensor  # kept alive
+    target: torch.Tensor
+    device: torch.device
+    transfer: Transfer
+
+    def wait(self) -> torch.Tensor:
+        self.transfer.wait()
+        return self.target.to(self.device)
+
+
+def start_all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic) -> Exchange:
+    """[sum(send)] -> [sum(receive)]: send[i] values go to rank i of the axis, receive[i] values come from it."""
+    traffic.bytes_sent[axis.name] += (sum(send) - send[axis.index]) * x.element_size()
+    source = x.cpu() if staged(x, axis.group) else x
+    target = source.new_empty(sum(receive))
+    transfer = traffic.start(
+        lambda: dist.all_to_all_single(target, source, list(receive), list(send), group=axis.group, async_op=True)
+    )
+    return Exchange(source, target, x.device, transfer)
+
+
+def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
+    """Sum over the axis, same shape on every rank, in place where it can be.
+
+    Counted as the ring algorithm moves it: every rank sends 2 (N - 1) / N of the tensor.
+    """
+    traffic.bytes_sent[axis.name] += 2 * (axis.size - 1) * x.nbytes // axis.size
+    x = x.contiguous()
+    target = x.cpu() if staged(x, axis.group) else x
+    traffic.start(lambda: dist.all_reduce(target, group=axis.group, async_op=True)).wait()
+    return target if target is x else x.copy_(target)
+
+
+@dataclass
+class Gathering:
+    """An all-gather under way: `wait` gives every rank's part, by index on the axis."""
+
+    parts: list[torch.Tensor]
+    device: torch.device
+    transfer: Transfer | None
+
+    def settle(self) -> None:
+        """Returns once nothing is under way any more."""
+        if self.transfer is not None:
+            self.transfer.wait()
+            self.transfer = None
+
+    def wait(self) -> list[torch.Tensor]:
+        self.settle()
+        return [part.to(self.device) for part in self.parts]
+
+
+def start_gather(own: torch.Tensor, lengths: Sequence[int], dim: int, axis: Axis, traffic: Traffic) -> Gathering:
+    """Start gathering parts that differ in their size along `dim`, which is lengths[i] for rank i of the axis.
+
+    Straight from each rank to each other rank, so that parts may be of any size, also empty. The result keeps the
+    parts apart: whoever wants them in one tensor knows best where.
+    """
+    own = own.contiguous()
+    source = own.cpu() if staged(own, axis.group) else own
+    parts, operations = [], []
+    for index, length in enumerate(lengths):
+        if index == axis.index:
+            parts.append(source)
+            continue
+        shape = list(source.shape)
+        shape[dim] = length
+        parts.append(source.new_empty(shape))
+        peer = axis.ranks[index]
+        if source.numel():
+            operations.append(dist.P2POp(dist.isend, source, peer, axis.group))
+            traffic.bytes_sent[axis.name] += source.nbytes
+        if parts[-1].numel():
+            operations.append(dist.P2POp(dist.irecv, parts[-1], peer, axis.group))
+    transfer = traffic.start(lambda: dist.batch_isend_irecv(operations)) if operations else None
+    return Gathering(parts, own.device, transfer)
+
+
+@dataclass
+class Shift:
+    """One step around the axis under way: `wait` gives what the rank before sent."""
+
+    sent: torch.Tensor
+    received: torch.Tensor
+    device: torch.device
+    transfer: Transfer | None
+
+    def wait(self) -> torch.Tensor:
+        if self.transfer is not None:
+            self.transfer.wait()
+            self.transfer = None
+        return self.received.to(self.device)
+
+
+def start_shift(x: torch.Tensor, length: int, dim: int, axis: Axis, traffic: Traffic) -> Shift:
+    """Start sending x to the next rank of the axis, and receiving from the one before a tensor with `length` along `dim`."""
+    x = x.contiguous()
+    source = x.cpu() if staged(x, axis.group) else x
+    shape = list(source.shape)
+    shape[dim] = length
+    received = source.new_empty(shape)
+    operations = []
+    if source.numel():
+        operations.append(dist.P2POp(dist.isend, source, axis.ranks[(axis.index + 1) % axis.size], axis.group))
+        traffic.bytes_sent[axis.name] += source.nbytes
+    if received.numel():
+        operations.append(dist.P2POp(dist.irecv, received, axis.ranks[axis.index - 1], axis.group))
+    transfer = traffic.start(lambda: dist.batch_isend_irecv(operations)) if operations else None
+    return Shift(source, received, x.device, transfer)

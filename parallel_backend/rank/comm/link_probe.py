@@ -1,0 +1,92 @@
+"""How fast the links between ranks are: every two of them send to and fro while the others wait."""
+
+import platform
+import time
+
+import torch
+import torch.distributed as dist
+
+from parallel_backend.core.devices import in_its_process
+from parallel_backend.wire.messages import LinksProbed
+
+from .transfers import staged
+
+WARM_UP, ROUND_TRIPS = 2, 5
+
+
+def probe_links(rank: int, devices: tuple[str, ...], sizes: tuple[int, ...]) -> LinksProbed:
+    """What this rank found out, see LinksProbed. Collective over all ranks; no model may be loaded.
+
+    Tensors lie where the model's would: under Gloo those of a CUDA device go through host memory, as they do at work.
+    """
+    device = torch.device(in_its_process(devices[rank]))
+    links: dict[int, tuple[tuple[int, float], ...]] = {}
+    for one in range(len(devices)):
+        for two in range(one + 1, len(devices)):
+            if rank in (one, two):
+                found = tuple(_to_and_fro(size, two if rank == one else one, rank == one, device) for size in sizes)
+                if rank == one:
+                    links[two] = found
+            dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+    peers, free, total, name = {}, None, None, f"CPU ({platform.machine()})"
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        name = torch.cuda.get_device_name(device)
+        peers = {
+            other: torch.cuda.can_device_access_peer(device, theirs)
+            for other, theirs in enumerate(devices)
+            if theirs.startswith("cuda") and theirs != devices[rank]
+        }
+    together = _all_at_once(max(sizes), rank, len(devices), device)
+    return LinksProbed(rank, name, free, total, links, peers, together)
+
+
+def _to_and_fro(size: int, peer: int, first: bool, device: torch.device) -> tuple[int, float]:
+    """(bytes, seconds one way): half the fastest round trip of a tensor of `size` bytes."""
+    ours = torch.zeros(size, dtype=torch.uint8, device=device)
+    on_host = staged(ours, None)
+    best = float("inf")
+    for trip in range(WARM_UP + ROUND_TRIPS):
+        started = _now(device)
+        for sending in (first, not first):
+            if sending:
+                dist.send(ours.cpu() if on_host else ours, peer)
+            elif on_host:
+                theirs = torch.empty_like(ours, device="cpu")
+                dist.recv(theirs, peer)
+                ours.copy_(theirs)
+            else:
+                dist.recv(ours, peer)
+        seconds = _now(device) - started
+        if trip >= WARM_UP:
+            best = min(best, seconds)
+    return size, best / 2
+
+
+def _all_at_once(size: int, rank: int, world: int, device: torch.device) -> float:
+    """Seconds of the fastest exchange in which every rank sends `size` bytes to every other one."""
+    if world == 1:
+        return 0.0
+    ours = torch.zeros(world * size, dtype=torch.uint8, device=device)
+    theirs = torch.empty_like(ours)
+    on_host = staged(ours, None)
+    counts = [0 if other == rank else size for other in range(world)]
+    best = float("inf")
+    for trip in range(WARM_UP + ROUND_TRIPS):
+        started = _now(device)
+        source, target = (ours.cpu(), torch.empty_like(ours, device="cpu")) if on_host else (ours, theirs)
+        part = (world - 1) * size
+        dist.all_to_all_single(target[:part], source[:part], counts, counts)
+        if on_host:
+            theirs.copy_(target)
+        seconds = _now(device) - started
+        if trip >= WARM_UP:
+            best = min(best, seconds)
+    return best
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,69 @@
+"""What a rank did when: the spans of its micro-steps, transfers and waits since the last run began, in a bounded ring."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parallel_backend.wire.timeline_kinds import OUTSIDE, StepLabel
+
+
+class Recorder:
+    """Spans in the order of their ends, the newest KEPT of them.
+
+    Their times are seconds of `time.perf_counter`, which is one clock for all processes of a machine. On CUDA, where
+    `event` makes an event in the stream, points in time are such events. They are read when UNREAD newer spans stand
+    behind them, a BATCH at a time, so that the host neither waits for the stream nor is long away from it.
+    """
+
+    KEPT = 1 << 16
+    UNREAD = 4096
+    BATCH = 64
+
+    def __init__(self, event: Callable[[], "torch.cuda.Event"] | None):
+        self._event = event
+        self._spans: deque[tuple] = deque(maxlen=self.KEPT)
+        self._unread: deque[tuple] = deque()
+        self.restart()
+
+    def restart(self) -> None:
+        """A run begins: forget what was before it. On CUDA this waits for the stream, to know its time by the host's."""
+        self._spans.clear()
+        self._unread.clear()
+        self._recorded = 0
+        self.step = OUTSIDE
+        if self._event is not None:
+            self._anchor = self._event()
+            self._anchor.synchronize()
+            self._anchored = time.perf_counter()
+
+    def add(self, kind: int, step: StepLabel, start: Any, stop: Any) -> None:
+        """`step`: the micro-step in which the span began."""
+        self._recorded += 1
+        if self._event is None:
+            self._spans.append((kind, step, start, stop))
+            return
+        self._unread.append((kind, step, start, stop))
+        if len(self._unread) == self.UNREAD + self.BATCH:
+            self._read_events(self.BATCH)
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Starts and stops, float64 [n, 2]; kinds and StepLabels, int64 [n, 5]; how many older spans were not kept."""
+        self._read_events(len(self._unread))
+        times = torch.tensor([span[2:] for span in self._spans], dtype=torch.float64).reshape(-1, 2)
+        labels = torch.tensor([(kind, *step) for kind, step, _, _ in self._spans], dtype=torch.int64).reshape(-1, 5)
+        return times, labels, self._recorded - len(self._spans)
+
+    def _read_events(self, count: int) -> None:
+        """The oldest, by the last that was read. CUDA gives differences in float32: small ones are exact enough."""
+        oldest = [self._unread.popleft() for _ in range(count)]
+        if not oldest:
+            return
+        last = oldest[-1][3]
+        last.synchronize()
+        for kind, step, start, stop in oldest:
+            end = self._anchored + self._anchor.elapsed_time(stop) / 1000
+            self._spans.append((kind, step, end - start.elapsed_time(stop) / 1000, end))
+        self._anchor, self._anchored = last, self._spans[-1][3]

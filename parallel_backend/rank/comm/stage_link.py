@@ -1,0 +1,52 @@
+"""The pipe axis: hidden states come from the stage before and go to the stage after, in micro-step order."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .mesh import Axis
+from .transfers import Traffic, Transfer, staged
+
+
+class StageLink:
+    """Receives can be posted ahead of their use. Every send is kept, with its tensor, until it has been waited for."""
+
+    def __init__(self, axis: Axis, device: torch.device, traffic: Traffic):
+        self.axis, self.device, self.traffic = axis, device, traffic
+        self._posted: list[tuple[torch.Tensor, Transfer]] = []
+        self._sent: list[tuple[torch.Tensor, Transfer]] = []
+
+    @property
+    def posted(self) -> int:
+        """Receives that were posted and not yet taken."""
+        return len(self._posted)
+
+    def post_receive(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Start receiving the next tensor; its shape is known from the micro-step, no handshake."""
+        on_host = self.device.type == "cuda" and dist.get_backend() == "gloo"
+        buffer = torch.empty(*shape, dtype=dtype, device="cpu" if on_host else self.device)
+        transfer = self.traffic.start(lambda: dist.irecv(buffer, self.axis.ranks[self.axis.index - 1]))
+        self._posted.append((buffer, transfer))
+
+    def receive(self) -> torch.Tensor:
+        """The oldest posted receive, complete."""
+        buffer, transfer = self._posted.pop(0)
+        transfer.wait()
+        return buffer.to(self.device)
+
+    def send(self, tensor: torch.Tensor, overlap: bool) -> None:
+        """Start sending to the next stage. Waits first for the send before the last, so at most two are under way."""
+        self.await_sends(keep=1)
+        tensor = tensor.contiguous()
+        if staged(tensor, None):
+            tensor = tensor.cpu()
+        self._sent.append((tensor, self.traffic.start(lambda: dist.isend(tensor, self.axis.ranks[self.axis.index + 1]))))
+        self.traffic.bytes_sent[self.axis.name] += tensor.nbytes
+        if not overlap:
+            self.await_sends()
+
+    def await_sends(self, keep: int = 0) -> None:
+        while len(self._sent) > keep:
+            _, transfer = self._sent.pop(0)
+            transfer.wait()

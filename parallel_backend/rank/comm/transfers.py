@@ -1,0 +1,127 @@
+"""What a rank's transfers moved and what they cost: bytes, time under way, and the part of it the rank stood still for."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from parallel_backend.wire.heartbeat import Pulse
+from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
+
+from .recorder import Recorder
+
+
+class PeerError(RuntimeError):
+    """A transfer failed: the other rank, or the link to it, is gone."""
+
+
+class Clock:
+    """Points in time of a rank's work: the host's clock, or on CUDA the stream's.
+
+    There the host runs ahead, and NCCL's waits cost it nothing: events stand in the stream before and behind them.
+    """
+
+    def __init__(self, device: torch.device):
+        self.on_stream = device.type == "cuda"
+
+    def now(self) -> "float | torch.cuda.Event":
+        if not self.on_stream:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Elapsed:
+    """Adds up the seconds between points in time, in order of their ends."""
+
+    UNREAD = 4096
+    """Pairs kept before they are added up, so that a model that nobody asks for a report does not collect them for ever."""
+
+    def __init__(self, clock: Clock):
+        self._on_stream = clock.on_stream
+        self._pairs: list[tuple] = []
+        self._seconds = 0.0
+
+    def add(self, start: "float | torch.cuda.Event", stop: "float | torch.cuda.Event") -> None:
+        self._pairs.append((start, stop))
+        if len(self._pairs) == self.UNREAD:
+            self.seconds()
+
+    def seconds(self) -> float:
+        """So far. On CUDA it waits until the stream has come to the last end."""
+        if self._on_stream and self._pairs:
+            self._pairs[-1][1].synchronize()
+            self._seconds += sum(start.elapsed_time(stop) for start, stop in self._pairs) / 1000
+        else:
+            self._seconds += sum(stop - start for start, stop in self._pairs)
+        self._pairs.clear()
+        return self._seconds
+
+    def take(self) -> float:
+        """So far, and start again at zero."""
+        seconds, self._seconds = self.seconds(), 0.0
+        return seconds
+
+
+class Traffic:
+    """Counts from one report to the next. Bytes are payload that left this rank, by mesh axis.
+
+    A transfer is under way from its start until the rank has waited for it. The hidden share of a run is the part of
+    that time in which the rank was not waiting: 1 for receives that had arrived whenever they were needed, 0 for
+    collectives that nothing runs beside. `pulse`: of the rank, which is told of every wait.
+    """
+
+    def __init__(self, device: torch.device, pulse: Pulse | None = None):
+        self.clock = Clock(device)
+        self.pulse = pulse or Pulse()
+        self.bytes_sent: Counter[str] = Counter()
+        self.under_way, self.waited = Elapsed(self.clock), Elapsed(self.clock)
+        self.recorder = Recorder(self.clock.now if self.clock.on_stream else None)
+
+    def start(self, operation: Callable[[], list[dist.Work] | dist.Work]) -> "Transfer":
+        """`operation` starts the transfer. PeerError if it cannot even be started."""
+        started = self.clock.now()
+        try:
+            works = operation()
+        except RuntimeError as error:
+            raise PeerError(str(error)) from error
+        return Transfer(self, works if isinstance(works, list) else [works], started)
+
+    def report(self) -> tuple[dict[str, int], float, float]:
+        """(bytes by axis, seconds under way, seconds waited) since the last report."""
+        bytes_sent = dict(self.bytes_sent)
+        self.bytes_sent.clear()
+        return bytes_sent, self.under_way.take(), self.waited.take()
+
+
+class Transfer:
+    """One or several operations under way. Must be waited for; until then its tensors must be kept alive by the caller."""
+
+    def __init__(self, traffic: Traffic, works: list[dist.Work], started):
+        self._traffic, self._works, self._started = traffic, works, started
+        self._step = traffic.recorder.step
+
+    def wait(self) -> None:
+        waiting = self._traffic.clock.now()
+        pulse = self._traffic.pulse
+        pulse.waiting = True
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerError(str(error)) from error
+        pulse.waiting = False
+        pulse.done()
+        done = self._traffic.clock.now()
+        self._traffic.under_way.add(self._started, done)
+        self._traffic.waited.add(waiting, done)
+        self._traffic.recorder.add(TRANSFER, self._step, self._started, done)
+        self._traffic.recorder.add(WAIT, self._traffic.recorder.step, waiting, done)
+
+
+def staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Gloo moves host memory only: CUDA tensors go through a copy."""
+    return tensor.is_cuda and dist.get_backend(group) == "gloo"

@@ -1,0 +1,49 @@
+"""Which micro-step on this rank first gave a NaN or an infinity, and whether weights or adapters hold one."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from parallel_backend.core.finite import NAMED, all_finite, checksum
+from parallel_backend.rank.stage.linear import RankLinear
+
+KEPT = 256
+"""Micro-steps that a rank can still tell about: many more than are under way."""
+
+
+class FiniteWatch:
+    """The sums of a rank's last results."""
+
+    def __init__(self):
+        self._sums: deque[tuple[int, torch.Tensor]] = deque(maxlen=KEPT)
+
+    def note(self, seq: int, result: torch.Tensor) -> None:
+        """Of micro-step `seq`: what is sent on, or the output. Never waits for the device."""
+        self._sums.append((seq, checksum(result)))
+
+    def first(self) -> int | None:
+        """The first of them that was not finite. They are forgotten: what comes later has a beginning of its own."""
+        sums, self._sums = self._sums, deque(maxlen=KEPT)
+        return next((seq for seq, total in sums if not bool(total.isfinite())), None)
+
+
+def bad_weights(model: nn.Module) -> tuple[str, ...]:
+    """The first few parameters with values that are not finite; packed ones are not looked into."""
+    return _first(name for name, parameter in model.named_parameters() if not all_finite(parameter))
+
+
+def bad_adapters(model: nn.Module) -> tuple[str, ...]:
+    """The first few layers with such an adapter."""
+    return _first(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, RankLinear)
+        and not all(all_finite(factor) for pair in module.adapters for factor in pair if factor is not None)
+    )
+
+
+def _first(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(itertools.islice(names, NAMED))

@@ -1,0 +1,203 @@
+"""The places of a model's blocks on one stage: its own blocks stay where they are, stand-ins take the others' places.
+
+So the model's own loop over its blocks runs as it is, with every index right: what it cuts out for a block by number
+(Chroma's modulation, a ControlNet's residuals) is that block's. A stand-in before the stage's blocks answers with what
+was received, whatever it is called with; the first one after them ends the forward with what is to be sent.
+
+In families of `whole_latent` hidden states are the rank's tokens inside a block list, and whole in between: the first slot
+of a list cuts its arguments down, the last one puts its results into whole tensors, zero in all other places.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallel_backend.families.base.family import BlockList
+from parallel_backend.families.base.step_inputs import Cut, Rows
+
+
+class StageDone(Exception):
+    """No error: ends the forward of a stage without epilogue, carrying [b, t, hidden] and [b, n, hidden] out of it."""
+
+    def __init__(self, text: torch.Tensor, image: torch.Tensor):
+        self.text, self.image = text, image
+
+
+@dataclass
+class Flow:
+    """The micro-step under way, told by the engine. `received`: [b, t + n, hidden], text first, None on the first stage.
+
+    `arriving`, `leaving`: "<list>.<index>" of the blocks whose outputs come from the stage before and go to the one behind
+    beside the hidden states (BlockList.skips).
+    `text_tokens`: t, the rank's text tokens. `rows`: see Rows; None where the forward is given the rank's tokens only.
+    `residuals`: "<list>.<index>" of a block -> [b, n, hidden], a ControlNet's addition to its image tokens.
+    """
+
+    text_first: bool
+    arriving: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
+    received: torch.Tensor | None = None
+    text_tokens: int = 0
+    rows: Rows | None = None
+    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
+    whole_text: int = field(default=0, init=False)  # text tokens that the list's first slot saw
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict, init=False)  # [b, t + n, hidden] of those blocks
+    _cut: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False)
+
+    def cut(self, name: str, cut: Cut, value: Any) -> Any:
+        """`cut(value, rows)`, made once for all blocks that are given the same object."""
+        known, done = self._cut.get(name, (None, None))
+        if known is not value:
+            done = cut(value, self.rows)
+            self._cut[name] = value, done
+        return done
+
+    def begin(
+        self,
+        received: torch.Tensor | None,
+        text_tokens: int,
+        rows: Rows | None,
+        residuals: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """A new micro-step. `received`: what `outgoing` gave on the stage before."""
+        self.outputs.clear()
+        if received is not None and self.arriving:
+            received, *outputs = received.chunk(1 + len(self.arriving))
+            self.outputs.update(zip(self.arriving, outputs, strict=True))
+        self.received, self.text_tokens, self.rows, self.residuals = received, text_tokens, rows, residuals or {}
+        self._cut.clear()
+
+    def behind(self, block: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text and image behind a block of the stages before: its own output if that came along."""
+        tokens = self.outputs.get(block, self.received)
+        assert tokens is not None
+        return tokens[:, : self.text_tokens], tokens[:, self.text_tokens :]
+
+    def keep(self, block: str, text: torch.Tensor, image: torch.Tensor) -> None:
+        """Note a block's output, if the stage behind is to have it."""
+        if block in self.leaving and block not in self.outputs:
+            self.outputs[block] = torch.cat((text, image), dim=1)
+
+    def outgoing(self, done: StageDone) -> torch.Tensor:
+        """What the stage sends: [(1 + k) b, t + n, hidden], hidden states and `leaving`, one batch behind the other."""
+        hidden = torch.cat((done.text, done.image), dim=1)
+        return torch.cat((hidden, *(self.outputs[block] for block in self.leaving))) if self.leaving else hidden
+
+
+class Slot:
+    """How one place in a block list is called: binds arguments by name, cuts them down, puts results back."""
+
+    def __init__(self, spec: BlockList, flow: Flow, block_class: type[nn.Module], index: int, count: int):
+        self.spec, self.flow, self.name = spec, flow, f"{spec.name}.{index}"
+        self.first, self.last = index == 0, index == count - 1
+        self.signature = inspect.signature(block_class.forward)
+
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """A block's arguments by name; what its catch-all takes counts like the others."""
+        bound = self.signature.bind(None, *args, **kwargs).arguments
+        rest = bound.pop("kwargs", {})
+        return {name: value for name, value in bound.items() if name not in ("self", "args")} | rest
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """By name, cut down to the rank's tokens."""
+        given = self.named(args, kwargs)
+        spec, rows = self.spec, self.flow.rows
+        if rows is None:
+            return given
+        for name, cut in spec.cuts.items():
+            if given.get(name) is not None:
+                given[name] = self.flow.cut(name, cut, given[name])
+        if self.first:
+            self.note_text(given)
+            image = given[spec.image]
+            given[spec.image] = rows.of_joint(image, 1) if spec.joined else rows.of_image(image, 1)
+            if "text" in spec.returns:
+                given[spec.text] = given[spec.text][:, rows.text.slice]
+        return given
+
+    def note_text(self, given: Mapping[str, Any]) -> None:
+        """How long the list's whole text is, for `leave`."""
+        if self.spec.joined:
+            self.flow.whole_text = given[self.spec.image].shape[1] - self.flow.rows.image_tokens
+        else:
+            self.flow.whole_text = given[self.spec.text].shape[1] if "text" in self.spec.returns else 0
+
+    def streams(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text [b, t, hidden] and image [b, n, hidden] among arguments that `arguments` gave."""
+        image = given[self.spec.image]
+        if self.spec.joined:
+            t = self.flow.text_tokens if self.flow.rows is None else len(self.flow.rows.text.before(self.flow.whole_text))
+            n = image.shape[1] - t
+            first, second = image.split((t, n) if self.flow.text_first else (n, t), 1)
+            return (first, second) if self.flow.text_first else (second, first)
+        if "text" in self.spec.returns:
+            return given[self.spec.text], image
+        return image[:, :0], image
+
+    def results(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
+        """The streams as a block returns them."""
+        if self.spec.joined:
+            return torch.cat((text, image) if self.flow.text_first else (image, text), 1)
+        out = tuple(text if name == "text" else image for name in self.spec.returns)
+        return out if len(out) > 1 else out[0]
+
+    def leave(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
+        """Results of the list's last slot, whole again. No text: a last block may have none to give."""
+        rows = self.flow.rows
+        whole = image.new_zeros(len(image), rows.image_tokens, image.shape[-1])
+        whole[:, rows.image] = image
+        words = None
+        if text is not None:
+            words = text.new_zeros(len(text), self.flow.whole_text, text.shape[-1])
+            own = rows.text.before(self.flow.whole_text)
+            words[:, own.slice] = text[:, : len(own)]
+        return self.results(words, whole)
+
+    def add_residual(self, out: Any) -> Any:
+        """A block's results, a ControlNet's residual added as ComfyUI's native models do: behind the block."""
+        residual = self.flow.residuals.get(self.name)
+        if residual is None:
+            return out
+        text, image = self._parts(out)
+        return self.results(text, image + residual)
+
+    def fill_text(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A block's arguments, with one token where there is no text. Attention leaves it out (Seam.attend)."""
+        if self.flow.rows is not None and self.flow.text_tokens == 0:
+            given[self.spec.text] = F.pad(given[self.spec.text], (0, 0, 0, 1))
+        return given
+
+    def empty_text(self, out: Any) -> Any:
+        """A block's results, without that token."""
+        if self.flow.rows is None or self.flow.text_tokens:
+            return out
+        text, image = self._parts(out)
+        return self.results(text[:, :0], image)
+
+    def own(self, block: nn.Module, whole_latent: bool) -> None:
+        """Hooks for a block that the stage has."""
+        if self.spec.needs_text:
+            block.register_forward_hook(lambda _block, _args, out: self.empty_text(out))
+        block.register_forward_hook(lambda _block, _args, out: self.add_residual(out))
+        if self.name in self.flow.leaving:
+            block.register_forward_hook(lambda _block, _args, out: self.flow.keep(self.name, *self._parts(out)))
+        if not whole_latent:
+            return
+        block.register_forward_pre_hook(lambda _block, args, kwargs: ((), self.arguments(args, kwargs)), with_kwargs=True)
+        if self.spec.needs_text:
+            block.register_forward_pre_hook(lambda _block, _args, given: ((), self.fill_text(given)), with_kwargs=True)
+        if self.last:
+            block.register_forward_hook(
+                lambda _block, _args, out: out if self.flow.rows is None else self.leave(*self._parts(out))
+            )
+
+    def _parts(self, out: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+        if self.spec.joined or len(self.spec.returns) == 1:
+            return self.streams({self.spec.image: out})
+        named = dict(zip(self.spec.returns, out, strict=True))
+        return named["text"], named["image"]

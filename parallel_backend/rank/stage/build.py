@@ -1,0 +1,129 @@
+"""A pipeline stage made from diffusers' own, unmodified model class: the parts that are not this rank's are stand-ins.
+
+The class's forward runs on every rank. On the first stage its prologue embeds the inputs; elsewhere a stand-in before the
+stage's blocks replaces whatever came of that by the hidden states received. On the last stage its epilogue makes the
+output; elsewhere a stand-in behind the stage's blocks ends the forward with the hidden states to send (block_slots.py).
+"""
+
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from diffusers.models.embeddings import TimestepEmbedding
+from torch import nn
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.core.spans import Span
+from parallel_backend.families import Family
+from parallel_backend.families.base.step_inputs import GUIDANCE
+
+from .block_slots import Flow
+from .meta_model import skeleton
+from .stand_ins import Absent, fill_slots
+from .tensor_parallel import TensorPlan
+from .weights import fill_weights
+
+GUIDANCE_FACTOR = 1000.0
+"""Between embedded guidance as users set it and as every class of diffusers embeds it."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`attention`: the attention modules in the order in which they run, each with the tokens it is over (families.base)."""
+
+    model: nn.Module
+    attention: list[tuple[nn.Module, str]]
+    flow: Flow
+
+
+def build_stage(
+    checkpoint: Checkpoint,
+    span: Span,
+    device: torch.device,
+    dtype_name: str,
+    plan: TensorPlan | None = None,
+    progress: Callable[[float], None] = lambda fraction: None,
+    only: Collection[str] = (),
+) -> Stage:
+    """The model with only blocks `span` materialised.
+
+    Weights go straight from the mapped file to `device`; nothing that another rank owns is ever allocated. With `plan`
+    only this rank's shards of them; `plan.apply` then makes them work together. `progress`: see fill_weights. `only`: see
+    loading.Load.
+    """
+    family, config = checkpoint.family, checkpoint.config
+    first, last = span.start == 0, span.stop == family.block_count(config)
+    dtype = compute_dtype(dtype_name, device)
+    model = skeleton(family, config)
+    owned = family.owned(config, span)
+    skipped = (() if first else family.prologue) + (() if last else family.epilogue)
+    # The state dict, not the parameters: a table of positions may be a buffer. As loaded it counts as a parameter.
+    left_out = {
+        f"{spec.name}.{index}."
+        for spec in family.block_lists
+        for index in (owned[spec.name] if only and not spec.prologue else ())
+        if f"{spec.name}.{index}" not in only
+    }
+    targets = [
+        name
+        for name in model.state_dict()
+        if _is_owned(name, owned, skipped) and ".".join([*name.split(".")[:2], ""]) not in left_out
+    ]
+    fill_weights(model, checkpoint, targets, plan, device, dtype_name, progress)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    width = family.hidden(config)
+    for name in skipped:
+        # A refiner's blocks are simply none, other modules' outputs are looked at for their shape.
+        module = getattr(model, name)
+        if isinstance(module, nn.ModuleDict):
+            absent = nn.ModuleDict({key: Absent(width, dtype, device) for key in module})
+        else:
+            absent = nn.ModuleList() if isinstance(module, nn.ModuleList) else Absent(width, dtype, device)
+        setattr(model, name, absent)
+    arriving, leaving = (() if end else family.carried(config, at) for end, at in ((first, span.start), (last, span.stop)))
+    flow, attention = Flow(family.text_first, arriving, leaving), []
+    for spec in family.block_lists:
+        attention += fill_slots(model, spec, flow, owned[spec.name], family.whole_latent, only)
+    return Stage(model, attention, flow)
+
+
+def _is_owned(parameter: str, owned: dict[str, range], skipped: tuple[str, ...]) -> bool:
+    top, *rest = parameter.split(".")
+    if top in owned:
+        return int(rest[0]) in owned[top]
+    return top not in skipped
+
+
+def keep_timestep_exact(
+    model: nn.Module,
+    family: Family,
+    values_of: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
+    dtype: torch.dtype,
+) -> None:
+    """Hand the time embedding the sampler's float32 timestep and guidance: diffusers rounds them to `dtype` first.
+
+    In bf16 that rounding moves Flux's output by 4 % (timestep) and 7 % (a guidance of 3.5). `values_of()` gives the current
+    micro-step's timestep and embedded guidance, [b] float32 each; None without guidance.
+    """
+    if family.time_embed is None:
+        return
+    name, factor = family.time_embed
+    embed = model.get_submodule(name)
+    names = list(inspect.signature(embed.forward).parameters)
+
+    def exact(_module: nn.Module, arguments: tuple) -> tuple:
+        timestep, guidance = values_of()
+        given = dict(zip(names, arguments, strict=False))
+        given[names[0]] = family.model_time(timestep) * factor
+        if guidance is not None and given.get(GUIDANCE) is not None:
+            given[GUIDANCE] = guidance * GUIDANCE_FACTOR
+        return tuple(given.values())
+
+    embed.register_forward_pre_hook(exact)
+    for module in embed.modules():
+        if isinstance(module, TimestepEmbedding):  # Flux.2 hands it what it computes in the timestep's dtype
+            module.register_forward_pre_hook(lambda _module, arguments: (arguments[0].to(dtype), *arguments[1:]))

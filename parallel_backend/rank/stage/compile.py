@@ -1,0 +1,218 @@
+"""torch.compile of a stage's blocks: a graph for each block class and shape, as by diffusers' `compile_repeated_blocks`.
+
+A block's own hooks (block_slots.py) stay outside. What inside it reaches beyond its own tokens, or is no arithmetic that a
+compiler could better, is one opaque operation each: attention (the layer's Seam), layers with a hook of tensor parallelism,
+packed weights, linear attention, what is computed once for many micro-steps (module_cache.py). An operation says its
+place in the block, and finds the module there when it runs. So all blocks of a class share their graphs, and no graph knows
+a layer's number, a transfer or a K/V buffer.
+
+All operations say that they write to one tensor, which keeps them in the order of the code: a compiler may order
+independent ones as it likes, and ranks with shards of different shapes would meet in different transfers.
+"""
+
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.rank.attention.linear_attention import SharedLinearAttention
+from parallel_backend.rank.attention.parallel_attention import Seam
+from parallel_backend.rank.attention.sdpa_redirect import SdpaProcessor, SdpaToSeam
+
+from .linear import PackedLinear, RankLinear
+from .module_cache import AnswersOnce
+from .tensor_parallel import SharedRMSNorm
+
+log = logging.getLogger(__name__)
+
+VARIANTS = 128
+"""Graphs per block class. One for each height of a band, with and without text, and each layout in memory of its inputs;
+what a user's other sizes and prompts add comes on top. Beyond it, torch runs a block as it is."""
+
+WORKERS = 8
+"""Processes that a rank at most compiles with."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The modules that the operations of one block stand for, by name in the block."""
+
+    seams: dict[str, Seam] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+
+
+_places: ContextVar[Places] = ContextVar("places of the block under way")
+
+
+@torch.library.custom_op(
+    "parallel_dit::attend",
+    mutates_args=("order",),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) order, str name, float? scale) -> Tensor",
+)
+def attend(query, key, value, order, name, scale):
+    """Seam.attend of the block's attention module `name`: three [B, s, H, D] -> [B, s, H, D]."""
+    return _places.get().seams[name].attend(query, key, value, scale).contiguous()
+
+
+@attend.register_fake
+def _(query, key, value, order, name, scale):
+    return query.new_empty(query.shape)
+
+
+@torch.library.custom_op(
+    "parallel_dit::call", mutates_args=("order",), schema="(Tensor x, Tensor(a!) order, str name, int? width) -> Tensor"
+)
+def call(x, order, name, width):
+    """The block's module `name` as it is: x [..., n] -> [..., width], or [..., n] without `width`."""
+    module = _places.get().modules[name]
+    return module.outside.kind.__call__(module, x).contiguous()
+
+
+@call.register_fake
+def _(x, order, name, width):
+    return x.new_empty(x.shape if width is None else (*x.shape[:-1], width))
+
+
+class GraphSeam:
+    """In a Seam's place. A plain class: of a frozen dataclass torch compares every field, and the layer is one."""
+
+    def __init__(self, seam: Seam, name: str, order: torch.Tensor):
+        self.name, self.order, self.drops_mask = name, order, seam.context.drops_mask
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As Seam.attend."""
+        assert mask is None or self.drops_mask, "this family's own forward passes an attention mask"
+        return torch.ops.parallel_dit.attend(query, key, value, self.order, self.name, scale)
+
+
+@dataclass
+class OutsideModule:
+    """What a module that is called as one operation knows of it."""
+
+    kind: type[nn.Module]  # its class before
+    name: str
+    order: torch.Tensor
+    width: int | None
+
+
+@functools.cache
+def _outside(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class whose modules are called as one operation. One for each kind, since torch compares classes."""
+
+    def __call__(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        place = self.outside
+        return torch.ops.parallel_dit.call(x, place.order, place.name, place.width)
+
+    return type(kind.__name__, (kind,), {"__call__": __call__})
+
+
+@functools.cache
+def _traceable(kind: type) -> type:
+    """A processor class that does as SdpaProcessor does around one of `kind`, and that torch can look into."""
+
+    @functools.wraps(kind.__call__)  # diffusers passes on the arguments that it finds in the signature
+    def __call__(self, *arguments, **named):
+        with SdpaToSeam(self._parallel_config):
+            return kind.__call__(self, *arguments, **named)
+
+    return type(kind.__name__, (kind,), {"__call__": __call__})
+
+
+class Compiler:
+    """The graphs of a stage's blocks, each made at the first call that needs it. `graphs` counts them.
+
+    The first graph that cannot be made turns compilation off, with a warning that says why; blocks then run as they are.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], widths: Callable[[str], int], device: torch.device, ranks: int):
+        """`blocks` by name in the model, with weights, plan and seams in place. `widths`: the output features that a linear
+        layer of the model has, over all ranks. `ranks`: how many share the machine."""
+        self.graphs, self._failed, self._widths = 0, False, widths
+        self._order = torch.zeros(1, dtype=torch.uint8, device=device)
+        # The process is a rank's own. Errors inside torch's tracing: it warns and runs the code as it is.
+        torch._dynamo.config.suppress_errors = True
+        torch._dynamo.config.recompile_limit = VARIANTS
+        torch._dynamo.config.accumulated_recompile_limit = 16 * VARIANTS
+        torch._inductor.config.compile_threads = max(1, min(WORKERS, (os.cpu_count() or 1) // ranks))
+        for name, block in blocks.items():
+            self._prepare(name, block)
+
+    def close(self) -> None:
+        """Let go of the graphs, which hold on to the blocks."""
+        torch._dynamo.reset()
+
+    def _prepare(self, block_name: str, block: nn.Module) -> None:
+        places = Places()
+        for name, module in block.named_modules():
+            processor = getattr(module, "processor", None)
+            if isinstance(seam := getattr(processor, "_parallel_config", None), Seam):
+                places.seams[name] = seam
+                if isinstance(processor, SdpaProcessor):
+                    module.processor = object.__new__(_traceable(type(processor.processor)))
+                    vars(module.processor).update(vars(processor.processor))
+                module.processor._parallel_config = GraphSeam(seam, name, self._order)
+            elif name and self._stays_outside(module, processor):
+                places.modules[name] = module
+                module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
+                module.__class__ = _outside(type(module))
+        block.forward = CompiledForward(block.forward, places, self._backend)
+
+    def _width(self, name: str, module: nn.Module) -> int | None:
+        """Features that the module `name` of the model gives. None: as many as it is given."""
+        if isinstance(module, nn.Sequential):
+            return self._width(f"{name}.{len(module) - 1}", module[-1])
+        if not isinstance(module, RankLinear):
+            return None
+        # A layer with a hook adds up or gathers over the ranks; a column-cut one without gives the rank's own features.
+        return self._widths(name) if module._forward_hooks else module.weight_shape[0]
+
+    @staticmethod
+    def _stays_outside(module: nn.Module, processor: Any) -> bool:
+        """Whether a module has transfers or hooks, which torch would trace anew for every block, or expands its weight."""
+        own = isinstance(module, (PackedLinear, SharedRMSNorm, AnswersOnce)) or isinstance(processor, SharedLinearAttention)
+        return own or bool(module._forward_hooks or module._forward_pre_hooks)
+
+    def _backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        """For torch.compile: Inductor, or the graph itself."""
+        from torch._inductor.compile_fx import compile_fx
+
+        if not self._failed:
+            try:
+                compiled = compile_fx(graph, inputs)
+                self.graphs += 1
+                return compiled
+            except Exception as error:
+                self._failed = True
+                reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+                log.warning("Parallel DiT: compile: the model runs uncompiled, since torch.compile failed: %s", reason)
+        return graph.forward
+
+
+class CompiledForward:
+    """In the place of a block's `forward`."""
+
+    def __init__(self, forward: Callable[..., Any], places: Places, backend: Callable[..., Any]):
+        self._places = places
+        self._compiled = torch.compile(forward, backend=backend, dynamic=False)
+        self.__signature__ = inspect.signature(forward)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        token = _places.set(self._places)
+        try:
+            return self._compiled(*arguments, **named)
+        finally:
+            _places.reset(token)

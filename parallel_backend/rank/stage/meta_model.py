@@ -1,0 +1,39 @@
+"""A model of a diffusers class without its weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import diffusers
+from torch import nn
+
+from parallel_backend.families import Family
+
+
+def skeleton(family: Family, config: dict[str, Any]) -> nn.Module:
+    """The family's class with its parameters on the meta device.
+
+    Buffers and other tensors are real: constructors compute tables of positions and frequencies, which no file has.
+    """
+    with _meta_parameters():
+        arguments = {name: value for name, value in config.items() if name not in family.settings}
+        model = getattr(diffusers, family.model_class)(**arguments).eval().requires_grad_(False)
+    model.register_to_config(**{name: config[name] for name in family.settings})
+    return model
+
+
+@contextmanager
+def _meta_parameters() -> Iterator[None]:
+    """What a constructor registers goes to the meta device at once; memory that nothing was written to costs nothing."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register

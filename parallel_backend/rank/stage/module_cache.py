@@ -1,0 +1,99 @@
+"""Modules whose output many micro-steps share: computed in the first of them, kept for the others.
+
+A band's micro-step runs the model's whole forward. What depends on the timestep and the prompt alone is the same for all
+bands: modulation, whose weights (a quarter of Flux's) would be read anew for each; text refiners; keys of the text.
+"""
+
+import functools
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from torch import nn
+
+from parallel_backend.families.parts.shared_modules import Per
+from parallel_backend.wire.sampling import Step
+
+from .stand_ins import STAND_INS
+
+KEPT = {Per.CALL: 1, Per.PROMPT: 2, Per.BAND: 32}
+"""For so many of them outputs are kept. Two prompts: positive and negative, where they are two calls."""
+
+Outputs = dict[tuple[nn.Module, int], Any]
+"""By module and number of its call within a micro-step: some are asked for the text and for the image."""
+
+
+class Once:
+    """What the modules of one rank's model gave in earlier micro-steps."""
+
+    def __init__(self, model: nn.Module, plan: Mapping[str, Per]):
+        """From now on the modules of `plan` (see families.once) answer from what is kept."""
+        self._kept: dict[Per, OrderedDict[tuple[Hashable, ...], Outputs]] = {per: OrderedDict() for per in Per}
+        self.current: dict[Per, Outputs] = {}  # of the micro-step under way
+        self.calls: Counter[nn.Module] = Counter()  # in it
+        patterns = [(_expression(pattern), per) for pattern, per in plan.items()]
+        for name, module in model.named_modules():
+            per = next((per for pattern, per in patterns if pattern.fullmatch(name)), None)
+            if per is not None and not isinstance(module, STAND_INS):
+                module.__class__ = _answering_once(type(module))
+                module.once, module.once_per = self, per
+
+    def begin(self, step: Step, whole: bool) -> None:
+        """A micro-step. A `whole` call is only one, so that nothing is kept for others of it."""
+        prompt = (step.conditioning, step.entries)
+        keys = {Per.PROMPT: prompt, Per.BAND: (*prompt, step.tokens, step.with_text)}
+        if not whole:
+            keys[Per.CALL] = (*prompt, step.timestep.numpy().tobytes())
+        self.end()
+        for per, key in keys.items():
+            kept = self._kept[per]
+            self.current[per] = kept.setdefault(key, {})
+            kept.move_to_end(key)
+            if len(kept) > KEPT[per]:
+                kept.popitem(last=False)
+
+    def end(self) -> None:
+        """What modules are called with from here on belongs to no micro-step."""
+        self.current = {}
+        self.calls.clear()
+
+    def drop(self, conditioning: int) -> None:
+        """This conditioning is gone: nothing asks for what was computed from it any more."""
+        for kept in self._kept.values():
+            for key in [key for key in kept if key[0] == conditioning]:
+                del kept[key]
+
+    def forget(self) -> None:
+        """The weights are others now, or a run is over."""
+        for kept in self._kept.values():
+            kept.clear()
+
+
+def _expression(pattern: str) -> re.Pattern:
+    """A star in front stands for a block ("<list>.<index>"), elsewhere for an index."""
+    star = r"[^.]+\.[^.]+" if pattern.startswith("*") else r"[^.]+"
+    return re.compile(re.escape(pattern).replace(r"\*", star))
+
+
+class AnswersOnce:
+    """Mixed into a module's class. Its output must not be changed in place by whoever gets it."""
+
+    once: Once
+    once_per: Per
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        known = self.once.current.get(self.once_per)
+        if known is None:
+            return super().__call__(*args, **kwargs)
+        call = self, self.once.calls[self]
+        self.once.calls[self] += 1
+        if call not in known:
+            known[call] = super().__call__(*args, **kwargs)
+        return known[call]
+
+
+@functools.cache
+def _answering_once(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the same name: adapters and diffusers tell classes by it."""
+    return type(base.__name__, (AnswersOnce, base), {})

@@ -1,0 +1,96 @@
+"""Modules in the places of what another stage owns: blocks, prologue and epilogue."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.families.base.family import BlockList
+
+from .block_slots import Flow, Slot, StageDone
+
+
+class Before(nn.Module):
+    """In the place of a block of the stages before."""
+
+    def __init__(self, slot: Slot):
+        super().__init__()
+        self.slot = slot
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        slot, flow = self.slot, self.slot.flow
+        if flow.rows is not None and slot.first:
+            slot.note_text(slot.named(args, kwargs))
+        text, image = flow.behind(slot.name)
+        flow.keep(slot.name, text, image)
+        return slot.leave(text, image) if slot.last and flow.rows is not None else slot.results(text, image)
+
+
+class After(nn.Module):
+    """In the place of a block of the stages after."""
+
+    def __init__(self, slot: Slot):
+        super().__init__()
+        self.slot = slot
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise StageDone(*self.slot.streams(self.slot.arguments(args, kwargs)))
+
+
+class Passed(nn.Module):
+    """In the place of one of the stage's own blocks that a rehearsal leaves out: hands on what it is given."""
+
+    def __init__(self, slot: Slot):
+        super().__init__()
+        self.slot = slot
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        slot = self.slot
+        text, image = slot.streams(slot.arguments(args, kwargs))
+        return slot.leave(text, image) if slot.last and slot.flow.rows is not None else slot.results(text, image)
+
+
+class Absent(nn.Module):
+    """In the place of a prologue module on a later stage: zeros of the hidden width, of which only the shape is used."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.width = width
+        self.empty = torch.empty(0, dtype=dtype, device=device)
+
+    def forward(self, value: torch.Tensor | None = None, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        if value is None:
+            return self.empty
+        return self.empty.new_zeros(*value.shape[:-1], self.width)
+
+
+STAND_INS = (Before, After, Passed, Absent)
+
+
+def own_blocks(model: nn.Module, specs: Sequence[BlockList]) -> dict[str, nn.Module]:
+    """The blocks of these lists that the stage has, by "<list>.<index>"."""
+    blocks = {f"{spec.name}.{index}": block for spec in specs for index, block in enumerate(getattr(model, spec.name))}
+    return {name: block for name, block in blocks.items() if not isinstance(block, STAND_INS)}
+
+
+def fill_slots(
+    model: nn.Module, spec: BlockList, flow: Flow, own: range, whole_latent: bool, only: Collection[str] = ()
+) -> list[tuple[nn.Module, str]]:
+    """Put stand-ins around blocks `own` of a list; (attention module, which tokens it is over) of those, in order.
+
+    `only`: see loading.Load.
+    """
+    blocks = getattr(model, spec.name)
+    attention = []
+    for index, block in enumerate(blocks):
+        slot = Slot(spec, flow, type(block), index, len(blocks))
+        if index in own and only and not spec.prologue and slot.name not in only:
+            blocks[index] = Passed(slot)
+        elif index in own:
+            slot.own(block, whole_latent)
+            modules = dict(block.named_modules())
+            attention += [(modules[name], over) for name, over in spec.attention.items() if name in modules]
+        else:
+            blocks[index] = Before(slot) if index < own.start else After(slot)
+    return attention

@@ -1,0 +1,120 @@
+"""Tensor parallelism from a plan that is data: which linear layers of a block are cut, along which side, and how.
+
+As in Megatron-LM (arXiv 1909.08053): attention and feed-forward begin with column-cut layers (each rank some output
+features) and end with row-cut ones (each rank some input features, the partial results added up over the axis). Layers
+that make modulation vectors are cut by columns and their small output gathered, so that every large weight is cut.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from parallel_backend.core.spans import Shard, Span, split
+from parallel_backend.families.base.tensor_plan import Cut, Plan, Style, cut_side
+from parallel_backend.rank.comm.collectives import all_reduce, start_gather
+from parallel_backend.rank.comm.mesh import Axis
+from parallel_backend.rank.comm.transfers import Traffic
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A family's plan, for one rank of the tensor axis and a model with these heads. `key_heads`: None for as many."""
+
+    plan: Plan
+    heads: int
+    head_size: int
+    axis: Axis
+    key_heads: int | None = None
+
+    def style(self, parameter: str) -> Style | None:
+        """Of the layer that `parameter` (`<list>.<index>.<layer>.weight`) belongs to. None: every rank has it whole."""
+        if self.axis.size == 1:
+            return None
+        name, _, rest = parameter.partition(".")
+        return self.plan.get(name, {}).get(rest.partition(".")[2].rpartition(".")[0])
+
+    def shards(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
+        """This rank's part of each of these parameters that is cut; the others it has whole."""
+        shards = {}
+        for parameter, shape in shapes.items():
+            style = self.style(parameter)
+            if style is None:
+                continue
+            if parameter.endswith(".bias") and style.cut is Cut.ROW:
+                if self.axis.index > 0:  # it is added once: by the first rank
+                    shards[parameter] = Shard(0, ())
+                continue
+            dim = 1 if style.cut is Cut.ROW else 0
+            spans = cut_side(style, shape[dim], self.heads, self.head_size, self.axis.index, self.axis.size, self.key_heads)
+            shards[parameter] = Shard(dim, spans)
+        return shards
+
+    def apply(self, model: nn.Module, traffic: Traffic) -> None:
+        """Make the cut layers, whose weights are in place, work together over the axis. The model's code stays as it is."""
+        if self.axis.size == 1:
+            return
+        key_heads = self.key_heads or self.heads
+        local_heads = len(split(Span(0, key_heads), self.axis.size)[self.axis.index]) * (self.heads // key_heads)
+        for name, module in model.named_modules():
+            if name.partition(".")[0] not in self.plan:
+                continue
+            if hasattr(module, "processor"):
+                module.heads = local_heads
+                module.inner_dim = local_heads * self.head_size
+                if hasattr(module, "mlp_hidden_dim"):  # its layers are the feed-forward's too, divided by these two widths
+                    module.mlp_hidden_dim = len(split(Span(0, module.mlp_hidden_dim), self.axis.size)[self.axis.index])
+            style = self.style(f"{name}.weight")
+            if style is None:
+                continue
+            if style.cut is Cut.NORM:
+                SharedRMSNorm.adopt(module, self.axis, traffic)
+                continue
+            if style.cut is Cut.TABLE:
+                module.register_forward_hook(functools.partial(self._cut_table, style))
+                continue
+            if style.cut is Cut.ROW:
+                module.register_forward_hook(lambda _module, _input, out: all_reduce(out, self.axis, traffic))
+            elif style.cut is Cut.GATHER:
+                sizes = [len(span) for span in split(Span(0, module.out_features), self.axis.size)]
+                module.register_forward_hook(functools.partial(_gather, sizes, self.axis, traffic))
+            module.out_features, module.in_features = module.weight_shape
+
+    def _cut_table(
+        self, style: Style, _module: nn.Module, _input: tuple, tables: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """Forward hook: each [..., features] -> [..., this rank's features]."""
+        width, axis = tables[0].shape[-1], self.axis
+        spans = cut_side(style, width, self.heads, self.head_size, axis.index, axis.size, self.key_heads)
+        return tuple(torch.cat([table[..., span.slice] for span in spans], dim=-1) for table in tables)
+
+
+class SharedRMSNorm(nn.RMSNorm):
+    """An RMSNorm over features of which each rank of the axis has a part: the sum of squares is added up over it."""
+
+    width: int  # of all ranks' parts
+    axis: Axis
+    traffic: Traffic
+
+    @staticmethod
+    def adopt(norm: nn.RMSNorm, axis: Axis, traffic: Traffic) -> None:
+        """Make `norm`, whose weight is this rank's part already, one of these."""
+        (norm.width,) = norm.normalized_shape
+        norm.axis, norm.traffic = axis, traffic
+        norm.__class__ = SharedRMSNorm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., this rank's features], the same shape; computed in float32."""
+        wide = x.float()
+        squares = all_reduce(wide.square().sum(dim=-1, keepdim=True), self.axis, self.traffic)
+        scale = torch.rsqrt(squares / self.width + self.eps)
+        return (wide * scale * self.weight.float()).to(x.dtype)
+
+
+def _gather(
+    sizes: list[int], axis: Axis, traffic: Traffic, _module: nn.Module, _input: tuple, out: torch.Tensor
+) -> torch.Tensor:
+    """Forward hook: [..., sizes[own]] -> [..., sum(sizes)]."""
+    return torch.cat(start_gather(out, sizes, out.ndim - 1, axis, traffic).wait(), dim=-1)

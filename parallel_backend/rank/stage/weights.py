@@ -1,0 +1,65 @@
+"""Fills a stage's model with the rank's own weights: cut, converted or kept packed."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.reader import reading
+from parallel_backend.core.dtypes import compute_dtype
+
+from .linear import RankLinear
+from .tensor_parallel import TensorPlan
+
+
+def fill_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    targets: Iterable[str],
+    plan: TensorPlan | None,
+    device: torch.device,
+    dtype_name: str,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> None:
+    """Give these parameters of `model` (on the meta device until now) their values, on `device`.
+
+    `plan`: of those it cuts, this rank gets its shard, or None where it has nothing of it. Linear layers become
+    `RankLinear`s; their weights stay packed as `Checkpoint.storage` says, everything else is in the compute dtype.
+    `progress` is told the share of the bytes that are in place, before each parameter and at the end.
+    ValueError for values of another shape than the parameter's; sides of 1 do not count, which GGUF's tools may drop.
+    """
+    RankLinear.adopt(model)
+    dtype = compute_dtype(dtype_name, device)
+    targets, known = list(targets), model.state_dict()
+    for target in targets:
+        if _without_ones(checkpoint.shape(target)) != _without_ones(known[target].shape):
+            raise ValueError(
+                f"model_name: {checkpoint.path.name} holds {checkpoint.recipe[target].key} of shape "
+                f"{list(checkpoint.shape(target))}, where {checkpoint.family.name} has {list(known[target].shape)}."
+            )
+    shards = {} if plan is None else plan.shards({target: checkpoint.shape(target) for target in targets})
+    sizes = {target: checkpoint.nbytes(target, dtype_name) for target in targets}
+    done, total = 0, sum(sizes.values())
+    with reading(checkpoint) as reader:
+        for target in targets:
+            progress(done / total)
+            done += sizes[target]
+            name, _, leaf = target.rpartition(".")
+            module, shard = model.get_submodule(name), shards.get(target)
+            if shard is not None and not shard.spans:
+                setattr(module, leaf, None)
+                continue
+            linear = isinstance(module, RankLinear) and leaf == "weight"
+            storage = checkpoint.storage(target, dtype_name) if linear else None
+            if storage is None or not reader.packable(storage, shard):
+                values = reader.values(target, dtype, shard, device)
+                values = values.view(known[target].shape) if shard is None else values
+                setattr(module, leaf, nn.Parameter(values, requires_grad=False))
+            else:
+                module.pack(*reader.packed(target, storage, shard, device), dtype)
+    progress(1.0)
+
+
+def _without_ones(shape: Iterable[int]) -> list[int]:
+    return [size for size in shape if size != 1]

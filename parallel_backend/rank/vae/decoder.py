@@ -1,0 +1,97 @@
+"""A rank's decoder: diffusers' own, its weights from a message, on this rank's rows of each latent."""
+
+import math
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from parallel_backend.checkpoints.vae_keys import DECODER, POST_QUANT
+from parallel_backend.core.spans import Span, split
+from parallel_backend.rank.comm.collectives import start_gather
+from parallel_backend.rank.comm.mesh import Axis
+from parallel_backend.rank.comm.transfers import Traffic
+from parallel_backend.wire.heartbeat import Pulse
+from parallel_backend.wire.messages import Decode, Decoded, PutDecoder
+
+from .banded_layers import Bands
+
+GROUPS = 32
+"""Of every GroupNorm in these decoders; weights do not tell."""
+
+
+class BandedDecoder:
+    """Rank `rank`'s part in a decoder on all of the pool's ranks. Each of its calls is collective over them."""
+
+    def __init__(self, put: PutDecoder, rank: int, world: int, device: torch.device, pulse: Pulse | None = None):
+        self.name, self.rank, self.device = put.name, rank, device
+        self.dtype = put.tensors[f"{DECODER}conv_in.weight"].dtype
+        self.traffic = Traffic(device, pulse)
+        self.bands = Bands(Axis("rows", world, rank, tuple(range(world)), None), self.traffic)
+        self.model = build_decoder({name: tensor.to(device) for name, tensor in put.tensors.items()})
+        self.bands.adopt(self.model)
+
+    @torch.inference_mode()
+    def decode(self, message: Decode) -> Decoded:
+        """The pixels of the rank's rows."""
+        spans = split(Span(0, message.latent.shape[2]), self.bands.axis.size)
+        self.bands.rows = tuple(len(span) for span in spans)
+        pixels = None
+        if enough := self._all_have(message.bytes_needed):
+            pixels = self.model(message.latent[:, :, spans[self.rank].slice].to(self.device, self.dtype)).cpu()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what a picture takes is much, and not needed again before the next one
+        return Decoded(self.rank, message.run, pixels, not enough, self.traffic.report()[0])
+
+    def _all_have(self, needed: int) -> bool:
+        """The same on all ranks: a rank that ran out of memory half-way would leave the others waiting, and end the pool."""
+        own = torch.tensor([needed <= free_bytes(self.device)], dtype=torch.float32, device=self.device)
+        votes = start_gather(own, [1] * self.bands.axis.size, 0, self.bands.axis, self.traffic).wait()
+        return all(bool(vote) for vote in votes)
+
+
+def free_bytes(device: torch.device) -> float:
+    """What this process can still have; for CPU ranks, which share memory with everything else, all that is installed."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):  # Windows
+        return math.inf
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def build_decoder(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """diffusers' Decoder behind the 1x1 convolution that some VAEs have before it, of the sizes that `tensors` have.
+
+    `tensors`: see keys.to_diffusers; they become the parameters. Takes latents [B, C, H, W], gives pixels [B, 3, 8 H, 8 W].
+    """
+    from diffusers.models.autoencoders.vae import Decoder  # imports every autoencoder there is
+
+    def first(name: str) -> torch.Tensor:
+        return tensors[f"{DECODER}{name}.weight"]
+
+    def count(pattern: str) -> int:
+        index = 0
+        while f"{DECODER}{pattern.format(index)}.conv1.weight" in tensors:
+            index += 1
+        return index
+
+    levels = count("up_blocks.{}.resnets.0")
+    widths = [first(f"up_blocks.{level}.resnets.0.conv1").shape[0] for level in range(levels)]
+    with torch.device("meta"):
+        decoder = Decoder(
+            in_channels=first("conv_in").shape[1],
+            out_channels=first("conv_out").shape[0],
+            up_block_types=("UpDecoderBlock2D",) * levels,
+            block_out_channels=tuple(reversed(widths)),
+            layers_per_block=count("up_blocks.0.resnets.{}") - 1,
+            norm_num_groups=GROUPS,
+        )
+        quant = tensors.get(f"{POST_QUANT}.weight")
+        before = nn.Identity() if quant is None else nn.Conv2d(quant.shape[1], quant.shape[0], 1)
+    model = nn.Sequential()
+    model.add_module(POST_QUANT, before)
+    model.add_module(DECODER.rstrip("."), decoder)
+    model.load_state_dict(dict(tensors), assign=True)
+    return model.eval().requires_grad_(False)

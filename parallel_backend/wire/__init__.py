@@ -1,0 +1,1 @@
+"""What crosses processes: messages by topic, their encoding, and the channels that carry them."""

@@ -1,0 +1,283 @@
+"""How messages become bytes and back: one JSON header, then the raw bytes of its tensors. Nothing is ever unpickled.
+
+What a field may hold is read once from the dataclasses' annotations, and both ends keep to it: the sender fails before
+anything is sent, the receiver before anything is done. A header is a list, `["Step", 5, 1, ...]`: the type's name and the
+fields in order. A tensor in it is `[dtype, shape]`, a tuple or nested message a list, a dict a list of pairs.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from parallel_backend.core.spans import Span
+
+MAX_HEADER_BYTES = 1 << 20
+MAX_TENSORS = 1 << 12
+"""Of one message: a VAE's decoder has some hundred."""
+MAX_TENSOR_BYTES = 1 << 33
+"""Of all tensors of a message together."""
+MAX_AXES = 8
+MAX_INT = 1 << 128
+"""Of an integer: some are random numbers of 128 bits. None is below 0."""
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class BadMessage(ValueError):
+    """The bytes are no message of ours, or not one that may come from there."""
+
+
+class Pending(NamedTuple):
+    """A tensor of a message whose bytes are still to come: empty until it is resized to `shape`, when they do."""
+
+    tensor: torch.Tensor
+    shape: list[int]
+    nbytes: int
+
+
+class _Arriving(list[Pending]):
+    """The tensors of one message, in the order in which their bytes follow."""
+
+    nbytes = 0
+
+    def add(self, value: Any) -> torch.Tensor:
+        dtype, shape = _fixed(value, 2)
+        if type(dtype) is not str or dtype not in DTYPES:
+            raise BadMessage(f"a tensor of the dtype {_short(dtype)}")
+        if type(shape) is not list or len(shape) > MAX_AXES:
+            raise BadMessage(f"a tensor of the shape {_short(shape)}")
+        count = extent = 1
+        for size in shape:
+            if type(size) is not int or not 0 <= size <= MAX_TENSOR_BYTES:
+                raise BadMessage(f"a tensor of the shape {_short(shape)}")
+            count *= size
+            extent *= size or 1
+        nbytes = count * DTYPES[dtype].itemsize
+        self.nbytes += nbytes
+        # An axis of length 0 leaves no bytes, but strides that torch cannot hold.
+        if extent > MAX_TENSOR_BYTES or self.nbytes > MAX_TENSOR_BYTES or len(self) == MAX_TENSORS:
+            raise BadMessage(f"more than {MAX_TENSORS} tensors or {MAX_TENSOR_BYTES} bytes")
+        tensor = torch.empty(0, dtype=DTYPES[dtype])
+        self.append(Pending(tensor if nbytes else tensor.resize_(shape), shape, nbytes))
+        return tensor
+
+
+class _Kind(NamedTuple):
+    """What a field may hold: `pack` (value, tensors) -> for JSON; `read` (from JSON, _Arriving) -> value, or BadMessage."""
+
+    pack: Callable[[Any, list[torch.Tensor]], Any]
+    read: Callable[[Any, _Arriving], Any]
+
+
+class Encoding:
+    """The encoding of messages of `types`, dataclasses; no other type can be named by a header."""
+
+    def __init__(self, types: Iterable[type]):
+        self._kinds: dict[Any, _Kind] = {}
+        self._types = {cls.__name__: (cls, self._kind(cls)) for cls in types}
+        self._pack = {cls: kind.pack for cls, kind in self._types.values()}
+
+    def encode(self, message: Any) -> tuple[bytes, list[torch.Tensor]]:
+        """Header and the tensors (CPU, contiguous) that follow it, in order. AssertionError for what has no encoding."""
+        tensors: list[torch.Tensor] = []
+        pack = self._pack.get(type(message))
+        assert pack is not None, f"{type(message)} cannot cross processes"
+        header = json.dumps([type(message).__name__, *pack(message, tensors)], separators=(",", ":")).encode()
+        assert len(header) <= MAX_HEADER_BYTES and len(tensors) <= MAX_TENSORS, f"{type(message).__name__} is too large"
+        return header, tensors
+
+    def decode(self, header: bytes) -> tuple[Any, list[Pending]]:
+        """The message, and its tensors, which take no memory before their bytes arrive. BadMessage for anything else."""
+        arriving = _Arriving()
+        try:
+            value = json.loads(header)
+        except (ValueError, RecursionError) as error:
+            raise BadMessage(f"{type(error).__name__}: {error}") from error
+        if type(value) is not list or not value or type(value[0]) is not str or value[0] not in self._types:
+            raise BadMessage(f"a header of no known type: {_short(value)}")
+        name, *fields = value
+        try:
+            return self._types[name][1].read(fields, arriving), arriving
+        except BadMessage as error:
+            raise BadMessage(f"{name}: {error}") from error
+
+    def _kind(self, hint: Any) -> _Kind:
+        if hint not in self._kinds:
+            self._kinds[hint] = self._make(hint)
+        return self._kinds[hint]
+
+    def _make(self, hint: Any) -> _Kind:
+        if hint in _PLAIN:
+            return _PLAIN[hint]
+        if dataclasses.is_dataclass(hint):
+            return self._record(hint)
+        origin, arguments = get_origin(hint), get_args(hint)
+        if origin in (Union, UnionType) and len(arguments) == 2 and NoneType in arguments:
+            return _optional(self._kind(next(each for each in arguments if each is not NoneType)))
+        if origin is tuple and arguments[1:] == (...,):
+            return _sequence(self._kind(arguments[0]))
+        if origin is tuple:
+            return _tuple([self._kind(each) for each in arguments])
+        if origin is dict and arguments[0] in (int, str):
+            return _dict(*(self._kind(each) for each in arguments))
+        raise TypeError(f"{hint} cannot be the type of a message's field")
+
+    def _record(self, cls: type) -> _Kind:
+        hints = get_type_hints(cls)
+        names = tuple(field.name for field in dataclasses.fields(cls))
+        kinds = [self._kind(hints[name]) for name in names]
+        packs = [(name, kind.pack) for name, kind in zip(names, kinds, strict=True)]
+        reads = [kind.read for kind in kinds]
+
+        def pack(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
+            assert type(value) is cls, _unfit(value)
+            return [each(getattr(value, name), tensors) for name, each in packs]
+
+        def read(value: Any, arriving: _Arriving) -> Any:
+            if type(value) is not list or len(value) != len(reads):
+                raise BadMessage(f"{_short(value)} in the place of the {len(reads)} fields of {cls.__name__}")
+            return cls(*[each(item, arriving) for each, item in zip(reads, value, strict=True)])
+
+        return _Kind(pack, read)
+
+
+def _optional(kind: _Kind) -> _Kind:
+    pack, read = kind
+    return _Kind(
+        lambda value, tensors: None if value is None else pack(value, tensors),
+        lambda value, arriving: None if value is None else read(value, arriving),
+    )
+
+
+def _sequence(kind: _Kind) -> _Kind:
+    def pack(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
+        assert isinstance(value, (tuple, list)), _unfit(value)
+        return [kind.pack(item, tensors) for item in value]
+
+    def read(value: Any, arriving: _Arriving) -> tuple:
+        if type(value) is not list:
+            raise BadMessage(f"{_short(value)} is no list")
+        return tuple([kind.read(item, arriving) for item in value])
+
+    return _Kind(pack, read)
+
+
+def _tuple(kinds: list[_Kind]) -> _Kind:
+    def pack(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
+        assert isinstance(value, (tuple, list)) and len(value) == len(kinds), _unfit(value)
+        return [kind.pack(item, tensors) for kind, item in zip(kinds, value, strict=True)]
+
+    def read(value: Any, arriving: _Arriving) -> tuple:
+        return tuple([kind.read(item, arriving) for kind, item in zip(kinds, _fixed(value, len(kinds)), strict=True)])
+
+    return _Kind(pack, read)
+
+
+def _dict(keys: _Kind, values: _Kind) -> _Kind:
+    def pack(value: Any, tensors: list[torch.Tensor]) -> list[list[Any]]:
+        assert isinstance(value, dict), _unfit(value)
+        return [[keys.pack(key, tensors), values.pack(item, tensors)] for key, item in value.items()]
+
+    def read(value: Any, arriving: _Arriving) -> dict:
+        if type(value) is not list:
+            raise BadMessage(f"{_short(value)} is no list of pairs")
+        pairs = [_fixed(pair, 2) for pair in value]
+        found = {keys.read(key, arriving): values.read(item, arriving) for key, item in pairs}
+        if len(found) != len(pairs):
+            raise BadMessage("a key comes twice")
+        return found
+
+    return _Kind(pack, read)
+
+
+def _fixed(value: Any, length: int) -> list[Any]:
+    if type(value) is not list or len(value) != length:
+        raise BadMessage(f"{_short(value)} in the place of {length} values")
+    return value
+
+
+def _pack_int(value: Any, _tensors: list[torch.Tensor]) -> int:
+    assert type(value) is int and 0 <= value < MAX_INT, _unfit(value)
+    return value
+
+
+def _read_int(value: Any, _arriving: _Arriving) -> int:
+    if type(value) is not int or not 0 <= value < MAX_INT:
+        raise BadMessage(f"{_short(value)} is no whole number from 0 on")
+    return value
+
+
+def _pack_float(value: Any, _tensors: list[torch.Tensor]) -> float:
+    assert isinstance(value, (float, int)) and type(value) is not bool and math.isfinite(value), _unfit(value)
+    return float(value)
+
+
+def _read_float(value: Any, _arriving: _Arriving) -> float:
+    if type(value) is float and math.isfinite(value):
+        return value
+    raise BadMessage(f"{_short(value)} is no number")
+
+
+def _exactly(kind: type) -> _Kind:
+    def pack(value: Any, _tensors: list[torch.Tensor]) -> Any:
+        assert type(value) is kind, _unfit(value)
+        return value
+
+    def read(value: Any, _arriving: _Arriving) -> Any:
+        if type(value) is not kind:
+            raise BadMessage(f"{_short(value)} is no {kind.__name__}")
+        return value
+
+    return _Kind(pack, read)
+
+
+def _pack_tensor(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
+    assert isinstance(value, torch.Tensor) and value.dtype in _NAMES, _unfit(value)
+    tensors.append(value.detach().to("cpu").contiguous())
+    return [_NAMES[value.dtype], list(value.shape)]
+
+
+def _read_tensor(value: Any, arriving: _Arriving) -> torch.Tensor:
+    return arriving.add(value)
+
+
+def _pack_span(value: Any, _tensors: list[torch.Tensor]) -> list[int]:
+    assert type(value) is Span and 0 <= value.start <= value.stop < MAX_INT, _unfit(value)
+    return [value.start, value.stop]
+
+
+def _read_span(value: Any, _arriving: _Arriving) -> Span:
+    start, stop = _fixed(value, 2)
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop < MAX_INT:
+        raise BadMessage(f"{_short(value)} is no span")
+    return Span(start, stop)
+
+
+_PLAIN = {
+    int: _Kind(_pack_int, _read_int),
+    float: _Kind(_pack_float, _read_float),
+    bool: _exactly(bool),
+    str: _exactly(str),
+    torch.Tensor: _Kind(_pack_tensor, _read_tensor),
+    Span: _Kind(_pack_span, _read_span),
+}
+
+
+def _unfit(value: Any) -> str:
+    what = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else f"{type(value)} {_short(value)}"
+    return f"{what} cannot cross processes"
+
+
+def _short(value: Any) -> str:
+    """For an error: a hostile value may be long."""
+    text = repr(value) if isinstance(value, (str, int, float, bool, NoneType)) else type(value).__name__
+    return text if len(text) <= 80 else f"{text[:80]}..."

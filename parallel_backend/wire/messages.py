@@ -1,0 +1,46 @@
+"""What crosses processes: plain dataclasses of numbers, strings, tuples and tensors (encoding.py), here by one name each.
+
+They are defined by topic: lifecycle, loading, sampling, decoding, diagnosis. Whole numbers are never below 0, and every
+number is finite. Tensors arrive on the CPU; where they go from there is the receiver's business. What a rank sends, and
+nothing else, has a field `rank`.
+"""
+
+from parallel_backend.core.spans import Span
+
+from .decoding import Decode, Decoded, PutDecoder
+from .diagnosis import PROBE_COLUMNS as PROBE_COLUMNS
+from .diagnosis import PROBE_TEXT as PROBE_TEXT
+from .diagnosis import (
+    BeginTimeline,
+    FindNotFinite,
+    LinksProbed,
+    Memory,
+    NotFiniteFound,
+    Probe,
+    Probed,
+    ProbeLinks,
+    ReadMemory,
+    ReadTimeline,
+    Timeline,
+)
+from .encoding import BadMessage as BadMessage
+from .encoding import Encoding
+from .lifecycle import IDLE as IDLE
+from .lifecycle import START_UP as START_UP
+from .lifecycle import Beat, Failure, Ready, Stop, Unload, Unloaded
+from .loading import Adapt, Adapted, AdaptersSent, DropAdapters, Load, Loaded, Loading, Rescale
+from .sampling import BlockStats, CloseRun, DropConditioning, OpenRun, Output, PutConditioning, RunStats, Step
+
+_TYPES = {
+    cls.__name__: cls
+    for cls in (
+        *(Ready, Beat, Probe, Probed, Load, Loading, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
+        *(DropAdapters, Adapt, Rescale, AdaptersSent, Adapted),
+        *(PutDecoder, Decode, Decoded),
+        *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),
+        *(BeginTimeline, ReadTimeline, Timeline),
+        *(ReadMemory, Memory, FindNotFinite, NotFiniteFound),
+    )
+}
+_ENCODING = Encoding(_TYPES.values())
+encode, decode_header = _ENCODING.encode, _ENCODING.decode

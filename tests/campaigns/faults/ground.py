@@ -1,0 +1,252 @@
+"""The registry that faults are tried on, with ranks that break on command, and what prompts on it do."""
+
+import contextlib
+import logging
+import multiprocessing.util
+import os
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+
+from parallel_backend.client import registry as registry_module
+from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.vae import RemoteDecoder
+from parallel_backend.processes import local as launch
+from parallel_backend.processes.pool import Pool
+from parallel_backend.processes.watchdog import STALL_FACTOR, START_SECONDS
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
+from tests.rank.test_lora import lora
+from tests.rank.test_vae import autoencoder, latent, weights
+from tests.support import tiny
+from tests.support.fork_server import fork_server, started_by
+
+from . import census, rank
+from .fault import Fault
+from .table import DEGREES, MODEL_FILE
+
+STEPS, LONG = 4, 5000
+LIMIT = 1e-5
+"""Relative difference of an exact call from diffusers' own forward."""
+ALONE = 0.5
+"""Seconds in which ranks that have been sent nothing would show that something has gone wrong."""
+
+Result = list[torch.Tensor]
+
+
+def nobody() -> None:
+    """A Poll that never gives up."""
+
+
+class Warnings(logging.Handler):
+    """Keeps what the registry warns of: unloading raises nothing."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+class Ground:
+    """`expected`: by degrees and by what was asked for, what came of it undisturbed, to compare bit for bit.
+
+    `silence`: see pool.Pool. Made by `ground`.
+    """
+
+    def __init__(self, folder: Path, silence: float):
+        self.folder, self.silence = folder, silence
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self.model = tiny.random_flux()
+        self.path = tiny.save_original(self.model, tiny.FLUX, folder / "tiny.safetensors")
+        self.given = tiny.inputs(tiny.FLUX)
+        self.deltas = lora(load_file(self.path))
+        self.starts_within = START_SECONDS
+        self.registry = Registry()
+        self.warnings = Warnings()
+        self.expected: dict[str, dict[str, Result]] = {}
+        self.usual: dict[int, census.Census] = {}  # by number of ranks, while all is well
+
+    def start(self, devices: tuple[str, ...], **named: Any) -> Pool:
+        """In place of Pool where the registry starts one."""
+        pool = Pool(devices, **named | {"threads": 1, "silence": self.silence})
+        pool.watchdog.start = self.starts_within
+        return pool
+
+    def pool(self) -> Pool | None:
+        return self.registry._pool
+
+    def bound(self, patience: float) -> float:
+        """Have the ranks' watchdog wait no longer than `patience` seconds for a sign of progress; for how long it does."""
+        watchdog = self.pool().watchdog
+        watchdog.first = watchdog.stall = patience
+        return max(patience, STALL_FACTOR * watchdog._longest)
+
+    def devices(self, degrees: str) -> tuple[str, ...]:
+        return ("cpu",) * DEGREES[degrees].world
+
+    def key(self, degrees: str, stage_split: str = "even", path: Path | None = None) -> ModelKey:
+        return ModelKey(path or self.path, "fp32", self.devices(degrees), DEGREES[degrees], "sdpa", stage_split)
+
+    def sample(self, key: ModelKey, steps: int = STEPS, on_loading: Callable[[], None] = nobody) -> Result:
+        """A prompt: an exact call, and a run with a warm-up step and stale ones."""
+        told = []
+
+        def progress(doing: str, _fraction: float) -> None:
+            if doing == "loading" and not told:
+                told.append(doing)
+                on_loading()
+
+        x, timestep, tensors = self.given
+        model = self.registry.model(key, nobody, progress)
+        model.adapt(None, (), nobody)
+        exact = model.predict(x, timestep, tensors, nobody)
+        bands = 1 if key.degrees.displaced else 2
+        return [exact, sample_in_bands(model, x, linear_sigmas(steps), Prompt(tensors, tensors, 1.0), bands, 1)[0]]
+
+    def adapted(self, degrees: str) -> Result:
+        model = self.registry.model(self.key(degrees), nobody)
+        model.adapt("LoRA", self.deltas, nobody)
+        return [model.predict(*self.given, nobody)]
+
+    def decoded(self, degrees: str) -> Result:
+        pool = self.registry.pool_for(self.devices(degrees), nobody)
+        decoder = RemoteDecoder(pool, "vae", lambda: weights(autoencoder()))
+        return [decoder.decode(latent(1, 4, 8, 6), nobody)]
+
+    def standard(self, degrees: str, steps: int = STEPS) -> Result:
+        return self.sample(self.key(degrees), steps)
+
+    def learn(self, degrees: str) -> None:
+        """What comes of everything with these degrees while nothing is wrong, and what this process then has."""
+        if degrees in self.expected:
+            return
+        found = {"decoded": self.decoded(degrees), "adapted": self.adapted(degrees), "standard": self.standard(degrees)}
+        reference = tiny.reference(self.model, *self.given)
+        assert tiny.relative(found["standard"][0], reference) <= LIMIT
+        assert tiny.relative(found["adapted"][0], reference) > LIMIT
+        self.expected[degrees] = found
+        self.usual.setdefault(DEGREES[degrees].world, census.take(self.temporary))
+
+    def prepare(self, fault: Fault) -> None:
+        """All that comes before the phase."""
+        self.learn(fault.degrees)
+        if fault.phase in ("start", "rendezvous"):
+            self.registry.close()
+        elif fault.phase in ("loading", "probe", "conditioning"):
+            self.registry.pool_for(self.devices(fault.degrees), nobody)
+            self.registry.unload()
+        else:
+            self.standard(fault.degrees)
+        if fault.phase == "probe":  # imports what it needs
+            self.sample(self.key(fault.degrees, "auto"))
+            self.registry.unload()
+        elif fault.phase == "adapt":
+            self.adapted(fault.degrees)
+            self.standard(fault.degrees)
+        elif fault.phase == "decoding":
+            self.decoded(fault.degrees)
+        if fault.kind.startswith("model file"):
+            shutil.copy(self.path, self.folder / MODEL_FILE)
+        self.warnings.texts.clear()
+
+    def attempt(self, fault: Fault, wait: Callable[[], bool]) -> Result | None:
+        """What a user does while the fault strikes; the result to compare. `wait`: False once it has been long enough."""
+        degrees = fault.degrees
+        match fault.phase:
+            case "probe":
+                return self.sample(self.key(degrees, "auto"))[:1]
+            case "adapt":
+                return self.adapted(degrees)
+            case "decoding":
+                return self.decoded(degrees)
+            case "unload":
+                self.registry.unload()
+                return None
+            case "closing":
+                self.registry.close()
+                return None
+            case "idle":
+                self._wait_for_error(wait)
+                return self.standard(degrees)
+        if fault.kind.startswith("model file"):
+            return self.sample(self.key(degrees, path=self.folder / MODEL_FILE), on_loading=lambda: self.damage_file(fault))
+        outlasts_the_signal = fault.variant == "from outside" and fault.phase != "close run"
+        return self.standard(degrees, LONG if outlasts_the_signal else STEPS)
+
+    def _wait_for_error(self, wait: Callable[[], bool]) -> None:
+        """As long as it may take; what the pool then says is what a prompt would."""
+        pool = self.pool()
+        while pool.error is None and wait():
+            time.sleep(0.01)
+        if pool.error is not None:
+            raise pool.error
+
+    def damage_file(self, fault: Fault, while_read: bool = False) -> None:
+        """Before the ranks read it, or, for that kind, as soon as one does."""
+        path = self.folder / MODEL_FILE
+        if (fault.kind == "model file while it is read") != while_read:
+            return
+        if not while_read:
+            rank.write(self.folder / rank.FIRED, {"at": rank.now(), "rank": None})
+            rank.write(self.folder / rank.ACTED, None)
+        if fault.variant == "gone":
+            path.unlink()
+        else:
+            os.truncate(path, path.stat().st_size // 3)
+
+    def is_right(self, fault: Fault, result: Result | None) -> bool:
+        """Bit for bit; a model that was cut by measured times only within rounding."""
+        if result is None:
+            return True
+        if fault.phase == "probe":
+            return tiny.relative(result[0], self.expected[fault.degrees]["standard"][0]) <= LIMIT
+        what = {"adapt": "adapted", "decoding": "decoded"}.get(fault.phase, "standard")
+        return all(torch.equal(a, b) for a, b in zip(result, self.expected[fault.degrees][what], strict=True))
+
+    def is_right_again(self, degrees: str) -> bool:
+        """The next prompt."""
+        return all(
+            torch.equal(a, b) for a, b in zip(self.standard(degrees), self.expected[degrees]["standard"], strict=True)
+        )
+
+    def left_over(self, degrees: str, seconds: float) -> list[str]:
+        """What this process has beside what it has while all is well, new ranks for old ones."""
+        world = DEGREES[degrees].world
+        exchanged = Counter(children=world, files=1)
+        return census.settle(lambda: census.left_over(self.usual[world], census.take(self.temporary), exchanged), seconds)
+
+    def abandon(self) -> None:
+        """What was tried does not end: go on without it."""
+        self.registry = Registry()
+
+
+@contextlib.contextmanager
+def ground(silence: float, fast: bool = False) -> Iterator[Ground]:
+    """A Ground with a folder for temporary files of its own, so that what is left there can be told.
+
+    `fast`: see ready_made.py. What happens before a rank has imported torch is then not to be seen.
+    """
+    multiprocessing.util.get_temp_dir()  # its own, for as long as this process runs
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.ExitStack() as stack:
+        made = Ground(Path(folder), silence)
+        stack.enter_context(mock.patch.dict(os.environ, {rank.FOLDER: folder, "TMPDIR": str(made.temporary)}))
+        stack.enter_context(mock.patch.object(tempfile, "tempdir", str(made.temporary)))
+        stack.enter_context(mock.patch.object(launch, "main", rank.entry))
+        if fast:
+            stack.enter_context(started_by(stack.enter_context(fork_server(rank.__name__))))
+        stack.enter_context(mock.patch.object(registry_module, "Pool", made.start))
+        log = logging.getLogger("parallel_backend.client.registry")
+        log.addHandler(made.warnings)
+        stack.callback(log.removeHandler, made.warnings)
+        stack.callback(lambda: made.registry.close())
+        yield made

@@ -1,0 +1,402 @@
+"""Ranks that break on command: `entry` takes the place of entry.main in local.py.
+
+They look at a file whenever something happens that a fault could strike at, so ranks that outlived one fault take the
+next. All is done around the product's own functions; it knows nothing of it.
+"""
+
+import ctypes
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from parallel_backend.processes.entry import main
+from parallel_backend.processes.parent_watch import end_with_parent
+from parallel_backend.wire.rank_settings import RankSettings
+
+from . import garbage
+from .fault import INJECTED, Fault
+
+FOLDER = "PARALLEL_DIT_FAULTS"
+"""Environment variable: where the files are that the harness and its ranks speak through."""
+ARMED, FIRED, ACTED = "armed.json", "fired.json", "acted"
+STRIKES_BY_CLIENT = 20.0
+"""Seconds that a rank waits in the middle of its work for the client's process to do the harm."""
+SLOW_ONCE, SLOW_LONG = 1.5, 0.05
+
+
+def write(path: Path, content: Any) -> None:
+    """All of it or nothing, for whoever reads at the same time."""
+    whole = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    whole.write_text(json.dumps(content))
+    whole.replace(path)
+
+
+def now() -> float:
+    """The same in all processes of a machine."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC) if hasattr(time, "clock_gettime") else time.monotonic()
+
+
+class Agent:
+    """Counts the rank's events and strikes at the one that the fault names."""
+
+    def __init__(self, folder: Path, rank: int, connection: Connection, store: Path):
+        self.folder, self.rank, self.connection, self.store = folder, rank, connection, store
+        self.phase = ""  # of the micro-step that is computed
+        self.seq = 0
+        self.channel: Any = None  # the rank's own
+        self.spoils = False  # what every block gives
+        self._known: tuple[int, Fault | None] = (0, None)  # which file it was, and what it says
+        self._counting = self._count = 0
+
+    def fault(self) -> Fault | None:
+        """The one that is armed for this rank."""
+        try:
+            stamp = os.stat(self.folder / ARMED)
+        except FileNotFoundError:
+            return None
+        key = stamp.st_mtime_ns ^ stamp.st_ino
+        if self._known[0] != key:
+            try:
+                self._known = key, Fault(**json.loads((self.folder / ARMED).read_text()))
+            except FileNotFoundError:
+                return None
+        fault = self._known[1]
+        return fault if fault is not None and fault.victim == self.rank else None
+
+    def at(self, event: str, value: Any = None) -> Any:
+        """Something happens of which `value` came. The same, or what the fault makes of it."""
+        fault = self.fault()
+        if fault is None or fault.event != event:
+            return value
+        if self._counting != self._known[0]:
+            self._counting, self._count = self._known[0], 0
+        self._count += 1
+        late = self._count - 1 - fault.moment
+        if late == 0:
+            write(self.folder / FIRED, {"at": now(), "rank": self.rank})
+            return self._strike(fault, value)
+        if late > 0 and fault.variant == "for long":
+            time.sleep(SLOW_LONG)
+        return value
+
+    def _strike(self, fault: Fault, value: Any) -> Any:
+        if fault.variant == "from outside":
+            return value
+        return _STRIKES[fault.kind](self, fault, value)
+
+    def wait_for_client(self, _fault: Fault, value: Any) -> Any:
+        deadline = time.monotonic() + STRIKES_BY_CLIENT
+        while not (self.folder / ACTED).exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return value
+
+
+def _signal(number: int) -> Callable[..., Any]:
+    def strike(_agent: Agent, _fault: Fault, value: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return value
+
+    return strike
+
+
+def _raise(_agent: Agent, _fault: Fault, _value: Any) -> Any:
+    raise RuntimeError(INJECTED)
+
+
+def _run_out_of_memory(_agent: Agent, fault: Fault, _value: Any) -> Any:
+    import torch
+
+    if fault.variant == "torch":
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 20.00 GiB ({INJECTED})")
+    if fault.variant == "real":
+        return torch.empty(1 << 50, dtype=torch.uint8)
+    return bytearray(1 << 60)
+
+
+def _spoil(_agent: Agent, _fault: Fault, value: Any) -> Any:
+    """One value of what a block gives, in the picture's tokens: they come last."""
+    *others, last = value if isinstance(value, tuple) else (value,)
+    spoiled = last.clone()
+    spoiled[0, -1, 0] = float("nan")
+    return (*others, spoiled) if isinstance(value, tuple) else spoiled
+
+
+def _sleep(_agent: Agent, fault: Fault, value: Any) -> Any:
+    time.sleep(SLOW_ONCE if fault.variant == "once" else SLOW_LONG)
+    return value
+
+
+def _hang(_agent: Agent, _fault: Fault, _value: Any) -> Any:
+    while True:
+        time.sleep(3600)
+
+
+class Lost:
+    """A transfer that was never started."""
+
+    def wait(self) -> None:
+        pass
+
+
+def _exit(_agent: Agent, fault: Fault, _value: Any) -> Any:
+    if fault.variant == "sys.exit(3)":
+        sys.exit(3)
+    os._exit(3 if fault.variant == "os._exit(3)" else 0)
+
+
+def _crash(_agent: Agent, fault: Fault, _value: Any) -> Any:
+    return os.abort() if fault.variant == "abort" else ctypes.string_at(0)
+
+
+def shut(connection: Connection, how: int) -> None:
+    """End a connection, also for threads that wait for it."""
+    end = socket.socket(fileno=os.dup(connection.fileno()))
+    end.shutdown(how)
+    end.close()
+
+
+def _cut(agent: Agent, fault: Fault, value: Any) -> Any:
+    shut(agent.connection, socket.SHUT_RDWR if fault.variant == "rank's end" else socket.SHUT_WR)
+    return value
+
+
+def _send_garbage(agent: Agent, fault: Fault, value: Any) -> Any:
+    garbage.send(agent.connection, fault.variant, agent.rank, fault.seed)
+    return value
+
+
+def _send_output(seq: Callable[[Agent], int]) -> Callable[..., Any]:
+    def strike(agent: Agent, _fault: Fault, value: Any) -> Any:
+        import torch
+
+        from parallel_backend.wire.sampling import Output
+
+        agent.channel.send(Output(agent.rank, seq(agent), torch.zeros(1, 1, 1)))
+        return value
+
+    return strike
+
+
+def _damage_store(agent: Agent, fault: Fault, value: Any) -> Any:
+    """Once another rank has begun with it."""
+    deadline = time.monotonic() + STRIKES_BY_CLIENT
+    while not (agent.store.exists() and agent.store.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    if fault.variant == "gone":
+        agent.store.unlink()
+    else:
+        agent.store.write_bytes(os.urandom(agent.store.stat().st_size))
+    return value
+
+
+def _swallow(_agent: Agent, _fault: Fault, value: Any) -> Any:
+    return value
+
+
+def _shift(_agent: Agent, _fault: Fault | None, value: Any) -> Any:
+    return tuple(part + 0.01 for part in value) if isinstance(value, tuple) else value + 0.01
+
+
+def _shift_for_ever(agent: Agent, _fault: Fault, value: Any) -> Any:
+    agent.spoils = True
+    return value
+
+
+_STRIKES: dict[str, Callable[[Agent, Fault, Any], Any]] = {
+    "killed": _signal(getattr(signal, "SIGKILL", signal.SIGTERM)),
+    "stopped": _signal(getattr(signal, "SIGSTOP", signal.SIGTERM)),
+    "raises": _raise,
+    "transfer fails": _raise,
+    "out of memory": _run_out_of_memory,
+    "NaN": _spoil,
+    "slow": _sleep,
+    "hangs": _hang,
+    "transfer lost": lambda _agent, _fault, _operation: Lost,
+    "exits": _exit,
+    "crashes": _crash,
+    "cut off": _cut,
+    "client's end cut off": Agent.wait_for_client,
+    "garbage from a rank": _send_garbage,
+    "output of the wrong shape": _send_output(lambda agent: agent.seq),
+    "output nobody asked for": _send_output(lambda _agent: 0),
+    "garbage to a rank": Agent.wait_for_client,
+    "model file": Agent.wait_for_client,
+    "model file while it is read": Agent.wait_for_client,
+    "store file": _damage_store,
+    # Controls: what the harness must find out.
+    "swallowed": _swallow,
+    "wrong": _shift,
+    "stays wrong": _shift_for_ever,
+    # The client is about to be killed: see orphans.py.
+    "client killed": lambda agent, fault, value: {
+        "works": _swallow,
+        "hangs": _hang,
+        "stopped": _signal(getattr(signal, "SIGSTOP", signal.SIGTERM)),
+    }[fault.variant](agent, fault, value),
+}
+
+
+def _before(agent: Agent, owner: Any, name: str, event: str) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        agent.at(event)
+        return original(*arguments, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def _before_and_after(agent: Agent, owner: Any, name: str, event: str) -> None:
+    _before(agent, owner, name, event)
+    before = getattr(owner, name)
+
+    @functools.wraps(before)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        result = before(*arguments, **named)
+        agent.at(event)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def install(agent: Agent) -> None:
+    """Have the agent see every event of EVENTS."""
+    from parallel_backend.rank import worker
+    from parallel_backend.rank.engine import Engine
+    from parallel_backend.rank.stage import build as stage
+    from parallel_backend.rank.stage.lora import Adapters
+    from parallel_backend.rank.vae.decoder import BandedDecoder
+
+    _before(agent, worker, "run", "start")
+    _before_and_after(agent, worker, "join", "rendezvous")
+    _before_and_after(agent, worker, "probe", "probe")
+    _before(agent, worker, "leave", "closing")
+    _before(agent, Engine, "put_conditioning", "conditioning")
+    _before(agent, Engine, "close_run", "close run")
+    _before(agent, Engine, "close", "unload")
+    _before(agent, Adapters, "add", "adapt")
+    _watch_loading(agent, stage)
+    _watch_blocks(agent, Engine)
+    _watch_decoder(agent, BandedDecoder)
+    _watch_transfers(agent)
+    _watch_outputs(agent, worker)
+    threading.Thread(target=_idle, args=(agent,), name="faults", daemon=True).start()
+
+
+def _watch_loading(agent: Agent, stage: Any) -> None:
+    """An event for each parameter."""
+    fill = stage.fill_weights
+
+    def wrapped(model: Any, checkpoint: Any, targets: Any, plan: Any, device: Any, dtype: str, progress: Any) -> None:
+        def seen(fraction: float) -> None:
+            agent.at("loading")
+            progress(fraction)
+
+        fill(model, checkpoint, targets, plan, device, dtype, seen)
+
+    stage.fill_weights = wrapped
+
+
+def _watch_blocks(agent: Agent, engine_class: Any) -> None:
+    """An event for each block that has run, with what came of it."""
+    from parallel_backend.rank.stage.stand_ins import own_blocks
+
+    make, step = engine_class.__init__, engine_class.step
+
+    def init(engine: Any, *arguments: Any) -> None:
+        make(engine, *arguments)
+        for block in own_blocks(engine.model, engine.family.block_lists).values():
+            block.register_forward_hook(seen)
+
+    def seen(_block: Any, _inputs: Any, output: Any) -> Any:
+        output = agent.at(agent.phase, output)
+        return _shift(agent, None, output) if agent.spoils else output
+
+    def stepping(engine: Any, message: Any, upcoming: Any) -> Any:
+        whole = message.tokens == engine.conditionings[message.conditioning].stream.span
+        agent.phase, agent.seq = "exact" if whole and not message.stale else "banded", message.seq
+        return step(engine, message, upcoming)
+
+    engine_class.__init__, engine_class.step = init, stepping
+
+
+def _watch_decoder(agent: Agent, decoder_class: Any) -> None:
+    """An event for each layer."""
+    make, decode = decoder_class.__init__, decoder_class.decode
+
+    def init(decoder: Any, *arguments: Any) -> None:
+        make(decoder, *arguments)
+        for module in decoder.model.modules():
+            if not any(module.children()):
+                module.register_forward_hook(lambda _module, _inputs, output: agent.at("decoding", output))
+
+    def decoding(decoder: Any, message: Any) -> Any:
+        agent.phase = "decoding"
+        return decode(decoder, message)
+
+    decoder_class.__init__, decoder_class.decode = init, decoding
+
+
+def _watch_transfers(agent: Agent) -> None:
+    """An event for each transfer that is about to start."""
+    from parallel_backend.rank.comm.transfers import Traffic
+
+    start = Traffic.start
+
+    def starting(traffic: Any, operation: Callable[[], Any]) -> Any:
+        return start(traffic, lambda: agent.at(f"{agent.phase}, transfer", operation)())
+
+    Traffic.start = starting
+
+
+def _watch_outputs(agent: Agent, worker: Any) -> None:
+    """An event in the middle of each output that is sent."""
+    from parallel_backend.wire.channel import Channel
+    from parallel_backend.wire.sampling import Output
+
+    send = Channel.send
+
+    def make(connection: Connection) -> Any:
+        agent.channel = Channel(connection)
+        return agent.channel
+
+    worker.Channel = make
+
+    def sending(channel: Any, message: Any) -> None:
+        fault = agent.fault() if isinstance(message, Output) else None
+        if fault is None or fault.event != "sending":
+            send(channel, message)
+            return
+        header, payload = garbage.halves(message)
+        with channel._sending:
+            channel.connection.send_bytes(header)
+            garbage.write_raw(channel.connection, payload[0])
+            agent.at("sending")
+            garbage.write_raw(channel.connection, payload[1])
+
+    Channel.send = sending
+
+
+def _idle(agent: Agent) -> None:
+    while True:
+        agent.at("idle")
+        time.sleep(0.02)
+
+
+def entry(settings: RankSettings, connection: Connection) -> None:
+    """As entry.main."""
+    agent = Agent(Path(os.environ[FOLDER]), settings.rank, connection, settings.rendezvous)
+    agent.at("start")
+    end_with_parent(settings.rendezvous.parent)  # as `main` does first: what follows takes seconds
+    install(agent)
+    main(settings, connection)

@@ -1,0 +1,266 @@
+"""One fault from beginning to end: what came of the prompt, of the next one, and what was left behind."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from parallel_backend.processes.pool import STOP_SECONDS, Pool
+from parallel_backend.processes.watchdog import START_SECONDS
+
+from . import garbage, rank
+from .fault import Fault
+from .ground import ALONE, Ground
+from .table import AT_ONCE, EITHER, ERROR, KINDS, PATIENCE, RIGHT, SILENCE, START, Kind, ending, says, within
+
+LIMIT = 5.0
+"""Seconds from a fault to the error, or what is added to the time for which the watchdog waits."""
+SETTLE = 5.0
+"""Seconds in which everything must be gone that an ended pool had."""
+PROMPT = 60.0
+"""Seconds that a prompt may take which nothing disturbs, the start of its ranks included."""
+STRIKE = 90.0
+"""Seconds until the fault has struck."""
+STARTED, PATIENT = 20.0, 3.0
+"""Seconds for which the watchdog lets a start, or work, come no further; the product's own are for slow machines."""
+IMPORTS = 15.0
+"""Seconds for another rank to get as far as it can: the watchdog counts from then on."""
+
+
+@dataclass
+class Verdict:
+    """`seconds`: from the fault to the prompt's end. `error`: what it ended with. `problems`: what is not as promised."""
+
+    fault: Fault
+    seconds: float | None = None
+    error: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+class Attempt:
+    """A call in a thread of its own, so that one that never ends is found out."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.ended: float | None = None
+        self._call = call
+        self._thread = threading.Thread(target=self._run, name="prompt", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.value = self._call()
+        except BaseException as error:
+            self.error = error
+        self.ended = rank.now()
+
+    def wait(self, go_on: Callable[[], bool]) -> bool:
+        """False if it has not ended when `go_on` says so."""
+        while self._thread.is_alive() and go_on():
+            self._thread.join(0.01)
+        return not self._thread.is_alive()
+
+    def where(self) -> str:
+        """The line it is at."""
+        frame = sys._current_frames().get(self._thread.ident)
+        return "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
+
+    def text(self) -> str | None:
+        error, self.error = self.error, None  # its traceback holds on to the pool
+        return None if error is None else f"{type(error).__name__}: {error}"
+
+
+class Trial:
+    """`factor`: how much slower than an idle one this machine may be."""
+
+    def __init__(self, ground: Ground, fault: Fault, kind: Kind, factor: float):
+        self.ground, self.fault, self.kind, self.factor = ground, fault, kind, factor
+        self.within, self.patience = within(fault, kind), 0.0
+        self.begun = rank.now()
+        self.acted: float | None = None
+        self.pool: Pool | None = None  # where the phase is not its start
+
+    def run(self) -> Verdict:
+        verdict = Verdict(self.fault)
+        files = [self.ground.folder / name for name in (rank.ARMED, rank.FIRED, rank.ACTED)]
+        for file in files:
+            file.unlink(missing_ok=True)
+        self.ground.starts_within = START_SECONDS if self.within != START else self.factor * STARTED
+        preparing = Attempt(lambda: self.ground.prepare(self.fault))
+        if not self._ends(preparing, 3 * PROMPT, verdict, "what comes before"):
+            return verdict
+        if self.within == PATIENCE:
+            self.patience = self.ground.bound(self.factor * PATIENT)
+        self.pool, before = self.ground.pool(), self._pids()
+        rank.write(files[0], dataclasses.asdict(self.fault))
+        self.begun = rank.now()
+        attempt = Attempt(lambda: self.ground.attempt(self.fault, self._early))
+        actor = threading.Thread(target=self._act, args=(attempt,), daemon=True)
+        actor.start()
+        ended = attempt.wait(self._in_time)
+        actor.join()
+        if not ended:
+            verdict.problems.append(f"the prompt has not ended:\n{attempt.where()}")
+            self._end_by_force(attempt)
+        struck = self._struck()
+        for file in files:
+            file.unlink(missing_ok=True)
+        self._judge(verdict, attempt, struck)
+        self.pool = None  # or what it has open would stay so
+        after = Attempt(lambda: self.ground.is_right_again(self.fault.degrees))
+        self._judge_next(verdict, after, before)
+        return verdict
+
+    def _struck(self) -> float | None:
+        """When."""
+        with contextlib.suppress(FileNotFoundError):
+            at = json.loads((self.ground.folder / rank.FIRED).read_text())["at"]
+            return at if self.acted is None else self.acted
+        return None
+
+    @property
+    def allowed(self) -> float:
+        """Seconds from the fault to the end of the prompt."""
+        if self.fault.phase == "closing":
+            return self.factor * (STOP_SECONDS + LIMIT)
+        if self.kind.ending != ERROR:
+            return self.factor * PROMPT
+        starts = self.factor * (STARTED + IMPORTS)
+        late = {AT_ONCE: 0.0, SILENCE: self.ground.silence, PATIENCE: self.patience, START: starts}
+        return self.factor * LIMIT + late[self.within]
+
+    def _early(self) -> bool:
+        """Whether an idle rank's fault may still show."""
+        long_enough = ALONE if self.kind.ending == RIGHT else self.allowed
+        struck = self._struck()
+        return rank.now() < (self.begun + STRIKE if struck is None else struck + long_enough)
+
+    def _in_time(self) -> bool:
+        struck = self._struck()
+        if struck is None:
+            return rank.now() < self.begun + self.factor * (STRIKE + PROMPT)
+        idle = self.allowed if self.fault.phase == "idle" else 0.0
+        return rank.now() < struck + 2 * self.allowed + idle + self.factor * PROMPT
+
+    def _act(self, attempt: Attempt) -> None:
+        """What the client's process does, once the victim is where it is to happen."""
+        outside = self.fault.variant == "from outside"
+        if not (outside or self.kind.by_client):
+            return
+        attempt.wait(lambda: self._struck() is None and self._in_time())
+        if self._struck() is None:
+            return
+        chance, victim = random.Random(self.fault.seed), self.fault.victim
+        while (pool := self.pool or self.ground.pool()) is None:  # until all its processes have been started
+            time.sleep(0.005)
+        if outside:
+            time.sleep(0.03 * chance.random())
+            self.acted = rank.now()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pool.pids[victim], signal.SIGKILL if self.fault.kind == "killed" else signal.SIGSTOP)
+        elif self.fault.kind.startswith("model file"):
+            self.ground.damage_file(self.fault, while_read=True)
+        else:
+            channel = pool.ranks.channels[victim]
+            self.acted = rank.now()
+            if self.fault.kind == "client's end cut off":
+                rank.shut(channel.connection, socket.SHUT_RDWR)
+            else:
+                with channel._sending:
+                    garbage.send(channel.connection, self.fault.variant, victim, self.fault.seed)
+        rank.write(self.ground.folder / rank.ACTED, None)
+
+    def _pids(self) -> tuple[int, ...]:
+        pool = self.ground.pool()
+        return () if pool is None else pool.pids
+
+    def _end_by_force(self, attempt: Attempt) -> None:
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.ppid() != os.getpid() or "spawn_main" in " ".join(child.cmdline()):
+                    child.kill()
+        deadline = rank.now() + 20
+        if not attempt.wait(lambda: rank.now() < deadline):
+            self.ground.abandon()
+
+    def _judge(self, verdict: Verdict, attempt: Attempt, struck: float | None) -> None:
+        fault = self.fault
+        for_users = isinstance(attempt.error, ValueError) or _is_own(attempt.error)
+        text = attempt.text() or "\n".join(self.ground.warnings.texts) or None
+        if text is None and fault.variant == "from outside" and fault.phase != "closing":
+            text = self._noticed_later(struck)
+        else:
+            verdict.seconds = None if struck is None or attempt.ended is None else attempt.ended - struck
+        verdict.error = text
+        if struck is None:
+            verdict.problems.append("the fault did not strike")
+            return
+        expected = ending(fault, self.kind)
+        right = self.ground.is_right(fault, attempt.value)
+        if not right:
+            verdict.problems.append("no error, and the result is wrong")
+        elif text is None:
+            if expected == ERROR:
+                verdict.problems.append("no error, and the result is right")
+        elif expected == RIGHT:
+            verdict.problems.append("an error where the result should have been right")
+        elif not re.search(says(fault, self.kind), text, re.DOTALL):
+            verdict.problems.append(f"the error does not say {says(fault, self.kind)}")
+        elif not for_users:
+            verdict.problems.append("the error is none for users")
+        late = verdict.seconds is not None and verdict.seconds > self.allowed
+        if late and expected != EITHER:
+            verdict.problems.append(f"it took {verdict.seconds:.1f} s, where {self.allowed:.1f} s are allowed")
+
+    def _ends(self, attempt: Attempt, seconds: float, verdict: Verdict, what: str) -> bool:
+        """Whether something that nothing disturbs ends in time and well."""
+        deadline = rank.now() + self.factor * seconds
+        if not attempt.wait(lambda: rank.now() < deadline):
+            verdict.problems.append(f"{what} has not ended:\n{attempt.where()}")
+            self._end_by_force(attempt)
+            return False
+        if attempt.error is not None:
+            verdict.problems.append(f"{what} fails: {attempt.text()}")
+            return False
+        return True
+
+    def _noticed_later(self, struck: float | None) -> str | None:
+        """The prompt was over before the signal came: the pool's own error, soon."""
+        pool = self.ground.pool()
+        while pool is not None and pool.error is None and struck is not None and rank.now() < struck + self.allowed:
+            time.sleep(0.01)
+        return None if pool is None or pool.error is None else f"{type(pool.error).__name__}: {pool.error}"
+
+    def _judge_next(self, verdict: Verdict, after: Attempt, before: tuple[int, ...]) -> None:
+        if not self._ends(after, PROMPT, verdict, "the next prompt"):
+            return
+        if not after.value:
+            verdict.problems.append("the next prompt's result is wrong")
+        if self.kind.lives and before and self._pids() != before:
+            verdict.problems.append("the ranks were started anew")
+        left = self.ground.left_over(self.fault.degrees, self.factor * SETTLE)
+        verdict.problems += [f"left over: {what}" for what in left]
+
+
+def _is_own(error: BaseException | None) -> bool:
+    """A class of the product's, or none at all."""
+    return error is None or type(error).__module__.startswith("parallel_backend.")
+
+
+def try_out(ground: Ground, fault: Fault, factor: float = 1.0, kind: Kind | None = None) -> Verdict:
+    """`kind`: what must come of it, where that is not the table's."""
+    return Trial(ground, fault, kind or KINDS[fault.kind], factor).run()

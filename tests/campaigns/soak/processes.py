@@ -1,0 +1,71 @@
+"""ComfyUI's process, its ranks, and what they hold."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import psutil
+
+from scripts.comfyui_server import ComfyUIServer
+from tests.comfyui.conftest import ranks
+
+from .record import SERVER, Reading
+
+SHARED = "/dev/shm/"
+END_SECONDS = 10.0
+
+
+class Watch:
+    """Reads the processes of a server, and remembers all that it has ever seen of them. `temporary`: their TMPDIR."""
+
+    def __init__(self, server: ComfyUIServer, temporary: Path):
+        self.server, self.temporary = server, temporary
+        self.main = psutil.Process(server.process.pid)
+        self.seen: dict[int, psutil.Process] = {self.main.pid: self.main}
+        self.segments: set[str] = set()
+
+    def ranks(self) -> list[psutil.Process]:
+        """In the order of their numbers."""
+        found = ranks(self.server)
+        self.seen |= {process.pid: process for process in self.main.children(recursive=True)}
+        return found
+
+    def read(self, number: int, state: str) -> list[Reading]:
+        """One of ComfyUI and one of each rank. Ranks that are just ending are left out."""
+        files = len(list(self.temporary.iterdir()))
+        size = sum(path.stat().st_size for path in self.temporary.rglob("*") if path.is_file())
+        roles = [(SERVER, self.main), *((f"rank {index}", rank) for index, rank in enumerate(self.ranks()))]
+        found = []
+        for role, process in roles:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                memory, segments = process.memory_full_info(), shared_segments(process)
+                counts = process.num_fds(), process.num_threads(), len(segments), files, size
+                sizes = memory.uss, memory.rss, allocated(process.pid)
+                found.append(Reading(number, state, role, process.pid, *sizes, *counts))
+                self.segments |= segments
+        return found
+
+    def left(self) -> list[str]:
+        """What remains of them once the server has been stopped."""
+        _, alive = psutil.wait_procs(list(self.seen.values()), timeout=END_SECONDS)
+        processes = [f"process {process.pid}: {' '.join(process.cmdline())[:200]}" for process in alive]
+        files = [f"temporary file {path.name}" for path in sorted(self.temporary.iterdir())]
+        return processes + files + [f"segment {path}" for path in sorted(self.segments) if os.path.exists(path)]
+
+
+def allocated(pid: int) -> int:
+    """Bytes of its anonymous memory."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise psutil.NoSuchProcess(pid)
+
+
+def shared_segments(process: psutil.Process) -> set[str]:
+    """Paths in /dev/shm that the process has open or mapped. Those without a name any more end with it by themselves."""
+    found = {region.path for region in process.memory_maps() if region.path.startswith(SHARED)}
+    folder = Path(f"/proc/{process.pid}/fd")
+    for entry in folder.iterdir():
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(entry))
+    return {path for path in found if path.startswith(SHARED) and os.path.exists(path)}

@@ -1,0 +1,155 @@
+"""In which order requests are sent, what is queued behind what, and which are cancelled when: drawn at random."""
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from .requests import Request
+
+CANCELLED = 0.15
+"""Share of prompts that are cancelled."""
+RESTARTS = 0.12
+"""Share of prompts at the end, among which setups on other devices are, and prompts are cancelled while ranks load."""
+SETTLED = 50
+"""Prompts before memory counts."""
+WARM_UP = 3
+"""Prompts of each setup with which the first round begins: what is loaded or compiled at first use is there by SETTLED."""
+RESTS = (70, 15, 15)
+"""How often nothing, the Unload node, or ComfyUI's button comes at a change of setups."""
+LATEST = 1.2
+"""Of the seconds that the request takes alone: when it is cancelled at the latest, so that some come too late."""
+INTERRUPT, TWICE, EVERYTHING, DELETE = "interrupt", "interrupt twice", "interrupt whatever runs", "delete from queue"
+UNLOAD, FREE, DOCTOR, NOTHING = "unload node", "free button", "doctor", ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One prompt. `cancel`: '' or how; `moment`: when, in units of the seconds that the request takes alone."""
+
+    request: Request
+    cancel: str = ""
+    moment: float = 0.0
+    trace: bool = False
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are queued at once, and what is done when all have ended."""
+
+    turns: tuple[Turn, ...]
+    after: str = NOTHING
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`window`: prompts in a round of all requests on two ranks; `lived`: prompts in all rounds."""
+
+    batches: tuple[Batch, ...]
+    window: int
+    lived: int
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Each that is sent, once, those of a setup together."""
+        found = {turn.request: None for batch in self.batches for turn in batch.turns}
+        return tuple(sorted(found, key=lambda request: request.name))
+
+
+def make_plan(two_ranks: list[Request], others: list[Request], prompts: int, seed: int) -> Plan:
+    """`prompts` prompts. Rounds, each of all requests on two ranks in another order; then others among them.
+
+    A round has a run of prompts for each setup. In rounds no prompt is cancelled that has the ranks load: that ends them,
+    and they are to live on.
+    """
+    chance = random.Random(seed)
+    extra = round(len(two_ranks) * CANCELLED / (1 - CANCELLED))
+    window = len(two_ranks) + extra
+    rounds = max(1, int(prompts * (1 - RESTARTS)) // window)
+    batches: list[Batch] = []
+    for index in range(rounds):
+        cancelled = chance.choices(two_ranks, k=extra)
+        runs = _by_setup(two_ranks)
+        shuffled = []
+        for setup in chance.sample(list(runs), len(runs)):
+            turns = [_turn(request, "", chance) for request in runs[setup]]
+            turns += [_turn(request, INTERRUPT, chance) for request in cancelled if request.setup.name == setup]
+            chance.shuffle(turns)
+            shuffled.append(turns)
+        if index == 0:
+            warm_up, shuffled = zip(*map(_split, shuffled), strict=True)
+            batches += _passed(map(_traced, warm_up), chance)
+            batches.append(Batch((), DOCTOR))
+        elif index == rounds // 2:
+            batches.append(Batch((), DOCTOR))
+        batches += _passed(shuffled, chance)
+        batches.append(Batch((), UNLOAD))
+    lived = sum(len(batch.turns) for batch in batches)
+    batches += _restarts(two_ranks, others, prompts - lived, chance)
+    return Plan(tuple(batches), window, lived)
+
+
+def _split(turns: list[Turn]) -> tuple[list[Turn], list[Turn]]:
+    """What comes in the warm-up and what after it, neither of cancelled prompts alone."""
+    parts = turns[:WARM_UP], turns[WARM_UP:]
+    return parts if all(any(not turn.cancel for turn in part) for part in parts) else (turns, [])
+
+
+def _traced(turns: list[Turn]) -> list[Turn]:
+    return [replace(turn, trace=not turn.cancel and turn.request.setup.ranks > 0) for turn in turns]
+
+
+def _passed(runs: Iterable[list[Turn]], chance: random.Random) -> Iterator[Batch]:
+    """One run after another. The first prompt of each has the ranks load."""
+    for turns in filter(None, runs):
+        first = next(place for place, turn in enumerate(turns) if not turn.cancel)
+        *before, last = _batches([turns[first], *turns[:first], *turns[first + 1 :]], chance)
+        yield from before
+        yield replace(last, after=_rest(chance))
+
+
+def _restarts(two_ranks: list[Request], others: list[Request], prompts: int, chance: random.Random) -> Iterator[Batch]:
+    """Short runs; every second one on other devices."""
+    other, two = ([*_by_setup(requests).values()] for requests in (others, two_ranks))
+    index = 0
+    while prompts > 0:
+        requests = chance.choice(two) if index % 2 else other[index // 2 % len(other)]
+        turns = [
+            _turn(chance.choice(requests), INTERRUPT if chance.random() < 2 * CANCELLED else "", chance)
+            for _ in range(min(prompts, chance.randint(2, 4)))
+        ]
+        prompts -= len(turns)
+        index += 1
+        for batch in _batches(turns, chance):
+            yield replace(batch, after=_rest(chance))
+
+
+def _rest(chance: random.Random) -> str:
+    return chance.choices((NOTHING, UNLOAD, FREE), RESTS)[0]
+
+
+def _by_setup(requests: list[Request]) -> dict[str, list[Request]]:
+    found: dict[str, list[Request]] = {}
+    for request in requests:
+        found.setdefault(request.setup.name, []).append(request)
+    return found
+
+
+def _turn(request: Request, cancel: str, chance: random.Random) -> Turn:
+    trace = not cancel and request.setup.ranks > 0 and chance.random() < 0.03
+    return Turn(request, cancel, chance.uniform(0, LATEST), trace)
+
+
+def _batches(turns: list[Turn], chance: random.Random) -> Iterator[Batch]:
+    """One to four prompts at once."""
+    while turns:
+        count = chance.choices((1, 2, 3, 4), (6, 2, 1, 1))[0]
+        taken, turns = turns[:count], turns[count:]
+        yield Batch(tuple(_way(turn, place, len(taken), chance) for place, turn in enumerate(taken)))
+
+
+def _way(turn: Turn, place: int, count: int, chance: random.Random) -> Turn:
+    """How it is cancelled depends on whether it waits behind another, or others behind it."""
+    if not turn.cancel:
+        return turn
+    ways = (INTERRUPT, DELETE) if place else (INTERRUPT, TWICE)
+    return replace(turn, cancel=chance.choice((*ways, EVERYTHING) if count == 1 else ways))

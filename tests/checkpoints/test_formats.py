@@ -1,0 +1,601 @@
+"""Every format that weights come in gives what its expanded float32 form gives, and stays as small on the ranks as on disk.
+
+Expected values are computed here by other code: torch's own conversion of fp8, and the numpy functions of the gguf package.
+"""
+
+import dataclasses
+import json
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.packed_formats import BLOCKS, PIECE, Blocks, Fp8
+from parallel_backend.checkpoints.reader import reading
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Shard, Span
+from parallel_backend.core.validate import resolve_dtype
+from parallel_backend.families import FAMILIES
+from parallel_backend.rank.comm.mesh import Axis
+from parallel_backend.rank.stage.build import build_stage
+from parallel_backend.rank.stage.linear import PackedLinear, RankLinear
+from parallel_backend.rank.stage.tensor_parallel import TensorPlan
+from tests.support import tiny
+
+# Widths in whole blocks of 256; half of the heads are not.
+CONFIG = tiny.FLUX | {
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 64,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 256,
+    "pooled_projection_dim": 256,
+    "axes_dims_rope": (8, 28, 28),
+}
+CPU = torch.device("cpu")
+PREFIX = "model.diffusion_model."
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LIMIT = 1e-6
+TYPES = gguf.GGMLQuantizationType
+Tensors = dict[str, torch.Tensor]
+
+
+def is_matrix(key: str, value: torch.Tensor) -> bool:
+    return key.endswith(".weight") and value.ndim == 2
+
+
+def plain(kind: torch.dtype):
+    def make(whole: Tensors) -> tuple[Tensors, Tensors]:
+        stored = {key: value.to(kind if value.ndim == 2 else torch.bfloat16) for key, value in whole.items()}
+        return stored, {key: value.float() for key, value in stored.items()}
+
+    return make
+
+
+def scaled(whole: Tensors, kind: torch.dtype, suffix: str, by_row: bool) -> tuple[Tensors, Tensors, list[str]]:
+    """What the file holds, the values, and the scaled layers. One layer is left in bf16, as converters leave some."""
+    stored, expanded, layers = {}, {}, []
+    for key, value in whole.items():
+        if not is_matrix(key, value) or key == "img_in.weight":
+            stored[key] = value.bfloat16()
+            expanded[key] = stored[key].float()
+            continue
+        layers.append(key.removesuffix(".weight"))
+        scale = (value.abs().amax(dim=1, keepdim=True) if by_row else value.abs().max()) / torch.finfo(kind).max
+        stored[key], stored[layers[-1] + suffix] = (value / scale).to(kind), scale
+        expanded[key] = stored[key].float() * scale
+    return stored, expanded, layers
+
+
+def scaled_old(kind: torch.dtype, by_row: bool = False):
+    """As ComfyUI's scaled files were until its version 0.3.60 or so."""
+
+    def make(whole: Tensors) -> tuple[Tensors, Tensors]:
+        stored, expanded, layers = scaled(whole, kind, ".scale_weight", by_row)
+        inputs = {f"{layer}.scale_input": torch.tensor(3.0) for layer in layers}
+        return stored | inputs | {"scaled_fp8": torch.zeros(2, dtype=kind)}, expanded
+
+    return make
+
+
+def scaled_new(kind: torch.dtype, by_row: bool = False):
+    """Each layer's format as a tensor of JSON."""
+
+    def make(whole: Tensors) -> tuple[Tensors, Tensors]:
+        stored, expanded, layers = scaled(whole, kind, ".weight_scale", by_row)
+        said = json.dumps({"format": str(kind).removeprefix("torch."), "full_precision_matrix_mult": True}).encode()
+        marks = {f"{layer}.comfy_quant": torch.tensor(list(said), dtype=torch.uint8) for layer in layers}
+        inputs = {f"{layer}.input_scale": torch.tensor(3.0) for layer in layers}
+        return stored | marks | inputs, expanded
+
+    return make
+
+
+def header_of(stored: Tensors, prefix: str = "", how: str = "float8_e4m3fn") -> dict[str, str]:
+    """Each layer's format in the file's header."""
+    layers = [key.removesuffix(".weight_scale") for key in stored if key.endswith(".weight_scale")]
+    said = {prefix + layer: {"format": how} for layer in layers}
+    return {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": said})}
+
+
+SCALE_FIELDS = {  # bytes of a block that are fp16 numbers: the others may be anything
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+
+
+def to_blocks(value: np.ndarray, kind: str) -> np.ndarray:
+    """[rows, bytes]: the value quantised; random blocks of about its size for types that the package only expands."""
+    if kind not in SCALE_FIELDS:
+        return gguf.quants.quantize(value, TYPES[kind])
+    values, size = BLOCKS[kind]
+    blocks = np.random.default_rng(value.size).integers(0, 256, (value.size // values, size), dtype=np.uint8)
+
+    def fill(number: float) -> np.ndarray:
+        for at in SCALE_FIELDS[kind]:
+            blocks[:, at : at + 2] = np.frombuffer(np.float16(number).tobytes(), dtype=np.uint8)
+        return gguf.quants.dequantize(blocks, TYPES[kind])
+
+    fill(value.std() / fill(1.0).std())
+    return blocks.reshape(value.shape[0], -1)
+
+
+def encode(value: torch.Tensor, kind: str) -> np.ndarray:
+    return to_blocks(value.numpy(), kind) if kind in BLOCKS else gguf.quants.quantize(value.numpy(), TYPES[kind])
+
+
+def decode(data: np.ndarray, kind: str) -> torch.Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(data, TYPES[kind]).astype(np.float32))
+
+
+def write_gguf(path, tensors: dict[str, tuple[np.ndarray, str]], shapes: dict[str, tuple[int, ...]] | None = None):
+    """Key -> (data, type)."""
+    writer = gguf.GGUFWriter(path, arch="flux")
+    for key, shape in (shapes or {}).items():
+        writer.add_array(f"comfy.gguf.orig_shape.{key}", list(shape))
+    for key, (data, kind) in tensors.items():
+        writer.add_tensor(key, data, raw_dtype=TYPES[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_types(kind: str, whole: Tensors) -> dict[str, str]:
+    """As converters choose: matrices in blocks where their rows are whole ones, the last layer and biases in full."""
+    types = {}
+    for key, value in whole.items():
+        if value.ndim < 2 or key.startswith("final_layer.linear"):
+            types[key] = "F32"
+        elif kind in BLOCKS and value.shape[1] % BLOCKS[kind][0]:
+            types[key] = "F16"
+        else:
+            types[key] = "BF16" if kind == "mixed" and "attn" in key else "F16" if kind == "mixed" else kind
+    return types
+
+
+def make_gguf(path, kind: str, whole: Tensors) -> Tensors:
+    """Writes the file; the values that it holds."""
+    types = gguf_types(kind, whole)
+    tensors = {key: (encode(value, types[key]), types[key]) for key, value in whole.items()}
+    write_gguf(path, tensors)
+    return {key: decode(*tensors[key]).view(value.shape) for key, value in whole.items()}
+
+
+SAFETENSORS = {
+    "fp8 e4m3": plain(E4M3),
+    "fp8 e5m2": plain(E5M2),
+    "scaled, old": scaled_old(E4M3),
+    "scaled, old, e5m2": scaled_old(E5M2),
+    "scaled, old, by row": scaled_old(E4M3, by_row=True),
+    "scaled, new": scaled_new(E4M3),
+    "scaled, new, e5m2": scaled_new(E5M2),
+    "scaled, new, by row": scaled_new(E4M3, by_row=True),
+}
+VARIANTS = ("scaled, old, prefixed", "scaled, in the header", "scaled, in the header, prefixed", "fp8 folder, sharded")
+GGUF = tuple(f"GGUF {kind}" for kind in (*BLOCKS, "mixed"))
+FORMATS = (*SAFETENSORS, *VARIANTS, *GGUF)
+ON_RANKS = (
+    "fp8 e4m3",
+    "fp8 e5m2",
+    "scaled, old",
+    "scaled, new, by row",
+    "scaled, in the header, prefixed",
+    "fp8 folder, sharded",
+    "GGUF Q8_0",
+    "GGUF Q4_0",
+    "GGUF Q4_K",
+    "GGUF Q6_K",
+    "GGUF mixed",
+)
+
+
+def dtype_of(what: str) -> str:
+    """The weight_dtype that keeps the format: plain fp8 has to be asked for on CPU ranks."""
+    return "fp8_e4m3fn" if what.startswith("fp8") else "fp32"
+
+
+def nbytes(path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Tensors:
+    model = tiny.random_flux(CONFIG)
+    return load_file(tiny.save_original(model, CONFIG, tmp_path_factory.mktemp("whole") / "whole.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def files(whole, tmp_path_factory):
+    """`files(format)`: (the file or folder, a safetensors file of the values that it holds, in float32)."""
+    folder, made = tmp_path_factory.mktemp("formats"), {}
+
+    def save(name: str, tensors: Tensors, metadata: dict[str, str] | None = None):
+        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name, metadata)
+        return folder / name
+
+    def make(what: str):
+        name = f"{len(made)}.safetensors"
+        if what.startswith("GGUF"):
+            path = folder / f"{len(made)}.gguf"
+            expanded = make_gguf(path, what.split()[1], whole)
+        elif what in SAFETENSORS:
+            stored, expanded = SAFETENSORS[what](whole)
+            path = save(name, stored)
+        elif what == "fp8 folder, sharded":
+            other = make_pair("fp8 e4m3")[1]
+            state = tiny.whole_model(other).state_dict()
+            state = {key: value.to(E4M3 if value.ndim == 2 else torch.bfloat16) for key, value in state.items()}
+            path = folder / "folder"
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel", **CONFIG}))
+            for index in range(2):
+                save_file(dict(list(state.items())[index::2]), path / f"model-{index}.safetensors")
+            return path, other
+        else:
+            prefix = PREFIX if what.endswith("prefixed") else ""
+            old = what.startswith("scaled, old")
+            stored, expanded = (scaled_old if old else scaled_new)(E4M3)(whole)
+            stored = {key: value for key, value in stored.items() if not key.endswith(".comfy_quant")}
+            path = save(
+                name, {prefix + key: value for key, value in stored.items()}, None if old else header_of(stored, prefix)
+            )
+        return path, save(f"expanded-{len(made)}.safetensors", expanded)
+
+    def make_pair(what: str):
+        if what not in made:
+            made[what] = make(what)
+        return made[what]
+
+    return make_pair
+
+
+@pytest.fixture(scope="module")
+def expected(files):
+    """`expected(format)`: the model of the expanded values as diffusers' own module, and its output for `given`."""
+    made = {}
+
+    def make(what: str):
+        path = files(what)[1]
+        if path not in made:
+            model = tiny.whole_model(path)
+            made[path] = model, tiny.reference(model, *tiny.inputs(CONFIG))
+        return made[path]
+
+    return make
+
+
+@pytest.mark.parametrize("what", FORMATS)
+def test_the_weights_are_those_of_the_expanded_form_and_stay_packed(files, expected, what):
+    path, other = files(what)
+    reference, output = expected(what)
+    model = tiny.whole_model(path, dtype_of(what))
+    values = {name: module.weight for name, module in reference.named_modules() if isinstance(module, RankLinear)}
+    for name, layer in model.named_modules():
+        if isinstance(layer, RankLinear):
+            assert layer.weight.dtype == torch.float32
+            assert torch.equal(layer.weight, values[name]), name
+    assert tiny.relative(tiny.reference(model, *tiny.inputs(CONFIG)), output) < LIMIT
+    if what != "GGUF mixed":
+        assert sum(p.nbytes for p in model.parameters()) < 1.1 * nbytes(path)
+    assert sum(p.nbytes for p in reference.parameters()) > 0.95 * nbytes(other)
+
+
+@pytest.mark.parametrize("what", FORMATS)
+def test_quantised_files_hold_other_values_than_the_model_they_were_made_from(files, whole, what):
+    """The control: a format that was not applied, or a scale that was left out, would show."""
+    stored = load_file(files(what)[1])
+    key = "double_blocks.0.img_mlp.0.weight"
+    error = tiny.relative(stored[key], whole[key])
+    assert 1e-5 < error < (2 if what.split()[-1] in SCALE_FIELDS else 0.2)
+    assert (stored[key].std() / whole[key].std()).item() == pytest.approx(1, rel=0.2)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(tensor=2)], ids=str)
+@pytest.mark.parametrize("what", ON_RANKS)
+def test_on_ranks(pools, files, expected, measured, what, degrees):
+    path, _ = files(what)
+    model = pools.load(path, degrees, dtype=dtype_of(what))
+    error = tiny.relative(model.predict(*tiny.inputs(CONFIG), lambda: None), expected(what)[1])
+    measured("relative difference of a packed model on 2 ranks", error)
+    assert error < LIMIT
+    # A half of the heads is half a block of the K types, which is expanded when it is loaded.
+    packed = what != "GGUF mixed" and (degrees.tensor == 1 or not what.endswith("_K"))
+    assert (sum(model.weight_bytes) < 1.25 * nbytes(path)) == packed  # every rank has the small time embedding
+
+
+def plan(index: int, ranks: int) -> TensorPlan:
+    axis = Axis("tensor", ranks, index, tuple(range(ranks)), None)
+    return TensorPlan(FAMILIES["flux"].tensor_plan, CONFIG["num_attention_heads"], CONFIG["attention_head_dim"], axis)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("what", ["fp8 e5m2", "scaled, old", "scaled, new, by row", "GGUF Q8_0", "GGUF Q4_K"])
+def test_shards_are_cuts_of_the_expanded_weights(files, expected, what, ranks):
+    path, _ = files(what)
+    checkpoint, whole_model = open_checkpoint(path), expected(what)[0]
+    unpacked = 0
+    for index in range(ranks):
+        cut = plan(index, ranks)
+        model = build_stage(checkpoint, Span(0, 4), CPU, dtype_of(what), cut).model
+        for name, layer in model.named_modules():
+            if not isinstance(layer, RankLinear):
+                continue
+            value = whole_model.get_submodule(name).weight
+            shard = cut.shards({f"{name}.weight": tuple(value.shape)}).get(f"{name}.weight")
+            if shard is not None:
+                value = torch.cat([value.narrow(shard.dim, span.start, len(span)) for span in shard.spans], shard.dim)
+            assert torch.equal(layer.weight, value), name
+            assert layer.weight_shape == tuple(value.shape)
+            stored = checkpoint.storage(f"{name}.weight", dtype_of(what))
+            unpacked += stored is not None and not isinstance(layer, PackedLinear)
+    assert bool(unpacked) == (what in {2: ("GGUF Q4_K",), 3: ("GGUF Q4_K", "GGUF Q8_0")}[ranks])
+
+
+def test_shards_of_any_spans(files):
+    """Columns inside a block too, and rows out of order."""
+    target = "transformer_blocks.1.attn.to_v.weight"
+    for what in ("scaled, new, by row", "GGUF Q8_0"):
+        with reading(open_checkpoint(files(what)[0])) as reader, reading(open_checkpoint(files(what)[1])) as other:
+            for dim in (0, 1):
+                for spans in ((Span(3, 40), Span(64, 65)), (Span(32, 64), Span(0, 32)), (Span(0, 256),)):
+                    shard = Shard(dim, spans)
+                    value = reader.values(target, torch.float32, shard, CPU)
+                    assert torch.equal(value, other.values(target, torch.float32, shard, CPU))
+                    assert value.shape[dim] == sum(map(len, spans))
+
+
+@pytest.mark.parametrize("what", ["fp8 e4m3", "scaled, old", "scaled, new, by row", "GGUF Q8_0", "GGUF Q4_K"])
+def test_loading_expands_nothing(files, monkeypatch, what):
+    def refuse(*_):
+        raise AssertionError("expanded while loading")
+
+    monkeypatch.setattr(Fp8, "expand", refuse)
+    monkeypatch.setattr(Blocks, "expand", refuse)
+    model = tiny.whole_model(files(what)[0], dtype_of(what))
+    with pytest.raises(AssertionError, match="expanded while loading"):
+        tiny.reference(model, *tiny.inputs(CONFIG))
+
+
+@pytest.mark.parametrize("what", ["fp8 e4m3", "fp8 e5m2"])
+def test_plain_fp8_is_expanded_on_ranks_that_are_to_compute_in_float32(files, expected, what):
+    model = tiny.whole_model(files(what)[0], "fp32")
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    for name, value in expected(what)[0].state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp8_e4m3fn"])
+def test_weights_of_quantised_files_are_kept_as_they_are_under_every_weight_dtype(files, dtype):
+    """A file's own choice of what stays in full is kept too."""
+    for what in ("scaled, new", "GGUF Q8_0"):
+        model = tiny.whole_model(files(what)[0], dtype)
+        packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+        assert "transformer_blocks.0.ff.net.2" in packed
+        assert ("proj_out" if what.startswith("GGUF") else "x_embedder") not in packed
+
+
+@pytest.mark.parametrize(
+    ("what", "cuda", "cpu"),
+    [
+        ("fp8 e4m3", "fp8_e4m3fn", "fp32"),
+        ("fp8 e5m2", "fp8_e4m3fn", "fp32"),
+        ("scaled, old", "bf16", "fp32"),
+        ("GGUF Q8_0", "bf16", "fp32"),
+        ("GGUF mixed", "fp16", "fp32"),
+    ],
+)
+def test_what_weight_dtype_default_means(files, what, cuda, cpu):
+    stored = open_checkpoint(files(what)[0]).dtype
+    assert resolve_dtype("default", stored, ("cuda:0", "cuda:1")) == cuda
+    assert resolve_dtype("default", stored, ("cpu",)) == cpu
+
+
+@pytest.mark.parametrize("what", ["fp8 e4m3", "scaled, old", "GGUF Q4_K", "GGUF mixed"])
+def test_the_size_on_a_rank_is_known_before_loading(files, what):
+    checkpoint = open_checkpoint(files(what)[0])
+    foretold = sum(checkpoint.nbytes(target, dtype_of(what)) for target in checkpoint.recipe)
+    model = tiny.whole_model(files(what)[0], dtype_of(what))
+    assert foretold == pytest.approx(sum(p.nbytes for p in model.parameters()), rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_expanding_to_half_precision_rounds_once(dtype):
+    bits = torch.randint(0, 120, (64, 256), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for packing in (
+        Fp8("fp8_e4m3fn"),
+        Fp8("fp8_e4m3fn", torch.tensor([[0.0123]])),
+        Fp8("fp8_e5m2", torch.rand(64, 1) / 512),
+    ):
+        assert torch.equal(packing.expand(bits, dtype), packing.expand(bits, torch.float32).to(dtype))
+    blocks = torch.from_numpy(to_blocks(np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32), "Q5_K"))
+    assert torch.equal(Blocks("Q5_K").expand(blocks, dtype), Blocks("Q5_K").expand(blocks, torch.float32).to(dtype))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_large_weights_are_expanded_piece_by_piece(monkeypatch, kind):
+    blocks = torch.from_numpy(to_blocks(np.random.default_rng(0).normal(size=(24, 512)).astype(np.float32), kind))
+    assert PIECE > 24 * 512
+    at_once = Blocks(kind).expand(blocks, torch.float32)
+    monkeypatch.setattr("parallel_backend.checkpoints.packed_formats.PIECE", 5 * 256)
+    assert torch.equal(Blocks(kind).expand(blocks, torch.float32), at_once)
+    assert gguf.GGML_QUANT_SIZES[TYPES[kind]] == BLOCKS[kind]
+
+
+def test_a_gguf_tensor_of_another_shape_than_its_own(files, whole, tmp_path):
+    """Converters store tensors whose rows are not whole blocks as rows of 256; their shape is in the metadata."""
+    types, key = gguf_types("Q8_0", whole), "img_in.weight"
+    tensors = {name: (encode(value, types[name]), types[name]) for name, value in whole.items()}
+    tensors[key] = encode(whole[key].view(64, 256), "Q4_K"), "Q4_K"
+    path = write_gguf(tmp_path / "reshaped.gguf", tensors, {key: (256, 64)})
+    assert torch.equal(tiny.whole_model(path).x_embedder.weight, decode(*tensors[key]).view(256, 64))
+    with pytest.raises(ValueError, match=r"^model_name: other.gguf holds .* of shape .* where flux has "):
+        tiny.whole_model(write_gguf(tmp_path / "other.gguf", tensors))
+
+
+def test_sides_of_one_may_be_missing(whole, tmp_path):
+    """llama.cpp's tools drop them."""
+    bias = whole["img_in.bias"]
+    save_file(whole | {"img_in.bias": bias[None]}, tmp_path / "model.safetensors")
+    assert torch.equal(tiny.whole_model(tmp_path / "model.safetensors").x_embedder.bias, bias)
+    save_file(whole | {"img_in.bias": torch.cat((bias, bias))}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"^model_name: model.safetensors holds img_in.bias of shape \[512\], .* \[256\]"):
+        tiny.whole_model(tmp_path / "model.safetensors")
+
+
+def test_a_scaled_bf16_weight_counts_with_its_scale(whole, tmp_path):
+    """Scales belong to weights, whatever those are stored in."""
+    stored, _ = scaled_old(E4M3)(whole)
+    stored["txt_in.weight"] = whole["txt_in.weight"].bfloat16()
+    stored["txt_in.scale_weight"] = torch.tensor([0.5])
+    save_file(stored, tmp_path / "mixed.safetensors")
+    model = tiny.whole_model(tmp_path / "mixed.safetensors")
+    assert torch.equal(model.context_embedder.weight, whole["txt_in.weight"].bfloat16().float() * 0.5)
+
+
+def drop(*keys: str):
+    return lambda stored: {key: value for key, value in stored.items() if key not in keys}
+
+
+def put(key: str, value: torch.Tensor):
+    return lambda stored: stored | {key: value}
+
+
+def says(text: bytes) -> torch.Tensor:
+    return torch.tensor(list(text), dtype=torch.uint8)
+
+
+OLD, NEW = scaled_old(E4M3), scaled_new(E4M3)
+BROKEN = {
+    "old, a scale missing": (OLD, drop("txt_in.scale_weight"), "lacks the scale of txt_in.weight"),
+    "old, no marker, a scale missing": (OLD, drop("scaled_fp8", "txt_in.scale_weight"), "lacks the scale of txt_in.weight"),
+    "a marker and no scales": (plain(E4M3), put("scaled_fp8", torch.zeros(1, dtype=E4M3)), "lacks the scale of"),
+    "new, a scale missing": (NEW, drop("txt_in.weight_scale"), "lacks the scale of txt_in.weight"),
+    "a scaled weight missing": (OLD, drop("single_blocks.0.linear2.weight"), "lacks single_blocks.0.linear2.weight"),
+    "a scale by column": (OLD, put("txt_in.scale_weight", torch.ones(256)), r"txt_in.scale_weight as fp32 of shape \[256\]"),
+    "an integer scale": (OLD, put("txt_in.scale_weight", torch.ones(1, dtype=torch.int32)), "txt_in.scale_weight as I32"),
+    "a second scale": (NEW, put("txt_in.weight_scale_2", torch.ones(1)), "holds txt_in.weight_scale_2"),
+    "nvfp4": (NEW, put("txt_in.comfy_quant", says(b'{"format": "nvfp4"}')), "txt_in.weight in the format nvfp4"),
+    "no format": (NEW, put("txt_in.comfy_quant", says(b"{}")), "txt_in.weight in the format None"),
+    "no JSON": (NEW, put("txt_in.comfy_quant", says(b"???")), "damaged"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("prefix", ["", PREFIX])
+def test_scaled_files_that_would_give_garbage_are_refused_by_name(whole, tmp_path, case, prefix):
+    make, edit, message = BROKEN[case]
+    stored = edit(make(whole)[0])
+    save_file({prefix + key: value for key, value in stored.items()}, tmp_path / "broken.safetensors")
+    with pytest.raises(ValueError, match=f"^model_name: broken.safetensors .*{message}"):
+        open_checkpoint(tmp_path / "broken.safetensors")
+
+
+@pytest.mark.parametrize("how", ["mxfp8", "int8_tensorwise"])
+def test_other_formats_in_the_header_are_refused_by_name(whole, tmp_path, how):
+    stored, _ = scaled_new(E4M3)(whole)
+    stored = {key: value for key, value in stored.items() if not key.endswith(".comfy_quant")}
+    save_file(stored, tmp_path / "other.safetensors", header_of(stored, how=how))
+    with pytest.raises(ValueError, match=f"^model_name: other.safetensors .*in the format {how}, .* float8_e5m2 work"):
+        open_checkpoint(tmp_path / "other.safetensors")
+
+
+def test_a_layer_that_a_new_file_does_not_call_scaled_is_plain(whole, tmp_path):
+    """As ComfyUI reads it. In an old file there is no telling it from a lost scale."""
+    stored, expanded = scaled_new(E4M3)(whole)
+    for ending in ("weight_scale", "comfy_quant", "input_scale"):
+        del stored[f"txt_in.{ending}"]
+    stored["txt_in.weight"] = whole["txt_in.weight"].to(E4M3)
+    save_file(stored, tmp_path / "mixed.safetensors")
+    model = tiny.whole_model(tmp_path / "mixed.safetensors", "fp8_e4m3fn")
+    assert torch.equal(model.context_embedder.weight, stored["txt_in.weight"].float())
+    assert torch.equal(model.time_text_embed.text_embedder.linear_1.weight, expanded["vector_in.in_layer.weight"])
+
+
+def damaged_gguf(path, files):
+    path.write_bytes(files("GGUF Q8_0")[0].read_bytes()[:-50_000])
+
+
+def foreign_type(path, _):
+    values = np.zeros((4, 256), dtype=np.float32)
+    write_gguf(path, {"img_in.weight": (gguf.quants.quantize(values, TYPES["TQ1_0"]), "TQ1_0")})
+
+
+def text_model(path, _):
+    write_gguf(path, {"token_embd.weight": (np.zeros((4, 8), dtype=np.float32), "F32")})
+
+
+GGUF_FAILURES = {
+    "cut": (damaged_gguf, "damaged or incomplete"),
+    "empty": (lambda path, _: path.write_bytes(b""), "damaged or incomplete"),
+    "text": (lambda path, _: path.write_text("<html>not found</html>"), "damaged or incomplete"),
+    "TQ1_0": (foreign_type, "holds img_in.weight as TQ1_0, which cannot be expanded. .*Q4_K"),
+    "a text model": (text_model, "no diffusion transformer .*token_embd.weight"),
+}
+
+
+@pytest.mark.parametrize("case", GGUF_FAILURES)
+def test_gguf_files_that_cannot_be_run_are_refused_by_name(files, tmp_path, case):
+    make, message = GGUF_FAILURES[case]
+    make(tmp_path / "broken.gguf", files)
+    with pytest.raises(ValueError, match=f"^model_name: broken.gguf .*{message}"):
+        open_checkpoint(tmp_path / "broken.gguf")
+
+
+def test_without_the_gguf_package_its_name_is_given(files, monkeypatch):
+    path, other = files("GGUF Q8_0")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"^model_name: .*\.gguf is a GGUF file, .* pip install gguf"):
+        open_checkpoint(path)
+    open_checkpoint(other)
+
+
+def test_files_may_be_called_sft(files, tmp_path):
+    (tmp_path / "model.sft").write_bytes(files("scaled, new")[0].read_bytes())
+    assert open_checkpoint(tmp_path / "model.sft").family.name == "flux"
+
+
+def test_a_family_may_ignore_keys(whole, tmp_path, monkeypatch):
+    surplus = {"teacher.0.weight": torch.zeros(2), "teacher.0.scale_weight": torch.ones(1)}
+    save_file(whole | surplus, tmp_path / "more.safetensors")
+    with pytest.raises(ValueError, match=r"holds teacher\.0\.weight"):
+        open_checkpoint(tmp_path / "more.safetensors")
+    ignoring = dataclasses.replace(FAMILIES["flux"], ignored=(r"teacher\..*",))
+    monkeypatch.setitem(FAMILIES, "flux", ignoring)
+    assert "teacher.0.weight" not in open_checkpoint(tmp_path / "more.safetensors").entries
+    save_file(whole | surplus | {"pupil.teacher.1": torch.zeros(1)}, tmp_path / "more.safetensors")
+    with pytest.raises(ValueError, match=r"holds pupil\.teacher\.1"):
+        open_checkpoint(tmp_path / "more.safetensors")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_adapters_add_to_the_weight_before_hooks(packed):
+    g = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48)).requires_grad_(False)
+    model[0].register_forward_hook(lambda _module, _given, out: out.abs())
+    RankLinear.adopt(model)
+    layer, weight, bias = model[0], model[0].weight.clone(), model[0].bias
+    if packed:
+        stored = weight.to(E4M3)
+        layer.pack(stored.view(torch.uint8), Fp8("fp8_e4m3fn"), torch.float32)
+        weight = stored.float()
+    x = torch.randn(2, 5, 32, generator=g)
+    assert torch.equal(model(x), F.linear(x, weight, bias).abs())
+    pairs = [(torch.randn(48, r, generator=g), torch.randn(r, 32, generator=g)) for r in (4, 8)]
+    layer.adapters = pairs
+    merged = weight + sum(up @ down for up, down in pairs)
+    assert tiny.relative(model(x), F.linear(x, merged, bias).abs()) < LIMIT
+    layer.adapters = []
+    assert torch.equal(model(x), F.linear(x, weight, bias).abs())
+    assert [name for name, _ in model.named_parameters()] == (["0.bias", "0.packed"] if packed else ["0.weight", "0.bias"])

@@ -1,0 +1,266 @@
+"""Model files that were made to do harm, or hold what nobody thought of: refused by name, in little time and memory."""
+
+import json
+import os
+import pickle
+import struct
+import time
+import tracemalloc
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
+from parallel_backend.families import FAMILIES
+from tests.campaigns.fuzz import files
+from tests.support import tiny
+
+pytestmark = pytest.mark.alone
+
+SHAPES = {"a.weight": [4, 4]}
+
+
+def sparse(path, content: bytes, length=None, size=1 << 40):
+    return files.write_sparse(path, content, len(content) if length is None else length, size)
+
+
+def header(shapes=SHAPES, dtype="F32", **metadata) -> bytes:
+    return json.dumps(files.safetensors_header(shapes, dtype, metadata)).encode()
+
+
+@pytest.fixture(scope="module")
+def flux_shapes(flux_model):
+    found = {name: value.to("meta") for name, value in flux_model.state_dict().items()}
+    original = to_original(FAMILIES["flux"], tiny.FLUX, found)
+    return {key: list(tensor.shape) for key, tensor in original.items()}
+
+
+def refused(path, words: str, megabytes: float = 60, seconds: float = 20) -> None:
+    started = time.process_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=f"^model_name: .*{words}"):
+            open_checkpoint(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < megabytes * 1e6
+    assert time.process_time() - started < seconds
+
+
+def test_headers_that_promise_more_than_there_is(tmp_path):
+    path = tmp_path / "a.safetensors"
+    for length in (2**24, 2**27, 2**40, 2**63, 2**64 - 1):
+        refused(sparse(path, b"{}", length), "damaged")
+    endless = {"a": {"dtype": "F32", "shape": [2**62], "data_offsets": [0, 2**64 - 1]}}
+    refused(sparse(path, json.dumps(endless).encode()), "damaged")
+
+
+def test_tensors_without_values_are_refused(tmp_path, flux_shapes):
+    """In a file of no size they could have any shape, and the model any width."""
+    shapes = flux_shapes | {"img_in.weight": [2**40, 0]}
+    path = tmp_path / "a.safetensors"
+    content = header(shapes)
+    refused(sparse(path, content, size=sum(4 * torch.Size(shape).numel() for shape in shapes.values())), "has no values")
+
+
+@pytest.mark.parametrize(
+    ("key", "shape"),
+    [
+        ("img_in.weight", [8192]),
+        ("img_in.weight", []),
+        ("txt_in.weight", [24]),
+        ("double_blocks.0.img_attn.norm.query_norm.scale", [1, 16]),
+        ("double_blocks.0.img_attn.norm.query_norm.scale", [2**20]),
+        ("final_layer.linear.weight", []),
+        ("vector_in.in_layer.weight", [3]),
+    ],
+)
+def test_shapes_of_another_kind_are_refused(tmp_path, flux_shapes, key, shape):
+    shapes = flux_shapes | {key: shape}
+    size = sum(4 * torch.Size(each).numel() for each in shapes.values())
+    refused(sparse(tmp_path / "a.safetensors", header(shapes), size=size), "")
+
+
+DEEP = "[" * 100_000
+SAID = {
+    "a list": "[]",
+    "a text": '"a"',
+    "nothing": "null",
+    "no JSON": "{",
+    "deep": DEEP,
+    "layers that are a list": '{"layers": []}',
+    "a layer that is a text": '{"layers": {"txt_in": "float8_e4m3fn"}}',
+}
+
+
+@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
+def test_metadata_of_another_form_is_refused(tmp_path, said):
+    save_file({"txt_in.weight": torch.zeros(2, 2)}, tmp_path / "a.safetensors", {"_quantization_metadata": said})
+    refused(tmp_path / "a.safetensors", "damaged")
+
+
+@pytest.mark.parametrize("size", [1 << 20, 1 << 34])
+def test_a_layers_format_is_a_few_bytes(tmp_path, size):
+    """It is read as a list of numbers, of which each takes ten times its size."""
+    shapes = {"txt_in.weight": [2, 2], "txt_in.comfy_quant": [size]}
+    content = files.safetensors_header(shapes, "U8", {})
+    path = sparse(tmp_path / "a.safetensors", json.dumps(content).encode(), size=size + 4)
+    refused(path, "what it says of txt_in")
+
+
+@pytest.mark.parametrize(
+    "name", ["a.ckpt", "a.pt", "a.pth", "a.bin", "a.pkl", "a", "a.safetensors.ckpt", "a.SAFETENSORS.pt"]
+)
+def test_pickles_are_refused_by_their_name(tmp_path, name):
+    torch.save({"a": torch.zeros(1)}, tmp_path / name)
+    refused(tmp_path / name, "pickled checkpoints are never opened")
+
+
+class Trap:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".sft", ".gguf"])
+@pytest.mark.parametrize("kind", ["zip", *range(2, 6)])
+def test_pickles_under_another_name_are_refused_and_not_opened(tmp_path, ending, kind):
+    path, trap = tmp_path / f"a{ending}", str(tmp_path / "sprung")
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps(Trap(trap)))
+    else:
+        path.write_bytes(pickle.dumps(Trap(trap), protocol=kind))
+    refused(path, "cannot be read" if ending == ".gguf" else "is a pickle by another name")
+    assert not os.path.exists(trap)
+    if kind != "zip":
+        pickle.loads(path.read_bytes())  # the control: it would have sprung
+        assert os.path.exists(trap)
+
+
+def gguf(path, content: bytes, size: int = 0):
+    with path.open("wb") as file:
+        file.write(content)
+        file.truncate(len(content) + size)
+    return path
+
+
+def field(name: bytes, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+
+
+def gguf_with(*fields: bytes, tensors: int = 0, count: int | None = None) -> bytes:
+    return struct.pack("<IIQQ", 0x46554747, 3, tensors, len(fields) if count is None else count) + b"".join(fields)
+
+
+GGUF = {
+    "a list of bytes that fills the file": (gguf_with(field(b"a", 9, struct.pack("<IQ", 0, 2**33))), 2**34, "damaged"),
+    "a list of texts that fills the file": (gguf_with(field(b"a", 9, struct.pack("<IQ", 8, 2**30))), 2**34, "damaged"),
+    "as many texts as a header has room for": (gguf_with(field(b"a", 9, struct.pack("<IQ", 8, 2**21 - 64))), 2**34, ""),
+    "lists in lists": (gguf_with(field(b"a", 9, struct.pack("<IQ", 9, 1) * 10_000)), 100, "damaged"),
+    "as many tensors as can be": (gguf_with(tensors=2**64 - 1), 2**34, "more than any model"),
+    "as many fields as can be": (gguf_with(count=2**64 - 1), 2**34, "more than any model"),
+    "a name without end": (gguf_with(field(b"a", 8, b""), count=2)[:-17] + struct.pack("<Q", 2**64 - 1), 2**34, "damaged"),
+    "no alignment": (gguf_with(field(b"general.alignment", 4, struct.pack("<I", 0))), 100, "alignment is 0"),
+    "an odd alignment": (gguf_with(field(b"general.alignment", 4, struct.pack("<I", 33))), 100, "alignment is 33"),
+    "a text for it": (gguf_with(field(b"general.alignment", 8, struct.pack("<Q", 0))), 100, "alignment is of the type"),
+    "a field twice": (gguf_with(*[field(b"a", 4, bytes(4))] * 2), 100, "comes twice"),
+    "an unknown type": (gguf_with(field(b"a", 77, bytes(4))), 100, "damaged"),
+    "the other byte order": (struct.pack(">IIQQ", 0x47475546, 3, 0, 0), 100, "byte order"),
+    "nothing at all": (b"", 0, "damaged"),
+    "a magic number alone": (b"GGUF", 0, "damaged"),
+}
+
+
+@pytest.mark.parametrize("case", GGUF)
+def test_gguf_headers_are_believed_within_bounds(tmp_path, case):
+    content, size, words = GGUF[case]
+    refused(gguf(tmp_path / "a.gguf", content, size), words)
+
+
+TENSOR = struct.pack("<Q", 1) + b"a"
+GGUF_TENSORS = {
+    "sides whose product is beyond all": TENSOR + struct.pack("<I4QIQ", 4, *[2**62] * 4, 0, 0),
+    "beyond the end": TENSOR + struct.pack("<I1QIQ", 1, 8, 0, 2**62),
+    "a place between": TENSOR + struct.pack("<I1QIQ", 1, 8, 0, 7),
+    "many axes": TENSOR + struct.pack("<I", 2**32 - 1),
+    "no values": TENSOR + struct.pack("<I2QIQ", 2, 0, 2**60, 0, 0),
+    "an unknown kind": TENSOR + struct.pack("<I1QIQ", 1, 8, 999, 0),
+    "part of a block": TENSOR + struct.pack("<I1QIQ", 1, 8, 8, 0),
+}
+
+
+@pytest.mark.parametrize("case", GGUF_TENSORS)
+def test_gguf_tensors_have_to_be_there(tmp_path, case):
+    refused(gguf(tmp_path / "a.gguf", gguf_with(tensors=1) + GGUF_TENSORS[case], 4096), "damaged")
+
+
+def test_a_shape_of_its_own_has_room_for_the_values(tmp_path):
+    stated = field(b"comfy.gguf.orig_shape.a", 9, struct.pack("<IQ2i", 5, 2, 3, 3))
+    content = gguf_with(stated, tensors=1) + TENSOR + struct.pack("<I1QIQ", 1, 8, 0, 0)
+    refused(gguf(tmp_path / "a.gguf", content, 4096), "in another shape than its values have room for")
+
+
+def diffusers_folder(path, flux_model, text: str):
+    path.mkdir(exist_ok=True)
+    save_file(dict(flux_model.state_dict()), path / "a.safetensors")
+    (path / "config.json").write_text(text)
+    return path
+
+
+def flux_config(**changes) -> str:
+    return json.dumps({"_class_name": "FluxTransformer2DModel", **tiny.FLUX, **changes})
+
+
+CONFIGS = {
+    "a million layers": flux_config(num_layers=10**6),
+    "more layers than can be counted": flux_config(num_single_layers=10**30),
+    "layers below 0": flux_config(num_layers=-5),
+    "half a layer": flux_config(num_layers=1.5),
+    "layers in words": flux_config(num_layers="3"),
+    "no layers": flux_config(num_layers=0, num_single_layers=0),
+    "no heads": flux_config(num_attention_heads=0),
+    "a head of endless width": flux_config(attention_head_dim=2**62),
+    "wide": flux_config(attention_head_dim=2**16),
+    "not a number": flux_config(joint_attention_dim=float("nan")),
+    "an object": flux_config(axes_dims_rope={"a": 1}),
+    "a long list": flux_config(axes_dims_rope=[1] * 5000),
+    "deep": '{"_class_name": ' + DEEP,
+    "a class that is no text": json.dumps({"_class_name": {"a": 1}}),
+    "a list for a class": json.dumps({"_class_name": ["FluxTransformer2DModel"]}),
+    "long": '{"a": "' + "x" * (1 << 21) + '"}',
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_settings_beyond_any_model_are_refused(tmp_path, flux_model, case):
+    refused(diffusers_folder(tmp_path / "folder", flux_model, CONFIGS[case]), "")
+
+
+def test_the_folder_itself_is_sound(tmp_path, flux_model):
+    """The control."""
+    assert open_checkpoint(diffusers_folder(tmp_path / "folder", flux_model, flux_config())).family.name == "flux"
+
+
+def test_pipes_are_no_files(tmp_path, flux_model):
+    """Whoever opens one waits until somebody writes to it."""
+    folder = diffusers_folder(tmp_path / "folder", flux_model, flux_config())
+    os.mkfifo(tmp_path / "a.safetensors")
+    refused(tmp_path / "a.safetensors", "does not exist")
+    os.mkfifo(folder / "b.safetensors")
+    refused(folder, "is no file")
+    os.remove(folder / "config.json")
+    os.mkfifo(folder / "config.json")
+    refused(folder, "no readable config.json")
+
+
+def test_symbolic_links_are_followed(tmp_path, flux_file):
+    (tmp_path / "link.safetensors").symlink_to(flux_file)
+    assert open_checkpoint(tmp_path / "link.safetensors").family.name == "flux"

@@ -1,0 +1,151 @@
+"""Stages, bands and the patch count from measured block costs, or as the user says."""
+
+import pytest
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.placement.balance import ALIKE, block_bytes, check_stage_split, divide
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Span
+from parallel_backend.processes.pool import Pool
+from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands
+from parallel_backend.wire.diagnosis import Probed
+from tests.support import tiny
+
+pytestmark = pytest.mark.alone
+
+LISTS = ["double"] * 4 + ["single"] * 8
+SIZES = [2] * 4 + [1] * 8
+
+
+def probed(rank: int, seconds: float, single: float = 0.5, ends: float = 0.0, free: int | None = None) -> Probed:
+    """A device that takes `seconds` for a double block, and `single` of that for a single one."""
+    blocks = {"double": (seconds, 0.3 * seconds), "single": (single * seconds, 0.3 * single * seconds)}
+    return Probed(rank, blocks, (ends, ends), free)
+
+
+def counts(spans: tuple[Span, ...]) -> list[int]:
+    return [len(span) for span in spans]
+
+
+def test_blocks_are_cut_by_cost_not_by_count():
+    """4 double blocks at 1 and 8 single ones at 0.5: half the time is the double blocks."""
+    found = divide(Degrees(pipe=2), LISTS, SIZES, [probed(0, 1.0), probed(1, 1.0)])
+    assert counts(found.stage_blocks) == [4, 8]
+    assert [cost.seconds(1.0) for cost in found.stage_costs] == pytest.approx([4.0, 4.0])
+    assert [cost.seconds(0.25) for cost in found.stage_costs] == pytest.approx([1.2, 1.2])
+
+
+def test_a_slow_device_gets_fewer_blocks_whichever_stage_it_is():
+    for slow in range(2):
+        probes = [probed(rank, 2.0 if rank == slow else 1.0, single=1.0) for rank in range(2)]
+        expected = [8, 8]
+        expected[slow] = 4
+        assert counts(divide(Degrees(pipe=2), LISTS, SIZES, probes).stage_blocks) == expected
+
+
+def test_a_stage_is_as_slow_as_its_slowest_rank():
+    """Ulysses ranks of one stage work in step, and replicas have the same stages."""
+    probes = [probed(rank, 2.0 if rank == 3 else 1.0, single=1.0) for rank in range(4)]
+    assert counts(divide(Degrees(pipe=2, ulysses=2), LISTS, SIZES, probes).stage_blocks) == [8, 4]
+    assert counts(divide(Degrees(batch=2, pipe=2), LISTS, SIZES, probes).stage_blocks) == [8, 4]
+
+
+def test_noise_does_not_unbalance_equal_devices():
+    probes = [probed(0, 1.0, single=1.0), probed(1, 0.99 * ALIKE, single=1.0)]
+    assert counts(divide(Degrees(pipe=2), LISTS, SIZES, probes).stage_blocks) == [6, 6]
+    patches = Degrees(patch=2, patch_mode="displaced")
+    assert divide(patches, LISTS, SIZES, probes).patch_shares == (0.5, 0.5)
+
+
+def test_embedding_and_head_count():
+    probes = [probed(rank, 1.0, single=1.0, ends=6.0) for rank in range(3)]
+    assert counts(divide(Degrees(pipe=3), LISTS, SIZES, probes).stage_blocks) == [3, 6, 3]
+
+
+def test_memory_limits_what_a_fast_device_gets():
+    """The fast device would take 8 of 12 blocks, and has room for 5 of size 2 (85 % of 12, rounded down to 10)."""
+    sizes = [2] * 12
+    for free, expected in ((None, [8, 4]), (12, [5, 7])):
+        probes = [probed(0, 1.0, single=1.0, free=free), probed(1, 2.0, single=1.0, free=free and 100)]
+        assert counts(divide(Degrees(pipe=2), LISTS, sizes, probes).stage_blocks) == expected
+
+
+def test_what_fits_nowhere_is_cut_by_speed(caplog):
+    probes = [probed(rank, 1.0, single=1.0, free=3) for rank in range(2)]
+    assert counts(divide(Degrees(pipe=2), LISTS, SIZES, probes).stage_blocks) == [6, 6]
+    assert "hardly fit" in caplog.text
+
+
+def test_patch_shares_follow_speed():
+    found = divide(
+        Degrees(patch=3, patch_mode="displaced"), LISTS, SIZES, [probed(r, s) for r, s in enumerate((1.0, 2.0, 4.0))]
+    )
+    assert found.patch_shares == pytest.approx((4 / 7, 2 / 7, 1 / 7))
+
+
+@pytest.mark.parametrize("text", ["auto", "even", " Auto "])
+def test_words_leave_the_split_to_us(text):
+    assert check_stage_split(text, 2, 8) is None
+
+
+def test_a_split_by_hand():
+    assert check_stage_split("5, 3", 2, 8) == (Span(0, 5), Span(5, 8))
+
+
+@pytest.mark.parametrize("text", ["", "a,b", "8", "4,5", "0,8", "-1,9", "3,3,2", "4;4"])
+def test_a_split_that_makes_no_sense_names_the_widget(text):
+    with pytest.raises(ValueError, match=r"stage_split is .*2 numbers of blocks.*8 blocks"):
+        check_stage_split(text, 2, 8)
+
+
+def test_block_bytes_are_the_blocks_of_the_file(flux_file, flux_model):
+    checkpoint = open_checkpoint(flux_file)
+    lists = ["transformer_blocks"] * 3 + ["single_transformer_blocks"] * 5
+    sizes = block_bytes(checkpoint, lists, "fp32", 1)
+    blocks = [*flux_model.transformer_blocks, *flux_model.single_transformer_blocks]
+    assert sizes == [sum(p.nbytes for p in block.parameters()) for block in blocks]
+    assert block_bytes(checkpoint, lists, "bf16", 2)[0] == pytest.approx(sizes[0] / 4, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def uneven_pool():
+    """Two ranks of which the second takes three times as long: more than any noise."""
+    pool = Pool(("cpu", "cpu"), threads=1, slowdown=(1.0, 3.0))
+    pool.ready.result(timeout=300)
+    yield pool
+    pool.close()
+
+
+def sample(model: RemoteTransformer, warm_up: int) -> torch.Tensor:
+    x, _, tensors = tiny.inputs(tiny.FLUX, height=15, width=12)
+    bands = 1 if model.degrees.displaced else 3
+    return sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), bands, warm_up)[0]
+
+
+@pytest.fixture(scope="module")
+def exact(flux_model):
+    x, _, tensors = tiny.inputs(tiny.FLUX, height=15, width=12)
+    with torch.inference_mode():
+        return euler(lambda *given: tiny.reference(flux_model, *given), x, linear_sigmas(3), Prompt(tensors, {}, 1.0))
+
+
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(patch=2, patch_mode="displaced")], ids=str)
+def test_measured_on_unequal_ranks_it_is_uneven_and_exact(uneven_pool, flux_file, exact, degrees):
+    model = RemoteTransformer(uneven_pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None, "auto")
+    if degrees.pipe > 1:
+        assert len(model.stage_blocks[0]) > len(model.stage_blocks[1])
+    else:
+        assert model.patch_shares[0] > 0.55
+    assert tiny.relative(sample(model, 3), exact) <= 1e-5
+    assert 1e-4 < tiny.relative(sample(model, 1), exact) < 0.1
+
+
+@pytest.mark.parametrize("split", ["1,7", "6,2"])
+def test_any_split_by_hand_gives_the_same_picture(pools, flux_file, exact, split):
+    pools.forget(2)
+    model = RemoteTransformer(pools(2), open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", lambda: None, split)
+    assert counts(model.stage_blocks) == [int(part) for part in split.split(",")]
+    assert tiny.relative(sample(model, 3), exact) <= 1e-5
+    assert 1e-4 < tiny.relative(sample(model, 1), exact) < 0.1

@@ -1,0 +1,351 @@
+"""The order in which bands' calls are posted, and how a run of bands ends, with a model that is no process at all."""
+
+import itertools
+import queue
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_backend.client.call import Call, Conditioning
+from parallel_backend.client.pipefusion import banded_run as bands
+from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows
+from parallel_backend.client.pipefusion.threads import run_bands
+from parallel_backend.client.placement.pipeline_model import MicroStep, micro_steps
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Span
+from parallel_backend.families import FAMILIES
+from parallel_backend.families.base.patching import Patching
+
+SHAPE = (1, 16, 12, 4)  # 6 rows of 2 tokens
+PATCHING = Patching()
+PATIENCE = 10.0
+"""Seconds after which a run that should have ended counts as hanging."""
+
+
+@dataclass
+class Posted:
+    """A call as the model got it."""
+
+    tokens: Span
+    with_text: bool
+    timestep: float
+    run: int
+    conditioning: int
+
+
+class FakeModel:
+    """Answers a call with `2 * x + timestep` after a random time, calls one after the other, as the ranks do."""
+
+    def __init__(self, seed: int = 0, delay: float = 0.002):
+        self.family, self.posted, self.abandoned = FAMILIES["flux"], [], []
+        self.degrees = Degrees()
+        self.error: Exception | None = None
+        self.mute = False  # never answer
+        self._known: list[Conditioning] = []
+        self._random, self._delay = random.Random(seed), delay
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._thread.start()
+
+    def open_run(self, extrapolate: bool) -> int:
+        return 1
+
+    def watch_memory(self, run, bands, extrapolate, poll) -> None:
+        pass
+
+    def conditioning(self, grid, tensors, home=0) -> Conditioning:
+        for known in self._known:
+            if known.matches(grid, tensors):
+                return known
+        self._known.append(Conditioning(len(self._known) + 1, grid, self.family.stream(grid), 3, 1, tensors))
+        return self._known[-1]
+
+    def call(self, x, timestep, conditioning, run, tokens, with_text, stale, overlap, residuals) -> Call:
+        assert x.shape[1] == len(tokens)
+        return Call(x, timestep, conditioning, tokens, with_text, run, stale, overlap, residuals)
+
+    def post(self, call: Call) -> None:
+        self.posted.append(Posted(call.tokens, call.with_text, float(call.timestep[0]), call.run, call.conditioning.id))
+        self._calls.put(call)
+
+    def abandon(self, run: int) -> None:
+        self.abandoned.append(run)
+
+    def close(self) -> None:
+        self._calls.put(None)
+        self._thread.join(PATIENCE)
+
+    def _answer(self) -> None:
+        while (call := self._calls.get()) is not None:
+            time.sleep(self._random.random() * self._delay)
+            if self.error is not None:
+                call.future.set_exception(self.error)
+            elif not self.mute:
+                call.future.set_result(2 * call.x + call.timestep[0])
+
+
+@pytest.fixture
+def model():
+    model = FakeModel()
+    yield model
+    model.close()
+
+
+def text(value: float = 0.0) -> dict[str, torch.Tensor]:
+    return {"context": torch.full((1, 3, 2), value)}
+
+
+def ends(function, *arguments):
+    """What the function returns or raises; a failure, not a hang, if it does neither."""
+    outcome = {}
+
+    def work():
+        try:
+            outcome["value"] = function(*arguments)
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "the run hangs"
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("band ")], "a band's thread is left over"
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
+
+
+def run_all(run, sample, poll=lambda: None):
+    return ends(run_bands, run, sample, lambda: None, poll)
+
+
+def start(model, count: int = 3, warm_up: bool = False) -> BandedRun:
+    return BandedRun(model, cut_rows(SHAPE, count, PATCHING), SHAPE, warm_up)
+
+
+def noise() -> torch.Tensor:
+    return torch.arange(torch.Size(SHAPE).numel(), dtype=torch.float32).view(SHAPE)
+
+
+def shuffled(run, exact, seed=0, conditionings=1):
+    """A sampler for each band that makes these calls (`exact[k]`: call k is), each after a random time."""
+    randoms = [random.Random(seed * 100 + band) for band in range(len(run.rows))]
+
+    def sample(band):
+        x = noise()[:, :, run.rows[band].slice]
+        for call, whole in enumerate(exact):
+            time.sleep(randoms[band].random() * 0.003)
+            for number in range(conditionings):
+                x = run.predict(band, x, torch.tensor([1.0 - call / 10]), text(number), whole)
+        return x
+
+    return sample
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("exact", [[False] * 4, [True] * 3, [True, False, False], [True, False, True, False]])
+def test_the_order_is_the_schedules_whatever_the_timing(model, exact, seed):
+    run = start(model)
+    parts = run_all(run, shuffled(run, exact, seed))
+    whole = Span(0, 12)
+    posted = [
+        MicroStep(round(10 * (1 - p.timestep)), None if p.tokens == whole else p.tokens.start // 4) for p in model.posted
+    ]
+    assert posted == micro_steps(exact, 3)
+    assert all(p.with_text == (p.tokens.start == 0) for p in model.posted)
+    assert (run.exact_calls, run.banded_calls) == (sum(exact), len(exact) - sum(exact))
+    expected = noise()
+    for call in range(len(exact)):
+        expected = 2 * expected + torch.tensor(1.0 - call / 10)
+    assert torch.equal(torch.cat(parts, dim=2), expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_odd_sizes_get_their_own_rows_back(seed):
+    model = FakeModel(seed)
+    shape = (1, 16, 11, 5)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    for exact in (True, False):
+        run = BandedRun(model, cut_rows(shape, 4, PATCHING), shape, warm_up=False)
+
+        def sample(band, run=run, exact=exact):
+            return run.predict(band, x[:, :, run.rows[band].slice], torch.ones(1), text(), exact)
+
+        assert torch.equal(torch.cat(run_all(run, sample), dim=2), 2 * x + 1)
+    model.close()
+
+
+def test_with_warm_up_the_first_call_of_every_conditioning_is_exact(model):
+    """Unconditional and conditional calls alternate; neither may read keys that nobody has written."""
+    run = start(model, 3, warm_up=True)
+    run_all(run, shuffled(run, [False] * 3, conditionings=2))
+    assert (run.exact_calls, run.banded_calls) == (2, 4)
+    assert [len(p.tokens) for p in model.posted] == [12, 12] + [4] * 12
+    assert [p.conditioning for p in model.posted] == [1, 2] + [1, 1, 1, 2, 2, 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("short", "exact", "extra"),
+    [case for case in itertools.product([0, 1, 2], [False, True], [1, 2])],
+)
+def test_bands_that_make_different_numbers_of_calls_are_not_local(model, short, exact, extra):
+    run = start(model)
+
+    def sample(band):
+        for call in range(2 + (0 if band == short else extra)):
+            run.predict(band, noise()[:, :, run.rows[band].slice], torch.tensor([1.0 - call / 10]), text(), exact)
+
+    with pytest.raises(NotLocal, match="number of model calls"):
+        run_all(run, sample)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_bands_at_different_timesteps_are_not_local(model, other, exact):
+    run = start(model)
+
+    def sample(band):
+        for call in range(3):
+            timestep = 1.0 - call / 10 - (0.01 if call == 1 and band == other else 0)
+            run.predict(band, noise()[:, :, run.rows[band].slice], torch.tensor([timestep]), text(), exact)
+
+    with pytest.raises(NotLocal, match="different timesteps"):
+        run_all(run, sample)
+    assert model.abandoned == [1]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_abort_unblocks_every_band_and_refuses_later_calls(model, exact):
+    model.mute = True
+    run = start(model)
+    errors = []
+
+    def work(band):
+        try:
+            run.predict(band, noise()[:, :, run.rows[band].slice], torch.ones(1), text(), exact)
+        except KeyError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(band,), daemon=True) for band in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    assert all(thread.is_alive() for thread in threads)  # the control: they do wait
+    run.abort(KeyError("stop"))
+    run.abort(ValueError("only the first counts"))
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(errors) == 3
+    with pytest.raises(KeyError):
+        run.predict(0, noise()[:, :, run.rows[0].slice], torch.ones(1), text(), exact)
+    assert model.abandoned == [1]
+
+
+def test_a_late_answer_after_abort_is_dropped(model):
+    model.mute = True
+    run = start(model)
+    calls = []
+    model.post = calls.append
+
+    def work():
+        with pytest.raises(KeyError):
+            run.predict(0, noise()[:, :, :4], torch.ones(1), text(), False)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not calls:
+        time.sleep(0.001)
+    run.abort(KeyError("stop"))
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    calls[0].future.set_result(calls[0].x)  # raises if the callback set the answered future again
+    assert calls[0].future.exception() is None
+
+
+@pytest.mark.parametrize("band", [0, 1, 2])
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_exception_in_one_band_ends_all(model, band, exact):
+    run = start(model)
+
+    def sample(me):
+        for call in range(50):
+            if (me, call) == (band, 2):
+                raise KeyError("the sampler's own")
+            run.predict(me, noise()[:, :, run.rows[me].slice], torch.tensor([1.0 - call / 100]), text(), exact)
+
+    with pytest.raises(KeyError, match="the sampler's own"):
+        run_all(run, sample)
+
+
+def test_a_failure_of_the_model_reaches_the_caller(model):
+    model.error = OSError("rank 1 is gone")
+    run = start(model)
+    with pytest.raises(OSError, match="rank 1 is gone"):
+        run_all(run, shuffled(run, [False] * 3))
+
+
+class Cancelled(BaseException):
+    """As ComfyUI's InterruptProcessingException, no Exception in recent versions."""
+
+
+@pytest.mark.parametrize("mute", [False, True])
+@pytest.mark.parametrize("where", ["poll", "on_event"])
+def test_cancel_ends_all_threads(model, where, mute):
+    model.mute = mute
+    run = start(model)
+    counter = itertools.count()
+
+    def cancel():
+        if next(counter) == 3:
+            raise Cancelled
+
+    hooks = {"poll": lambda: None, "on_event": lambda: None} | {where: cancel}
+    with pytest.raises(Cancelled):
+        ends(run_bands, run, shuffled(run, [False] * 1000), hooks["on_event"], hooks["poll"])
+    assert len(model.posted) < 3000
+
+
+def test_poll_runs_on_the_calling_thread_and_samples_in_inference_mode(model):
+    run = start(model)
+    caller, seen = [], set()
+
+    def everything():
+        caller.append(threading.get_ident())
+        return run_bands(run, sample, lambda: seen.add(threading.get_ident()), lambda: seen.add(threading.get_ident()))
+
+    def sample(band):
+        time.sleep(3 * bands.POLL_SECONDS)
+        return band, torch.is_inference_mode_enabled(), threading.get_ident()
+
+    results = ends(everything)
+    assert [result[:2] for result in results] == [(0, True), (1, True), (2, True)]
+    assert seen == set(caller)
+    assert len({result[2] for result in results} | seen) == 4
+
+
+@given(st.integers(1, 300), st.integers(1, 20), st.sampled_from([1, 2, 4]))
+def test_cut_rows(height, count, patch):
+    rows = cut_rows((1, 16, height, 8), count, Patching(side=patch))
+    assert [row for span in rows for row in range(span.start, span.stop)] == list(range(height))
+    assert len(rows) == min(count, -(-height // patch))
+    assert all(len(span) for span in rows)
+    assert all(span.start % patch == 0 for span in rows)
+    tokens = [-(-len(span) // patch) for span in rows]
+    assert max(tokens) - min(tokens) <= 1
+
+
+def test_the_fake_is_called_as_the_client_would_be():
+    """The fake's signatures are the client's, so that these tests speak of the class that production uses."""
+    import inspect
+
+    from parallel_backend.client.remote_transformer import RemoteTransformer
+
+    for name in ("open_run", "watch_memory", "conditioning", "call", "post", "abandon"):
+        real, fake = (inspect.signature(getattr(cls, name)).parameters for cls in (RemoteTransformer, FakeModel))
+        assert list(real) == list(fake), name

@@ -1,0 +1,166 @@
+"""Calls of different conditioning under way together, on replicas of their own: the same bits as one after the other."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+
+from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
+from parallel_backend.client.pipefusion.threads import run_bands
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.quickstart.sampling import linear_sigmas
+from tests.support import tiny
+
+
+def micro_steps(model) -> list[int]:
+    """By rank, since the last time."""
+    return [stats.micro_steps for stats in model.close_run(model.open_run(), lambda: None)]
+
+
+def prompts(batch: int = 1):
+    """A latent, a timestep, and conditioning of two lengths."""
+    x, timestep, short = tiny.inputs(tiny.FLUX, batch=batch, text=3)
+    return x, timestep, (short, tiny.inputs(tiny.FLUX, batch=batch, text=7, seed=2)[2])
+
+
+@pytest.mark.parametrize(("batch", "home", "expected"), [(1, 0, [1, 0]), (1, 1, [0, 1]), (1, 2, [1, 0]), (3, 1, [1, 1])])
+def test_a_call_begins_on_its_home_replica(remote, flux_model, batch, home, expected):
+    model = remote(Degrees(batch=2))
+    micro_steps(model)
+    x, timestep, (tensors, _) = prompts(batch)
+    output = model.predict(x, timestep, tensors, lambda: None, home=home)
+    assert micro_steps(model) == expected
+    assert torch.equal(output, model.predict(x, timestep, tensors, lambda: None))
+    assert tiny.relative(output, tiny.reference(flux_model, x, timestep, tensors)) <= 1e-5
+
+
+@pytest.mark.parametrize(("home", "shares"), [(0, [2, 1]), (1, [1, 2]), (2, [2, 1])])
+def test_the_larger_share_goes_to_the_home_replica(remote, home, shares):
+    model = remote(Degrees(batch=2))
+    x, _, (tensors, _) = prompts(3)
+    conditioning = model.conditioning(model.family.patching.grid(x.shape), tensors, home)
+    assert [len(entries) for entries in conditioning.shares(2)] == shares
+
+
+def test_a_call_made_meanwhile_is_under_way_before_the_first_is_waited_for(remote):
+    model = remote(Degrees(batch=2))
+    x, timestep, (short, long) = prompts()
+    apart = [model.predict(x, timestep, tensors, lambda: None) for tensors in (short, long)]
+    micro_steps(model)
+    posted, outputs, post = [], [], model.post
+
+    def second() -> None:
+        assert len(posted) == 1
+        outputs.append(model.predict(x, timestep, long, lambda: None, home=1))
+
+    def hold_back(call) -> None:
+        """The first call reaches the ranks with the second one: whoever waited for it first would wait for ever."""
+        posted.append(call)
+        if len(posted) == 2:
+            for held in posted:
+                post(held)
+
+    model.post = hold_back
+    try:
+        first = model.predict(x, timestep, short, lambda: None, meanwhile=second)
+    finally:
+        del model.post
+    assert torch.equal(first, apart[0])
+    assert torch.equal(outputs[0], apart[1])
+    assert micro_steps(model) == [1, 1]
+
+
+def test_what_is_raised_meanwhile_ends_the_call(remote):
+    model = remote(Degrees(batch=2))
+    x, timestep, (short, long) = prompts()
+    expected = model.predict(x, timestep, long, lambda: None)
+
+    class Cancelled(BaseException):
+        pass
+
+    def cancel() -> None:
+        raise Cancelled
+
+    with pytest.raises(Cancelled):
+        model.predict(x, timestep, short, lambda: None, meanwhile=cancel)
+    assert torch.equal(model.predict(x, timestep, long, lambda: None, home=1), expected)
+
+
+def guided_in_bands(model, together: bool, warm_up: int, steps: int = 4, bands: int = 2) -> tuple[torch.Tensor, list[int]]:
+    """Euler with guidance, two calls a step, in bands; and the ranks' micro-steps."""
+    x, _, (short, long) = prompts()
+    patching, sigmas = model.family.patching, linear_sigmas(steps)
+    rows = cut_rows(tuple(x.shape), bands, patching)
+    micro_steps(model)
+    run = BandedRun(model, rows, tuple(x.shape), warm_up > 0)
+    limit = exact_above(sigmas, warm_up)
+
+    def sample(band: int) -> torch.Tensor:
+        latent = patching.rows(x, rows[band])
+        for sigma, following in itertools.pairwise(sigmas):
+            found = {}
+
+            def predict(index: int, meanwhile, latent=latent, sigma=sigma, found=found) -> None:
+                tensors, exact = (short, long)[index], float(sigma) > limit
+                home = index if together else 0
+                found[index] = run.predict(band, latent, sigma.repeat(1), tensors, exact, home=home, meanwhile=meanwhile)
+
+            if together:
+                predict(0, lambda predict=predict: predict(1, lambda: None))
+            else:
+                predict(0, lambda: None)
+                predict(1, lambda: None)
+            latent = latent + (following - sigma) * (found[0] + 3 * (found[1] - found[0]))
+        return latent
+
+    sampled = torch.cat(run_bands(run, sample, lambda: None, lambda: None), dim=patching.band_dim)
+    return sampled, [stats.micro_steps for stats in model.close_run(run.run, lambda: None)]
+
+
+@pytest.mark.parametrize("warm_up", [0, 1, 4])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_bands_with_two_calls_a_step(remote, batch, warm_up):
+    """Each conditioning's keys and values stay on one replica."""
+    degrees = Degrees(pipe=2, batch=batch)
+    expected, apart = guided_in_bands(remote(Degrees(pipe=2)), False, warm_up)
+    found, together = guided_in_bands(remote(degrees), True, warm_up)
+    assert torch.equal(found, expected)
+    assert sum(together) == sum(apart)
+    assert set(together) == {apart[0] // batch}
+
+
+def test_ending_a_run_with_two_calls_of_a_band_unanswered(remote, monkeypatch):
+    """Both waits of each band end, with what ended the run."""
+    model = remote(Degrees(pipe=2))
+
+    class Cancelled(BaseException):
+        pass
+
+    calls = []
+
+    def poll() -> None:
+        if len(calls) == 2:
+            raise Cancelled
+
+    x, timestep, (short, long) = prompts()
+    rows = cut_rows(tuple(x.shape), 2, model.family.patching)
+    run = BandedRun(model, rows, tuple(x.shape), True)
+    monkeypatch.setattr(model, "post", lambda call: None)
+    ends = []
+
+    def sample(band: int) -> None:
+        latent = model.family.patching.rows(x, rows[band])
+
+        def second() -> None:
+            calls.append(band)
+            with contextlib.suppress(Cancelled):
+                run.predict(band, latent, timestep, long, True)
+            ends.append(band)
+
+        run.predict(band, latent, timestep, short, True, meanwhile=second)
+
+    with pytest.raises(Cancelled):
+        run_bands(run, sample, lambda: None, poll)
+    assert sorted(ends) == [0, 1]
+    model.discard_run(run.run)

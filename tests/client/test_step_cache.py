@@ -1,0 +1,357 @@
+"""Which calls the step cache forecasts, and that every mode and any timing of bands comes to the same decisions."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.step_cache import FIRST_COMPUTED, LONGEST_ROW, Computed, Forecast, StepCache
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
+from tests.client.test_banded_run import PATCHING, PATIENCE, SHAPE, FakeModel, noise, run_all, start, text
+from tests.support import tiny
+
+Output = Callable[[float], torch.Tensor]
+BANDED_FIRST = FIRST_COMPUTED + 1
+"""Calls that are always computed in bands, where the last one's quality is not known yet."""
+
+
+def decisions(cache: StepCache) -> list[str]:
+    """`log[k]`: '#' where call k was computed, '.' where it was forecast; filled while the cache is used."""
+    log, ask = [], cache.call
+
+    def call(*arguments):
+        entry = ask(*arguments)
+        log.append("." if isinstance(entry, Forecast) else "#")
+        return entry
+
+    cache.call = call
+    return log
+
+
+def follow(cache: StepCache, output: Output, times: list[float], allowed: Callable[[float], bool] = lambda time: True):
+    """One conditioning's calls at `times`: the decisions, and the outputs."""
+    log, outputs = decisions(cache), []
+    for at in times:
+        entry = cache.call(1, at, allowed(at))
+        if isinstance(entry, Computed):
+            entry.outputs[0] = output(at)
+            outputs.append(entry.outputs[0])
+        else:
+            outputs.append(entry.output())
+    return "".join(log), outputs
+
+
+TIMES = [1 - step / 20 for step in range(20)]
+
+
+def line(at: float) -> torch.Tensor:
+    return torch.tensor([1.0, 2.0]) + at * torch.tensor([-3.0, 0.5])
+
+
+def parabola(at: float) -> torch.Tensor:
+    return torch.tensor([1.0, 2.0]) + at**2 * torch.tensor([-3.0, 0.5])
+
+
+def test_a_line_is_forecast_exactly_and_never_for_long():
+    log, outputs = follow(StepCache(0.01), line, TIMES)
+    assert log.startswith("#" * FIRST_COMPUTED + "..#")  # two calls as far as the line's base reaches
+    assert ("." * LONGEST_ROW + "#") * 3 in log
+    assert "." * (LONGEST_ROW + 1) not in log
+    assert all(torch.allclose(output, line(at), atol=1e-5) for output, at in zip(outputs, TIMES, strict=True))
+
+
+@pytest.mark.parametrize("times", [TIMES, [1000 * at for at in TIMES]], ids=["0..1", "0..1000"])
+def test_a_larger_threshold_forecasts_more_and_worse(times):
+    def output(at):
+        return parabola(at / times[0])
+
+    runs = {threshold: follow(StepCache(threshold), output, times) for threshold in (0.0, 0.01, 0.05, 0.2)}
+    forecasts = [log.count(".") for log, _ in runs.values()]
+    assert forecasts[0] == 0
+    assert sorted(set(forecasts)) == forecasts
+    errors = [
+        max(float((got - output(at)).norm() / output(at).norm()) for got, at in zip(outputs, times, strict=True))
+        for _, outputs in runs.values()
+    ]
+    assert sorted(errors) == errors
+    assert all(0 < error < 2 * threshold for error, threshold in zip(errors[1:], list(runs)[1:], strict=True))
+
+
+def test_noise_is_not_forecast():
+    generator = torch.Generator().manual_seed(0)
+    log, _ = follow(StepCache(0.3), lambda at: torch.randn(64, generator=generator), TIMES)
+    assert log == "#" * len(TIMES)
+
+
+def test_a_line_that_breaks_is_computed_from_there():
+    log, _ = follow(StepCache(0.05), lambda at: line(at) if at > 0.52 else -20 * line(at), TIMES)
+    broken = next(number for number, at in enumerate(TIMES) if at <= 0.52)
+    computed = log.index("#", broken)
+    assert log[computed : computed + 2] == "##"  # the first says that it broke, the next what holds now
+    assert "." in log[FIRST_COMPUTED:broken]
+
+
+def test_calls_that_are_not_allowed_are_computed():
+    log, _ = follow(StepCache(0.01), line, TIMES, lambda at: at < 0.6)
+    assert "." not in "".join(mark for mark, at in zip(log, TIMES, strict=True) if at >= 0.6)
+    assert "." in log
+
+
+def test_a_short_line_is_not_extended_far():
+    """The base is as long as the way at least twice over, where there are calls enough."""
+    cache = StepCache(1e9)
+    log, _ = follow(cache, line, [1.0, 0.95, 0.9, 0.85])
+    forecast = cache.call(1, 0.8, True)
+    assert log == "###."
+    assert [round(call.time, 2) for _, call in forecast.terms] == [0.9, 1.0]
+    assert [round(weight, 3) for weight, _ in forecast.terms] == [2.0, -1.0]
+    assert isinstance(cache.call(1, 0.75, True), Computed)  # further than the base is long
+
+
+def test_two_calls_at_one_time():
+    """heun's: the second of a step and the first of the next differ a little, and that is measured too."""
+    times = [time for time in TIMES for _ in range(2)][1:]
+    outputs = iter([line(at) * (1 + 0.03 * (number % 2)) for number, at in enumerate(times)])
+    log, got = follow(StepCache(0.01), lambda at: next(outputs), times)
+    assert all(torch.isfinite(output).all() for output in got)
+    assert "." not in log  # 3 % between calls at one time
+    outputs = iter([line(at) * (1 + 0.001 * (number % 2)) for number, at in enumerate(times)])
+    assert follow(StepCache(0.01), lambda at: next(outputs), times)[0].count(".") > 10
+
+
+def test_prompts_of_one_evaluation_are_decided_on_together():
+    """Two prompts, one call each: the second is smooth, the first is not."""
+    generator = torch.Generator().manual_seed(0)
+    for outputs, forecast in (((line, line), True), ((lambda at: torch.randn(2, generator=generator), line), False)):
+        cache = StepCache(0.05)
+        log = decisions(cache)
+        for at in TIMES:
+            for prompt, output in enumerate(outputs):
+                entry = cache.call(prompt, at, True)
+                if isinstance(entry, Computed):
+                    entry.outputs[0] = output(at)
+        pairs = set(zip(log[::2], log[1::2], strict=True))
+        assert pairs == ({("#", "#"), (".", ".")} if forecast else {("#", "#")})
+
+
+def test_a_prompt_that_is_new_is_computed():
+    cache = StepCache(0.05)
+    log = decisions(cache)
+    for number, at in enumerate(TIMES):
+        entry = cache.call(number >= 10, at, True)
+        if isinstance(entry, Computed):
+            entry.outputs[0] = line(at)
+    assert log[10 : 10 + FIRST_COMPUTED] == ["#"] * FIRST_COMPUTED
+    assert "." in log[:10]
+    assert "." in log[10:]
+
+
+def test_a_cache_that_outlives_its_run_would_be_noticed():
+    cache = StepCache(0.05)
+    first, _ = follow(cache, line, TIMES)
+    assert first.startswith("#" * FIRST_COMPUTED)
+    again, _ = follow(cache, line, TIMES)
+    assert not again.startswith("#" * FIRST_COMPUTED)
+
+
+def test_in_bands_the_last_calls_outputs_do_not_count():
+    """They may have arrived or not: what is decided must not depend on it."""
+    logs = []
+    for late in (False, True):
+        cache, waiting = StepCache(0.02, bands=2), []
+        log = decisions(cache)
+        for at in TIMES:
+            entry = cache.call(1, at, True)
+            for computed, then in waiting:
+                computed.outputs[1] = parabola(then)
+            waiting.clear()
+            if isinstance(entry, Computed):
+                entry.outputs[0] = parabola(at)
+                if late:
+                    waiting.append((entry, at))
+                else:
+                    entry.outputs[1] = parabola(at)
+        logs.append("".join(log))
+    assert logs[0] == logs[1]
+    assert 0 < logs[0].count(".") < len(TIMES) - FIRST_COMPUTED
+
+
+def cached(model, bands: int, seed: int, steps: int = 12, threshold: float = 0.2, warm_up: int = 1):
+    """Euler on the fake model, bands at random times: what was posted, decided and sampled."""
+    cache = StepCache(threshold, bands)
+    log = decisions(cache)
+    run = BandedRun(model, cut_rows(SHAPE, bands, PATCHING), SHAPE, True, cache=cache)
+    randoms = [random.Random(seed * 100 + band) for band in range(bands)]
+
+    def sample(band):
+        x = noise()[:, :, run.rows[band].slice] / 100
+        for step in range(steps):
+            time.sleep(randoms[band].random() * 0.003)
+            x = x - 0.1 * run.predict(band, x, torch.tensor([1 - step / 20]), text(), step < warm_up)
+        return x
+
+    parts = run_all(run, sample)
+    return model.posted, "".join(log), torch.cat(parts, dim=2), run
+
+
+@pytest.mark.parametrize("bands", [1, 3])
+def test_bands_decide_the_same_whatever_the_timing(bands):
+    runs = []
+    for seed in range(4):
+        model = FakeModel(seed)
+        runs.append(cached(model, bands, seed))
+        model.close()
+    posted, log, sample, run = runs[0]
+    assert 2 < log.count(".") < 8
+    assert run.exact_calls + run.banded_calls == log.count("#")
+    assert len(posted) == 1 + bands * (log.count("#") - 1)
+    assert not run._forecasts  # answered to all, and forgotten
+    for other in runs[1:]:
+        assert (other[0], other[1]) == (posted, log)
+        assert torch.equal(other[2], sample)
+
+
+def test_a_band_does_not_wait_for_another_at_a_forecast_call():
+    """Band 0 goes on to the next computed call while band 1 has not asked for the forecast one."""
+    model = FakeModel(delay=0.0)
+    cache = StepCache(1e9, 2)
+    log = decisions(cache)
+    run = BandedRun(model, cut_rows(SHAPE, 2, PATCHING), SHAPE, False, cache=cache)
+    beyond = threading.Event()
+
+    def sample(band):
+        x = noise()[:, :, run.rows[band].slice]
+        for step in range(BANDED_FIRST + LONGEST_ROW + 1):
+            if step == BANDED_FIRST and band == 1:
+                assert beyond.wait(PATIENCE)
+            run.predict(band, x, torch.tensor([1 - step / 20]), text(), False)
+            if step == BANDED_FIRST + LONGEST_ROW and band == 0:
+                beyond.set()
+
+    run_all(run, sample)
+    assert "".join(log) == "#" * BANDED_FIRST + "." * LONGEST_ROW + "#"
+    model.close()
+
+
+@pytest.mark.parametrize("short", [0, 1, 2])
+def test_bands_that_make_different_numbers_of_forecast_calls_are_not_local(short):
+    model = FakeModel(delay=0.0)
+    run = start(model)
+    run.cache = StepCache(1e9, 3)
+
+    def sample(band):
+        for step in range(BANDED_FIRST + (1 if band == short else 2)):
+            run.predict(band, noise()[:, :, run.rows[band].slice], torch.tensor([1 - step / 20]), text(), False)
+
+    with pytest.raises(NotLocal, match="number of model calls"):
+        run_all(run, sample)
+    model.close()
+
+
+def test_bands_at_different_times_at_a_forecast_call_are_not_local():
+    model = FakeModel(delay=0.0)
+    run = start(model)
+    run.cache = StepCache(1e9, 3)
+
+    def sample(band):
+        for step in range(BANDED_FIRST + 1):
+            at = 1 - step / 20 - (0.01 if band == 2 and step == BANDED_FIRST else 0)
+            run.predict(band, noise()[:, :, run.rows[band].slice], torch.tensor([at]), text(), False)
+
+    with pytest.raises(NotLocal, match="different timesteps"):
+        run_all(run, sample)
+    model.close()
+
+
+STEPS = 10
+THRESHOLD = 0.2
+
+
+@pytest.fixture(scope="module")
+def problem():
+    noise, _, positive = tiny.inputs(tiny.FLUX, height=16, width=12)
+    negative = tiny.inputs(tiny.FLUX, height=16, width=12, seed=2)[2]
+    return noise, linear_sigmas(STEPS), Prompt(positive, negative, 3.0)
+
+
+def sampled(model: RemoteTransformer, problem, bands: int = 0, threshold: float = THRESHOLD) -> tuple[str, torch.Tensor]:
+    """`bands` 0: whole calls. Threshold 0: without a cache."""
+    cache = StepCache(threshold, max(1, bands)) if threshold else None
+    log = decisions(cache) if cache else []
+    if bands:
+        sample = sample_in_bands(model, *problem, bands, warm_up=1, cache=cache)[0]
+    else:
+        sample = sample_whole(model, *problem, cache=cache)
+    return "".join(log), sample
+
+
+@pytest.fixture(scope="module")
+def alone(remote, problem):
+    """On one rank."""
+    log, sample = sampled(remote(Degrees()), problem)
+    assert 1 < log.count(".") < STEPS - BANDED_FIRST
+    return log, sample
+
+
+@pytest.mark.parametrize("degrees", [Degrees(ulysses=2), Degrees(batch=2), Degrees(pipe=2), Degrees(tensor=2)], ids=str)
+def test_exact_modes_decide_and_give_the_same(remote, problem, alone, degrees):
+    log, sample = sampled(remote(degrees), problem)
+    assert log == alone[0]
+    assert tiny.relative(sample, alone[1]) <= 1e-5
+
+
+def test_forecasts_leave_a_trace_and_no_cache_leaves_none(remote, problem, alone):
+    model = remote(Degrees())
+    uncached = sampled(model, problem, threshold=0)[1]
+    assert 1e-6 < tiny.relative(alone[1], uncached) < 0.1
+    log, sample = sampled(model, problem, threshold=1e-9)
+    assert log == "#" * STEPS
+    assert torch.equal(sample, uncached)
+
+
+def test_pipefusion_decides_the_same_for_two_and_four_stages(remote, problem):
+    log, sample = sampled(remote(Degrees(pipe=2)), problem, bands=4)
+    assert 1 < log.count(".") < STEPS - BANDED_FIRST
+    again, repeated = sampled(remote(Degrees(pipe=2)), problem, bands=4)
+    assert again == log
+    assert torch.equal(repeated, sample)
+    four, sample_of_four = sampled(remote(Degrees(pipe=4)), problem, bands=4)
+    assert four == log
+    assert tiny.relative(sample_of_four, sample) <= 1e-5
+    log, uncached = sampled(remote(Degrees(pipe=2)), problem, bands=4, threshold=1e-9)
+    assert log == "#" * STEPS
+    assert torch.equal(uncached, sampled(remote(Degrees(pipe=2)), problem, bands=4, threshold=0)[1])
+    assert 1e-6 < tiny.relative(sample, uncached) < 0.1
+
+
+def test_displaced_patches_repeat(remote, problem):
+    model = remote(Degrees(patch=2, patch_mode="displaced"))
+    log, sample = sampled(model, problem, bands=1)
+    assert 1 < log.count(".") < STEPS - BANDED_FIRST
+    again, repeated = sampled(model, problem, bands=1)
+    assert again == log
+    assert torch.equal(repeated, sample)
+
+
+class EverySecond(StepCache):
+    """Forecasts every second call, whatever it takes it for."""
+
+    def _decide(self, conditionings, time):
+        self._skip = not self._skip
+
+
+def test_old_keys_are_moved_on_over_a_forecast_call(remote, problem):
+    """In bands the cached run is closer to the cached whole one than with keys as they were two steps ago."""
+    model = remote(Degrees())
+    whole = sample_whole(model, *problem, cache=EverySecond(0.0))
+    moved, old = (
+        tiny.relative(sample_in_bands(model, *problem, 3, 1, extrapolate=on, cache=EverySecond(0.0, 3))[0], whole)
+        for on in (True, False)
+    )
+    assert moved < 0.7 * old

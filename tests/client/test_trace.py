@@ -1,0 +1,392 @@
+"""The last run's timeline: what ranks record agrees with what they report, and what is drawn and written is that."""
+
+import json
+import time
+from itertools import count, pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from parallel_backend.client.registry import Registry
+from parallel_backend.client.reports.run_report import RunReport
+from parallel_backend.client.reports.trace import SPAN, RankTrace, Trace, lanes, read_trace, total, write_chrome_trace
+from parallel_backend.client.reports.trace_picture import (
+    BANDED,
+    EXACT,
+    IDLE,
+    LEFT,
+    RIGHT,
+    ROWS,
+    TOP,
+    TRANSFERRING,
+    WAITING,
+    WIDTH,
+    covered,
+    draw,
+    lane,
+    rgb,
+    shade,
+    united,
+    zoom_stop,
+)
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
+from parallel_backend.rank.comm.recorder import Recorder
+from parallel_backend.wire.timeline_kinds import OUTSIDE, TRANSFER, WAIT, WORK
+from tests.support import tiny
+
+pytestmark = pytest.mark.alone
+
+STEPS = 4
+DISPLACED = Degrees(patch=2, patch_mode="displaced")
+MODES = {
+    "pipe": (Degrees(pipe=2), 3),
+    "ulysses": (Degrees(ulysses=2), 1),
+    "displaced": (DISPLACED, 1),
+    "pipe x ulysses": (Degrees(pipe=2, ulysses=2), 2),
+    "batch": (Degrees(batch=2), 2),
+    "one rank": (Degrees(), 1),
+}
+
+
+def poll() -> None:
+    pass
+
+
+def run(model, bands: int, steps: int = STEPS) -> tuple[Trace, RunReport, tuple[float, float]]:
+    """One run's trace, its report, and when it began and was over."""
+    model.close_run(model.open_run(), poll)  # what earlier tests did is in the first report
+    x, _, tensors = tiny.inputs(tiny.FLUX)
+    started = time.perf_counter()
+    model.begin_timeline()
+    stats = sample_in_bands(model, x, linear_sigmas(steps), Prompt(tensors, {}, 1.0), bands, 1)[1]
+    stopped = time.perf_counter()
+    report = RunReport(model.degrees, bands, steps, stopped - started, None, None, tuple(stats))
+    return read_trace(model, poll), report, (started, stopped)
+
+
+@pytest.fixture(params=MODES)
+def ran(request, remote):
+    degrees, bands = MODES[request.param]
+    return run(remote(degrees), bands)
+
+
+def test_sums_are_those_of_the_report(ran):
+    trace, report, _ = ran
+    for rank, stats in zip(trace.ranks, report.ranks, strict=True):
+        assert len(rank.work) == stats.micro_steps > 0
+        assert rank.lost == 0
+        # Times since the machine's start are rounded to less than a microsecond here.
+        near = lambda seconds: pytest.approx(seconds, abs=1e-4)  # noqa: E731
+        assert total(rank.work) - total(rank.waits) == near(stats.compute_seconds)
+        assert total(rank.transfers) == near(stats.transfer_seconds)
+        assert total(rank.waits) == near(stats.wait_seconds)
+    said = f"{100 * trace.hidden:.0f} % of the transfers' time was hidden" if trace.hidden is not None else "moved"
+    assert said in str(report)
+    if trace.hidden is not None:
+        assert said in str(trace)
+
+
+def test_spans_are_ordered_and_within_the_run(ran):
+    trace, _, (started, stopped) = ran
+    assert started <= trace.zero <= trace.zero + trace.seconds <= stopped
+    assert min(rank.spans["start"].min() for rank in trace.ranks) == 0
+    for rank in trace.ranks:
+        spans = rank.spans
+        assert (spans["start"] <= spans["stop"]).all()
+        assert (np.diff(spans["start"]) >= 0).all()
+        for alone in (rank.work, rank.waits, rank.computing):
+            assert (alone["start"][1:] >= alone["stop"][:-1]).all()
+        assert (np.diff(rank.work["step"]) > 0).all()
+
+
+def test_computing_is_work_without_its_waits(ran):
+    trace, _, _ = ran
+    for rank in trace.ranks:
+        inside = rank.waits[rank.waits["step"] != 0]
+        assert len(rank.computing) == len(rank.work) + len(inside)
+        assert total(rank.computing) == pytest.approx(total(rank.work) - total(inside), abs=1e-9)
+        both = np.sort(np.concatenate((rank.computing, inside)), order=["start", "stop"])
+        assert (both["start"][1:] >= both["stop"][:-1] - 1e-12).all()
+        for span in rank.work:
+            parts = both[both["step"] == span["step"]]
+            assert (parts["start"].min(), parts["stop"].max()) == (span["start"], span["stop"])
+            assert set(parts["exact"]) == {span["exact"]}
+
+
+def test_waits_lie_in_transfers(ran):
+    trace, _, _ = ran
+    for rank in trace.ranks:
+        assert len(rank.waits) == len(rank.transfers)
+        ends = {round(stop, 9): start for start, stop in zip(rank.transfers["start"], rank.transfers["stop"], strict=True)}
+        assert all(ends[round(wait["stop"], 9)] <= wait["start"] for wait in rank.waits)
+
+
+def test_exact_steps_and_bands_are_the_schedules(remote):
+    trace, _, _ = run(remote(Degrees(pipe=2)), 3)
+    for rank in trace.ranks:
+        # Two batch entries go through the pipeline one by one in the warm-up call, and together in a band.
+        assert trace.band(rank.work).tolist() == [-1] * 2 + [0, 1, 2] * (STEPS - 1)
+    assert trace.bands.tolist() == sorted({int(span["first"]) for span in trace.ranks[0].work[2:]})
+
+
+def test_displaced_steps_are_whole_and_not_exact(remote):
+    trace, _, _ = run(remote(DISPLACED), 1)
+    assert all(trace.band(rank.work).tolist() == [-1] + [0] * (STEPS - 1) for rank in trace.ranks)
+    assert trace.title.endswith("patch_degree 2 (displaced)")
+    exact, _, _ = run(remote(Degrees(ulysses=2)), 1)
+    assert all((rank.work["exact"] == 1).all() for rank in exact.ranks)
+    assert len(exact.bands) == 0
+
+
+def test_only_the_last_run_is_shown(remote):
+    model = remote(Degrees(pipe=2))
+    x, _, tensors = tiny.inputs(tiny.FLUX)
+    prompt = Prompt(tensors, {}, 1.0)
+
+    def sample(steps: int) -> list[int]:
+        sample_whole(model, x, linear_sigmas(steps), prompt)
+        return [len(rank.work) for rank in read_trace(model, poll).ranks]
+
+    model.begin_timeline()
+    assert sample(3) == [6, 6]
+    assert sample(2) == [10, 10]  # nobody said that another run began
+    began = time.perf_counter()
+    model.begin_timeline()
+    assert sample(1) == [2, 2]
+    assert read_trace(model, poll).zero >= began  # not even the end of a send from before
+
+
+def test_where_nothing_has_run_it_says_so(remote):
+    model = remote(Degrees(pipe=2), fresh=True)
+    with pytest.raises(ValueError, match=r"^after: nothing has run .* Run a sampler"):
+        read_trace(model, poll)
+    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    model.predict(x, timestep, tensors, poll)
+    assert len(read_trace(model, poll).ranks) == 2
+    model.begin_timeline()
+    with pytest.raises(ValueError, match=r"^after: "):
+        read_trace(model, poll)
+
+
+def test_a_registry_that_has_loaded_nothing_starts_nothing():
+    registry = Registry()
+    assert registry.present() is None
+    assert registry._pool is None
+
+
+class Short(Recorder):
+    KEPT, UNREAD, BATCH = 8, 4, 2
+
+
+def test_the_ring_keeps_the_newest_and_counts_the_others():
+    recorder = Short(None)
+    assert recorder.read()[0].shape == (0, 2)
+    for number in range(5):
+        recorder.add(WORK, (number, 0, 4, 1), float(number), number + 0.5)
+    times, labels, lost = recorder.read()
+    assert (len(times), lost) == (5, 0)
+    for number in range(5, 20):
+        recorder.add(WORK, (number, 0, 4, 1), float(number), number + 0.5)
+    times, labels, lost = recorder.read()
+    assert times.tolist() == [[number, number + 0.5] for number in range(12, 20)]
+    assert labels.tolist() == [[WORK, number, 0, 4, 1] for number in range(12, 20)]
+    assert (times.dtype, labels.dtype, lost) == (torch.float64, torch.int64, 12)
+    recorder.restart()
+    assert (len(recorder.read()[0]), recorder.read()[2], recorder.step) == (0, 0, OUTSIDE)
+
+
+class Event:
+    """A CUDA event on a stream whose time is `clock`, in milliseconds. Like a real one it only tells differences, and
+    only of what the host knows to be over, which is what it waited for last, and all before it."""
+
+    clock = 0.0
+    over = 0.0
+
+    def __init__(self):
+        self._at = Event.clock
+
+    def synchronize(self) -> None:
+        Event.over = max(Event.over, self._at)
+
+    def elapsed_time(self, stop: "Event") -> float:
+        assert max(self._at, stop._at) <= Event.over
+        return float(np.float32(stop._at - self._at))
+
+
+def test_stream_times_become_the_hosts(monkeypatch):
+    """After an hour float32 knows a quarter of a millisecond only: so times are made of short differences."""
+    ticks = count(100.0, 50.0)
+    monkeypatch.setattr("parallel_backend.rank.comm.recorder.time.perf_counter", lambda: next(ticks))
+    first = Event.clock = 7_200_000.0
+    recorder = Short(Event)  # the host's 100 s are two hours on the stream
+    expected = []
+    for number in range(4000):
+        start = Event()
+        Event.clock += 1000.125
+        recorder.add(WAIT, OUTSIDE, start, Event())
+        end = 100.0 + (Event.clock - first) / 1000
+        expected.append((end - 1.000125, end))
+        assert len(recorder._unread) == (number + 1 if number < 4 else 5 - number % 2)  # events are not kept for ever
+        assert Event.over <= max(first, Event.clock - 4 * 1000.125)  # and the host waits for old ones only
+    assert recorder.read()[0].tolist() == [pytest.approx(pair, abs=1e-6) for pair in expected[-Short.KEPT :]]
+    recorder.restart()
+    start = Event()
+    Event.clock += 2.0
+    recorder.add(WORK, OUTSIDE, start, Event())
+    assert recorder.read()[0].tolist() == [pytest.approx((150.0, 150.002), abs=1e-9)]
+
+
+def spans(*rows: tuple[int, float, float, int, tuple[int, int], bool]) -> np.ndarray:
+    """(kind, start, stop, step, tokens, exact) of each."""
+    made = [(start, stop, kind, step, *tokens, exact) for kind, start, stop, step, tokens, exact in rows]
+    return np.array(sorted(made), SPAN)
+
+
+def bars(*pairs: tuple[float, float]) -> np.ndarray:
+    return spans(*((WORK, start, stop, index + 1, (0, 8), True) for index, (start, stop) in enumerate(pairs)))
+
+
+def made_trace(steps: int = 1) -> Trace:
+    """Two stages: an exact second, two bands, half a second of waiting on the second rank, and idle to the 10th second.
+
+    Each such run `steps` times as short, `steps` times one after the other.
+    """
+    first, second = [], []
+    for index in range(steps):
+        at = lambda seconds: (10 * index + seconds) / steps  # noqa: B023, E731
+        step, whole, halves = 3 * index + 1, (0, 8), ((0, 4), (4, 8))
+        first += [(WORK, at(0), at(1), step, whole, True)]
+        first += [(WORK, at(2 + half), at(3 + half), step + 1 + half, halves[half], False) for half in (0, 1)]
+        first += [(TRANSFER, at(1), at(4), step, whole, True)]
+        second += [(WORK, at(0.5), at(2), step, whole, True), (WAIT, at(0.5), at(1), step, whole, True)]
+        second += [(WORK, at(3 + half), at(4 + half), step + 1 + half, halves[half], False) for half in (0, 1)]
+        second += [(TRANSFER, at(0.5), at(1), step, whole, True), (WORK, at(9.5), at(10), step + 2, halves[1], False)]
+    ranks = tuple(
+        RankTrace(rank, "cpu", f"stage {rank + 1} of 2", spans(*rows), 0) for rank, rows in enumerate((first, second))
+    )
+    return Trace("made", Degrees(pipe=2), ranks, 1e6)
+
+
+def test_figures_of_a_known_timeline():
+    text = str(made_trace())
+    assert "made, pipefusion_degree 2: 10.000 s from the first micro-step to the last" in text
+    assert "86 % of the transfers' time was hidden" in text  # 0.5 s of 3.5 s were waited for
+    assert "rank 0 (cpu, stage 1 of 2): 3 micro-steps, computing 3.000 s (30 %), waiting 0.000 s (0 %), idle 7.000 s" in text
+    assert "s (70 %), 100 % of its transfers' time hidden" in text
+    assert "rank 1 (cpu, stage 2 of 2): 4 micro-steps, computing 3.500 s (35 %), waiting 0.500 s (5 %), idle 6.000 s" in text
+    assert "s (60 %), 0 % of its transfers' time hidden" in text
+
+
+def test_lost_spans_are_owned_up_to():
+    made = made_trace()
+    shortened = Trace("made", made.degrees, tuple(RankTrace(r.rank, "cpu", "", r.spans, 7) for r in made.ranks), 0.0)
+    assert "rank 1: 7 earlier spans were not kept" in str(shortened)
+    assert "not kept" not in str(made)
+    assert (draw(shortened) != draw(made)).any()
+
+
+@pytest.mark.parametrize("case", ["made", "pipe", "displaced"])
+def test_chrome_trace(case, remote, tmp_path):
+    """Complete and metadata events of the Trace Event Format, as chrome://tracing and Perfetto read them."""
+    trace = made_trace() if case == "made" else run(remote(MODES[case][0]), MODES[case][1])[0]
+    write_chrome_trace(trace, tmp_path / "trace.json")
+    content = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    events = content["traceEvents"]
+    assert content["otherData"]["hidden share of transfers"] == trace.hidden
+    assert {event["ph"] for event in events} == {"X", "M"}
+    assert all(type(event["pid"]) is int and type(event["tid"]) is int and event["name"] for event in events)
+    names = {(event["name"], event["pid"], event["tid"]): event["args"] for event in events if event["ph"] == "M"}
+    timed = [event for event in events if event["ph"] == "X"]
+    assert len(timed) == sum(len(rank.spans) for rank in trace.ranks)
+    assert max(event["ts"] + event["dur"] for event in timed) == pytest.approx(trace.seconds * 1e6, abs=0.01)
+    for rank in trace.ranks:
+        assert f"rank {rank.rank} (cpu" in names["process_name", rank.rank, 0]["name"]
+        own = [event for event in timed if event["pid"] == rank.rank]
+        assert {("thread_name", rank.rank, event["tid"]) for event in own} <= names.keys()
+        for kind, category in ((rank.work, "compute"), (rank.waits, "wait"), (rank.transfers, "transfer")):
+            found = [event for event in own if event["cat"] == category]
+            assert {event["tid"] == 0 for event in found} <= {category != "transfer"}
+            assert sum(event["dur"] for event in found) == pytest.approx(total(kind) * 1e6, abs=0.01 * len(found) + 0.01)
+        for thread in {event["tid"] for event in own}:
+            open_until = []
+            for event in sorted((e for e in own if e["tid"] == thread), key=lambda e: (e["ts"], -e["dur"])):
+                while open_until and open_until[-1] <= event["ts"] + 1e-3:
+                    open_until.pop()
+                assert not open_until or event["ts"] + event["dur"] <= open_until[-1] + 2e-3  # nested, never half over
+                open_until.append(event["ts"] + event["dur"])
+    if case == "displaced":  # the keys of all layers are under way at once
+        assert max(event["tid"] for event in timed) > 1
+
+
+def test_lanes_hold_no_two_at_once():
+    rows = bars((0, 4), (1, 2), (1, 3), (2, 5), (4, 6), (6, 7))
+    assert lanes(rows) == [0, 1, 2, 1, 0, 0]
+    assert lanes(rows[:0]) == []
+
+
+def test_columns_are_filled_by_the_share_of_their_time():
+    rows = bars((0.0, 0.5), (0.75, 1.0), (2.5, 4.0))
+    edges = np.linspace(0, 5, 6)
+    assert covered(rows, edges).tolist() == [0.75, 0, 0.5, 1, 0]
+    assert covered(rows[:0], edges).tolist() == [0] * 5
+    assert united(bars((0, 4), (1, 2), (3, 5), (6, 7)))[["start", "stop"]].tolist() == [(0, 5), (6, 7)]
+    pixels = lane([(rows[:1], EXACT), (rows[1:2], WAITING)], np.array([0.0, 1.0]), 8)[:, 0]
+    assert pixels.tolist() == [rgb(colour).tolist() for colour in [IDLE] * 2 + [WAITING] * 2 + [EXACT] * 4]
+
+
+def shares(picture: np.ndarray, panel_top: int, place: int, panel: int) -> dict[str, float]:
+    """The share of each colour in a rank's lane, which begins 4 pixels below its row's top."""
+    row, tall, _ = ROWS[panel]
+    top = panel_top + place * row + 4
+    pixels = picture[top : top + tall, LEFT + 1 : WIDTH - RIGHT - 1].reshape(-1, 3)
+    colours = (EXACT, BANDED, WAITING, IDLE, shade(0, 2), shade(1, 2))
+    return {colour: float((pixels == rgb(colour)).all(1).mean()) for colour in colours}
+
+
+@pytest.mark.parametrize("steps", [1, 3000])
+def test_each_lane_shows_what_its_rank_did(steps):
+    """Also where ten thousand micro-steps lie in a thousand columns."""
+    picture = draw(made_trace(steps))
+    assert (picture.dtype, picture.shape[1:]) == (np.uint8, (WIDTH, 3))
+    near = lambda share: pytest.approx(share, abs=0.03)  # noqa: E731
+    first, second = (shares(picture, TOP, place, 0) for place in (0, 1))
+    assert (first[EXACT], first[BANDED], first[WAITING], first[IDLE]) == (near(0.1), near(0.2), 0, near(0.7))
+    assert (second[EXACT], second[BANDED], second[WAITING], second[IDLE]) == (near(0.1), near(0.25), near(0.05), near(0.6))
+    row, tall, thin = ROWS[0]
+    for place, share in ((0, 0.3), (1, 0.05)):
+        top = TOP + place * row + 4 + tall + 3
+        pixels = picture[top : top + thin, LEFT + 1 : WIDTH - RIGHT - 1]
+        assert (pixels == rgb(TRANSFERRING)).all(-1).mean() == pytest.approx(share, abs=0.07)  # of 8 rows
+
+
+def test_the_first_steps_are_shown_larger_with_their_bands():
+    long, short = made_trace(100), made_trace(1)
+    assert zoom_stop(short) is None
+    assert 0.3 < zoom_stop(long) < 1.5
+    picture = draw(long)
+    assert picture.shape[0] > draw(short).shape[0] + 2 * ROWS[1][0]
+    both = (picture == rgb(shade(0, 2))).all(-1), (picture == rgb(shade(1, 2))).all(-1)
+    columns = [np.flatnonzero(found.any(0)) for found in both]
+    assert all(len(found) > 100 for found in columns)
+    assert columns[0].min() < columns[1].min()
+
+
+@pytest.mark.parametrize("width", [800, 1600, 2500])
+def test_width(width):
+    one, two = draw(made_trace(50), width), draw(made_trace(50), 2 * width)
+    assert one.shape[1] == width
+    assert abs(two.shape[0] - 2 * one.shape[0]) <= 2
+
+
+def test_a_real_run_is_drawn(ran):
+    trace, report, _ = ran
+    picture = draw(trace)
+    bands = len(trace.bands)
+    expected = {EXACT, TRANSFERRING if report.bytes_sent else EXACT, BANDED if bands else EXACT}
+    for colour in expected:
+        assert (picture == rgb(colour)).all(-1).sum() > 20, colour
+    letters = (picture[:, : LEFT - 10] < 90).all(-1).any(1)
+    names = sum(1 for before, after in pairwise(letters) if after and not before)
+    assert names >= len(trace.ranks)

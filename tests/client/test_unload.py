@@ -1,0 +1,212 @@
+"""Unloading gives the ranks' memory back and keeps the ranks; loading says how far it is, and Cancel ends it at once."""
+
+import gc
+import threading
+import time
+import weakref
+
+import psutil
+import pytest
+
+from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes import pool as pool_module
+from parallel_backend.processes.pool import RankError
+from tests.support import tiny
+from tests.system.test_memory import CONFIG, private_bytes, write_random
+
+pytestmark = pytest.mark.alone
+
+LARGE = CONFIG | {"num_layers": 1, "num_single_layers": 4}
+"""About 300 MB in fp32."""
+LEFT = 0.05
+"""Share of the weights' bytes that may be left once they are unloaded."""
+CPUS = ("cpu", "cpu")
+
+
+class Cancelled(BaseException):
+    """As ComfyUI's own, which is no Exception."""
+
+
+class Owner:
+    """Stands for whoever is to free the weights."""
+
+
+def nobody() -> None:
+    """A Poll that never gives up."""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """The path of a large model and its bytes."""
+    path = tmp_path_factory.mktemp("large") / "large.safetensors"
+    yield path, write_random(path, LARGE)
+    path.unlink()
+
+
+@pytest.fixture(scope="module")
+def registry():
+    registry = Registry()
+    yield registry
+    registry.close()
+
+
+@pytest.fixture
+def key(large):
+    return ModelKey(large[0], "fp32", CPUS, Degrees(pipe=2), "sdpa", "even")
+
+
+@pytest.fixture
+def small(flux_file):
+    return ModelKey(flux_file, "fp32", CPUS, Degrees(pipe=2), "sdpa", "even")
+
+
+def leave_buffers(model: RemoteTransformer, x, timestep, tensors) -> None:
+    """K/V buffers of an open run and conditioning, which unloading has to find."""
+    patching = model.family.patching
+    conditioning = model.conditioning(patching.grid(x.shape), tensors)
+    call = model.call(patching.pack(x), timestep, conditioning, run=model.open_run())
+    model.post(call)
+    call.future.result(timeout=120)
+
+
+def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, key, small, measured):
+    given = tiny.inputs(LARGE, batch=1, height=48, width=48)
+    registry.model(small, nobody).predict(*tiny.inputs(tiny.FLUX), nobody)  # what is imported at first use
+    registry.unload()
+    pids = registry.model(small, nobody).pool.pids
+    registry.unload()
+    before = private_bytes(pids)
+
+    model = registry.model(key, nobody)
+    first = model.predict(*given, nobody)
+    leave_buffers(model, *given)
+    weights = sum(model.weight_bytes)
+    loaded = private_bytes(pids) - before
+    assert 0.95 * large[1] < weights <= loaded
+    assert registry.bytes_on(key, "cpu") == weights
+    assert registry.bytes_on(key, "cuda:0") == registry.bytes_on(small, "cpu") == 0
+
+    registry.unload()
+    left = private_bytes(pids) - before
+    measured("memory left on two ranks / their weights", left / weights)
+    assert left < LEFT * weights
+    assert loaded - left >= (1 - LEFT) * weights
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    assert registry.bytes_on(key, "cpu") == 0
+    registry.unload()  # nothing to do
+
+    again = registry.model(key, nobody)
+    assert again.pool.pids == pids
+    assert private_bytes(pids) - before >= 0.95 * weights
+    assert again.predict(*given, nobody).equal(first)
+
+
+def test_what_is_left_of_an_unloaded_model_says_so_and_harms_no_rank(registry, small):
+    given = tiny.inputs(tiny.FLUX)
+    model = registry.model(small, nobody)
+    expected = model.predict(*given, nobody)
+    run = model.open_run()
+    registry.unload()
+    uses = (
+        lambda: model.predict(*given, nobody),
+        lambda: model.conditioning((8, 6), given[2]),
+        lambda: model.adapt("a LoRA", (), nobody),
+        model.open_run,
+        lambda: model.close_run(run, nobody),
+    )
+    for use in uses:
+        with pytest.raises(RuntimeError, match="unloaded from its ranks"):
+            use()
+    model.discard_run(run)
+    again = registry.model(small, nobody)
+    assert again is not model
+    assert again.pool is model.pool
+    assert again.predict(*given, nobody).equal(expected)
+
+
+def test_only_the_model_of_the_key_is_unloaded(registry, key, small):
+    model = registry.model(small, nobody)
+    registry.unload(key)
+    assert registry.model(small, nobody) is model
+    registry.unload(small)
+    assert registry.model(small, nobody) is not model
+
+
+def test_the_owner_lives_until_another_takes_its_place(registry, key, small):
+    def owned(by: ModelKey):
+        owner = Owner()
+        registry.model(by, nobody, owner=owner)
+        return weakref.ref(owner)
+
+    def alive(owner) -> bool:
+        gc.collect()
+        return owner() is not None
+
+    first = owned(small)
+    assert alive(first)
+    second = owned(small)  # the same weights under another patcher
+    assert (alive(first), alive(second)) == (False, True)
+    third = owned(key)
+    assert (alive(second), alive(third)) == (False, True)
+    registry.unload()
+    assert alive(third)
+    fourth = owned(small)
+    assert (alive(third), alive(fourth)) == (False, True)
+
+
+def test_loading_says_how_far_it_is_on_the_thread_that_waits(registry, key):
+    told = []
+    registry.unload()
+    registry.model(key, nobody, lambda *said: told.append((*said, threading.get_ident())))
+    assert {thread for *_, thread in told} == {threading.get_ident()}
+    loading = [fraction for doing, fraction, _ in told if doing == "loading"]
+    assert loading == sorted(loading)
+    assert len({fraction for fraction in loading if 0 < fraction <= 1}) >= 2
+    assert told[-1][:2] == ("0.3 GB of weights on 2 ranks", 1.0)
+    count = len(told)
+    registry.model(key, nobody, lambda *said: told.append(said))
+    assert len(told) == count  # nothing was loaded
+
+
+@pytest.mark.parametrize("phase", ["starting 2 ranks", "loading"])
+def test_cancel_before_the_first_call_ends_ranks_that_do_not_listen(registry, large, key, small, monkeypatch, phase):
+    """Stopped ranks stand for busy ones: asked politely, both would take their time."""
+    monkeypatch.setattr(pool_module, "STOP_SECONDS", 60)
+    registry.unload()
+    if phase.startswith("starting"):
+        registry.close()
+    children, reached = [], []
+
+    def progress(doing: str, fraction: float) -> None:
+        if doing == phase and (fraction > 0 or phase != "loading") and not reached:
+            children.extend(psutil.Process(pid) for pid in registry._pool.pids)
+            for child in children:
+                child.suspend()
+            reached.append(time.monotonic())
+
+    def poll() -> None:
+        if reached:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        registry.model(key, poll, progress)
+    assert time.monotonic() - reached[0] < 30
+    gone, alive = psutil.wait_procs(children, timeout=5)
+    assert (len(gone), alive) == (2, [])
+    given = tiny.inputs(tiny.FLUX)
+    assert registry.model(small, nobody).predict(*given, nobody).isfinite().all()
+
+
+def test_a_rank_that_fails_while_it_unloads_is_replaced(registry, small):
+    given = tiny.inputs(tiny.FLUX)
+    model = registry.model(small, nobody)
+    expected = model.predict(*given, nobody)
+    psutil.Process(model.pool.pids[0]).kill()
+    registry.unload()
+    with pytest.raises(RankError):
+        model.pool.send(0, None)
+    again = registry.model(small, nobody)
+    assert again.pool is not model.pool
+    assert again.predict(*given, nobody).equal(expected)

@@ -1,0 +1,229 @@
+"""`degrees` auto of Parallel DiT Loader: what it chooses on machines that are made up, and that the picture is that of the
+same degrees by hand. Run by ComfyUI's Python, see boot.py.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from boot import BASE, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, torch
+
+FILE = "tiny.safetensors"
+
+
+def main() -> None:
+    load_pack()
+    auto = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0] + ".auto_degrees"]
+
+    from parallel_backend.client.registry import registry
+    from parallel_backend.planning.links import Link
+    from parallel_backend.planning.machine import BlockCost, Device, Links, Machine, alike
+
+    g = torch.Generator().manual_seed(0)
+    prompts = [[[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for _ in range(2)]
+    latent = torch.zeros(1, 16, 16, 16)
+    results, said, measured = Results(), [], []
+
+    def load(devices: str = "cpu,cpu", config=None, stage_split: str = "even"):
+        """Degrees that could not be served, since they are not looked at."""
+        arguments = (FILE, "fp32", 7, 7, 7, devices, config, stage_split)
+        return node("ParallelDiTLoader", *arguments, degrees="auto")
+
+    def pipelined(model):
+        return node("ApplyPipeFusion", model, 4, 1, True)
+
+    @contextmanager
+    def machine(bandwidth: float, speeds: tuple[float, ...] = (1.0, 1.0)) -> Iterator[None]:
+        """Ranks that are calibrated so. A calibration that was kept is forgotten, and the model with it."""
+        node("UnloadParallelDiT")
+        for file in auto.folder().glob("calibration*"):
+            file.unlink()
+        cost = {speed: BlockCost(1e-6 / speed, 1e-3 / speed, 0.0) for speed in speeds}
+        lists = ("transformer_blocks", "single_transformer_blocks")
+        devices = tuple(
+            Device("cpu", "made up", dict.fromkeys(lists, cost[speed]), BlockCost(0.0, 0.0, 0.0), None) for speed in speeds
+        )
+        found = Machine(devices, Links(alike(len(speeds), Link(1e-9, bandwidth))), hop=1e-6)
+        measured.clear()
+
+        def calibrate(pool, *_arguments) -> Machine:
+            measured.append(pool.devices)
+            return found
+
+        with patch.object(auto, "calibrate", calibrate), patch.object(auto, "say", said.append):
+            yield
+
+    def key_of(model):
+        return model.model.diffusion_model.key
+
+    def chosen(model) -> list:
+        key = key_of(model)
+        return [str(key.degrees), list(key.devices)]
+
+    def by_hand(model, wrap=lambda model: model, cfg: float = 3.0) -> float:
+        """How far its picture is from that of a loader with the degrees that it chose."""
+        degrees, devices = key_of(model).degrees, ",".join(key_of(model).devices)
+        config = node("UlyssesConfig", degrees.ulysses, degrees.ring, "none", 1, "auto", True)
+        same = parallel(FILE, degrees.pipe, degrees.batch, devices, config, degrees.tensor, "even")
+        ours = ksampler(wrap(model), prompts, latent, cfg=cfg)
+        return difference(ours, ksampler(wrap(same), prompts, latent, cfg=cfg))
+
+    def batches() -> dict:
+        """cfg above 1, fast links: two prompts side by side."""
+        with machine(1e12):
+            model = load()
+            before = chosen(model)
+            ksampler(model, prompts, latent)
+            return {"before": before, "chosen": chosen(model), "difference": by_hand(model), "said": said[-1]}
+
+    def tokens() -> dict:
+        """One prompt: its tokens are shared."""
+        with machine(1e12):
+            model = load()
+            ksampler(model, prompts, latent, cfg=1.0)
+            return {"chosen": chosen(model), "difference": by_hand(model, cfg=1.0)}
+
+    def slow_links() -> dict:
+        with machine(1e5):
+            model = load()
+            ksampler(model, prompts, latent, cfg=1.0)
+            return {"chosen": chosen(model), "difference": by_hand(model, cfg=1.0)}
+
+    def pipefusion() -> dict:
+        """Links that only PipeFusion can use."""
+        with machine(1.2e6):
+            model = load()
+            wrapped = pipelined(model)
+            ksampler(wrapped, prompts, latent, cfg=1.0, steps=8)
+            found = chosen(model)
+            ksampler(model, prompts, latent, cfg=1.0, steps=8)
+            without = chosen(model)
+            ksampler(wrapped, prompts, latent, cfg=1.0, steps=8)
+            return {
+                "chosen": found,
+                "without": without,
+                "again": chosen(model),
+                "measured": len(measured),
+                "difference": by_hand(model, pipelined, cfg=1.0),
+            }
+
+    def pipefusion_unused() -> dict:
+        """Applied with 4 patches, but shared tokens are faster: then nothing runs in bands."""
+        with machine(1e12):
+            model = load()
+            ours = ksampler(pipelined(model), prompts, latent, cfg=1.0)
+            found = chosen(model)
+            return {"chosen": found, "difference": difference(ours, ksampler(model, prompts, latent, cfg=1.0))}
+
+    def sampler_node() -> dict:
+        """PipeFusion Sampler puts its own wrapper on, inside ours; it says what it ran on."""
+        with machine(1.2e6):
+            model = load()
+            kind = nodes.NODE_CLASS_MAPPINGS["PipeFusionSampler"]
+            _, report = kind().sample(
+                model, 42, 8, 1.0, "euler", "simple", *prompts, {"samples": latent}, 1.0, 4, 1, True, True
+            )
+            return {"chosen": chosen(model), "report": report}
+
+    def kept() -> dict:
+        """Larger pictures and other nodes of the same widgets go by the first plan; unloading ends it."""
+        with machine(1e12):
+            model = load()
+            ksampler(model, prompts, latent, cfg=1.0)
+            first = chosen(model)
+            loaded = registry().present()
+            ksampler(model, prompts, torch.zeros(1, 16, 32, 16))  # two prompts now
+            again = load()
+            ksampler(again, prompts, latent)
+            same = registry().present() is loaded
+            ours = chosen(model), chosen(again)
+            node("UnloadParallelDiT")
+            ksampler(again, prompts, latent)
+            return {"first": first, "ours": ours, "same": same, "after": chosen(again), "measured": len(measured)}
+
+    def by_hand_first() -> dict:
+        """The same file by hand is another model: its degrees are no plan."""
+        with machine(1e5):
+            same = parallel(FILE, 2, 1, "cpu,cpu", None, 1, "even")
+            ksampler(same, prompts, latent, cfg=1.0)
+            model = load()
+            ksampler(model, prompts, latent, cfg=1.0)
+            return {"chosen": chosen(model)}
+
+    def one_device() -> dict:
+        with machine(1e12, (1.0,)):
+            model = load("cpu")
+            ksampler(model, prompts, latent)
+            alone = load("auto")
+            return {"chosen": chosen(model), "auto": chosen(alone), "measured": len(measured)}
+
+    def ulysses_config() -> dict:
+        """Its degrees are not looked at, its attention is."""
+        with machine(1e12):
+            config = node("UlyssesConfig", 5, 1, "none", 3, "sdpa", True)
+            model = load(config=config)
+            ksampler(model, prompts, latent)
+            return {"chosen": chosen(model), "attention": key_of(model).attention}
+
+    def for_real() -> dict:
+        """Nothing is made up: two ranks are calibrated, once, and the file is kept."""
+        node("UnloadParallelDiT")
+        for file in auto.folder().glob("calibration*"):
+            file.unlink()
+        model = load()
+        ksampler(model, prompts, latent)
+        files = sorted(auto.folder().glob("calibration*"))
+        written = json.loads(files[0].read_text())
+        differs = by_hand(model)
+        node("UnloadParallelDiT")
+        with patch.object(auto, "calibrate", side_effect=AssertionError("calibrated twice")):
+            ksampler(model, prompts, latent)
+        return {
+            "degrees": key_of(model).degrees.world,
+            "files": len(files),
+            "inside": files[0].is_relative_to(BASE),
+            "key": written["key"],
+            "difference": differs,
+        }
+
+    def unloads() -> dict:
+        """ComfyUI's button finds the model under the degrees that were chosen."""
+        with machine(1e12):
+            model = load()
+            ksampler(model, prompts, latent)
+            held = registry().bytes_on(key_of(model), "cpu")
+            comfy.model_management.unload_all_models()
+            return {"held": held, "left": registry().bytes_on(key_of(model), "cpu")}
+
+    def cancelled() -> dict:
+        """While calibrating: the next run calibrates."""
+        with machine(1e12):
+            model = load()
+            with patch.object(auto, "calibrate", side_effect=comfy.model_management.InterruptProcessingException):
+                try:
+                    ksampler(model, prompts, latent)
+                except comfy.model_management.InterruptProcessingException:
+                    stopped = True
+            ksampler(model, prompts, latent)
+            return {"stopped": stopped, "chosen": chosen(model)}
+
+    def stages_by_hand() -> None:
+        load(stage_split="3,2")
+
+    def nothing_fits() -> dict:
+        with machine(1e12), patch.object(auto.comfy.model_management, "get_free_memory", lambda device: 1000):
+            model = load()
+            ksampler(model, prompts, latent)
+            return {"world": key_of(model).degrees.world}
+
+    # Those of two ranks first: ranks start anew where their number changes.
+    two = (batches, tokens, pipefusion_unused, sampler_node, kept, ulysses_config, unloads, cancelled, nothing_fits)
+    for case in (*two, for_real, pipefusion, by_hand_first, slow_links, one_device, stages_by_hand):
+        results.case(case.__name__, case)
+    results.write()
+
+
+if __name__ == "__main__":
+    main()

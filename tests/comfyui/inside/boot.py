@@ -1,0 +1,105 @@
+"""Boots ComfyUI and the pack in this process, for the scripts beside this file that ComfyUI's own Python runs.
+
+A script's arguments: the ComfyUI checkout, a base directory (with test checkpoints), and the file for its result.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PACK = Path(__file__).resolve().parents[3]
+CHECKOUT, BASE, RESULT = (Path(argument) for argument in sys.argv[1:4])
+
+os.chdir(CHECKOUT)
+sys.path.insert(0, str(CHECKOUT))
+sys.argv[1:] = ["--cpu", "--base-directory", str(BASE)]
+
+import comfy.options  # noqa: E402
+
+comfy.options.enable_args_parsing()
+
+import comfy.samplers  # noqa: E402
+import comfy.sd  # noqa: E402
+import torch  # noqa: E402
+from comfy.ldm.modules import attention  # noqa: E402
+
+import nodes  # noqa: E402
+
+BUNDLED = "quickstart-digits (bundled)"
+
+
+def load_pack() -> None:
+    """As ComfyUI does it at its start; our nodes are then in `nodes.NODE_CLASS_MAPPINGS`."""
+    assert asyncio.run(nodes.load_custom_node(str(PACK))), "the pack did not import"
+
+
+def node(name: str, *arguments: Any, **named: Any) -> Any:
+    """First output of a V1 node."""
+    kind = nodes.NODE_CLASS_MAPPINGS[name]
+    return getattr(kind(), kind.FUNCTION)(*arguments, **named)[0]
+
+
+def parallel(
+    name: str,
+    pipe: int = 2,
+    batch: int = 1,
+    devices: str = "cpu,cpu",
+    config: Any = None,
+    tensor: int = 1,
+    stage_split: str = "auto",
+) -> Any:
+    """Parallel DiT Loader's MODEL in fp32."""
+    return node("ParallelDiTLoader", name, "fp32", pipe, tensor, batch, devices, config, stage_split)
+
+
+def sequence(ulysses: int = 1, ring: int = 1, patch_mode: str = "none", patch: int = 1, patch_warmup_steps: int = 1) -> Any:
+    """What Ulysses Config gives out."""
+    return node("UlyssesConfig", ulysses, ring, patch_mode, patch, "auto", True, patch_warmup_steps)
+
+
+def ksampler(model, prompts, latent, sampler="euler", steps=4, cfg=3.0, seed=42, denoise=1.0, scheduler="simple"):
+    """KSampler's samples. `latent`: a tensor, or what a LATENT link carries."""
+    latent = latent if isinstance(latent, dict) else {"samples": latent}
+    return nodes.common_ksampler(model, seed, steps, cfg, sampler, scheduler, *prompts, latent, denoise=denoise)[0][
+        "samples"
+    ]
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest absolute difference; NaN counts as infinite."""
+    return float(torch.nan_to_num((a - b).abs(), nan=float("inf")).max())
+
+
+def other_attention(model):
+    """The native MODEL with another of ComfyUI's attention kernels.
+
+    What its samples then differ by is what fp32 rounding does on this CPU, for the same picture 1e-5 or 2e-5.
+    """
+    usual = attention.optimized_attention
+    other = attention.attention_basic if usual is attention.attention_pytorch else attention.attention_pytorch
+    clone = model.clone()
+    options = clone.model_options["transformer_options"]
+    options["optimized_attention_override"] = lambda _usual, *arguments, **named: other(*arguments, **named)
+    return clone
+
+
+class Results:
+    """Case -> what it gave, or {"error": text}. Written as JSON, so that the test process needs nothing of ComfyUI."""
+
+    def __init__(self):
+        self.found: dict[str, Any] = {}
+
+    def case(self, name: str, measure: Callable[[], Any]) -> None:
+        try:
+            with torch.inference_mode():
+                self.found[name] = measure()
+        except Exception as error:
+            self.found[name] = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+
+    def write(self) -> None:
+        RESULT.write_text(json.dumps(self.found))

@@ -1,0 +1,96 @@
+"""Every family's MODEL against ComfyUI's own for the same file. Run by ComfyUI's Python, see boot.py.
+
+The test process has put, for each case, `<name>.safetensors` into models/diffusion_models, and the conditioning into
+`<name>.inputs.safetensors` of the base directory: tensors `positive.*`, `negative.*` and `latent`, lists of
+tensors as `<name>/<index>`, a tensor that is an object's attribute as `<name>.<attribute>`, other values as JSON.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from boot import BASE, Results, comfy, difference, ksampler, load_pack, node, parallel, sequence, torch
+from safetensors import safe_open
+
+
+def read(name: str):
+    """(positive, negative, latent, settings) of a case."""
+    with safe_open(BASE / f"{name}.inputs.safetensors", framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+        settings = json.loads(file.metadata()["settings"])
+    prompts = []
+    for sign in ("positive", "negative"):
+        extras = dict(settings["extras"])
+        for key, value in tensors.items():
+            if not key.startswith(f"{sign}.") or key == f"{sign}.text":
+                continue
+            extra, _, index = key.removeprefix(f"{sign}.").partition("/")
+            extra, _, attribute = extra.partition(".")
+            value = SimpleNamespace(**{attribute: value}) if attribute else value
+            extras[extra] = [*extras.get(extra, []), value] if index else value
+        prompts.append([[tensors[f"{sign}.text"], extras]])
+    return *prompts, tensors["latent"], settings
+
+
+def sample(model, name: str) -> torch.Tensor:
+    positive, negative, latent, settings = read(name)
+    return ksampler(model, (positive, negative), latent, cfg=settings["cfg"], scheduler=settings["scheduler"], steps=3)
+
+
+@contextmanager
+def detecting(entries: dict):
+    """ComfyUI's model detection finds these entries of a unet_config, whatever the file has."""
+    detect = comfy.model_detection.detect_unet_config
+
+    def detect_small(*arguments, **keywords):
+        found = detect(*arguments, **keywords)
+        return None if found is None else found | entries
+
+    comfy.model_detection.detect_unet_config = detect_small
+    try:
+        yield
+    finally:
+        comfy.model_detection.detect_unet_config = detect
+
+
+def native(name: str, expected: dict[str, torch.Tensor]) -> dict:
+    """ComfyUI's own model; its samples are noted in `expected`."""
+    path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
+    model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+    expected[name] = sample(model, name)
+    return {"largest": float(expected[name].abs().max()), "finite": bool(expected[name].isfinite().all())}
+
+
+def compare(name: str, make: Callable[[str], Any], expected: torch.Tensor) -> dict:
+    model = make(f"{name}.safetensors")
+    found = {"difference": difference(expected, sample(model, name))}
+    pipefusion = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
+    return found | {"whole because": [wrapper.last.reason for wrapper in pipefusion]}
+
+
+MODES = {
+    "one rank": lambda file: parallel(file, pipe=1, devices="cpu"),
+    "all warm-up": lambda file: node("ApplyPipeFusion", parallel(file, stage_split="even"), 2, 1000, True),
+    "ulysses": lambda file: parallel(file, pipe=1, config=sequence(ulysses=2)),
+}
+
+
+def main() -> None:
+    load_pack()
+    results, expected = Results(), {}
+    names = sorted(path.name.removesuffix(".inputs.safetensors") for path in BASE.glob("*.inputs.safetensors"))
+    for name in names:
+        with detecting(read(name)[-1]["detected"]):
+            results.case(f"{name}, native", partial(native, name, expected))
+    for mode, make in MODES.items():  # the outer loop: another number of ranks ends those that run, and starts others
+        for name in (name for name in names if name in expected and mode in read(name)[-1]["modes"]):
+            with detecting(read(name)[-1]["detected"]):
+                results.case(f"{name}, {mode}", partial(compare, name, make, expected[name]))
+    results.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What ComfyUI's model management sees of the ranks' memory, and how it takes it. Run by ComfyUI's Python, see boot.py.
+
+There is no GPU here. Where a case needs one, ComfyUI is told that its CPU is one, with `free` bytes that its other models
+leave on it; the memory that ranks on `cpu` hold then counts as on the GPU that ComfyUI uses.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from boot import Results, comfy, difference, ksampler, load_pack, node, parallel, torch
+
+FILE, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
+CPU = torch.device("cpu")
+management = comfy.model_management
+
+
+@contextmanager
+def gpu(free: float = 0.0) -> Iterator[None]:
+    """ComfyUI takes its CPU for a GPU with this much free memory."""
+    with (
+        patch.object(management, "is_device_cpu", lambda device: False),
+        patch.object(
+            management, "get_free_memory", lambda device, torch_free_too=False: (free, 0) if torch_free_too else free
+        ),
+    ):
+        yield
+
+
+def main() -> None:
+    load_pack()
+    from comfy_execution.utils import CurrentNodeContext
+
+    from parallel_backend.client.registry import registry
+
+    g = torch.Generator().manual_seed(0)
+    prompts = [[[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for _ in range(2)]
+    latent = torch.zeros(1, 16, 16, 16)
+    model = parallel(FILE, stage_split="even")
+    stub = model.model.diffusion_model
+    results = Results()
+
+    def sample(which=model) -> torch.Tensor:
+        return ksampler(which, prompts, latent)
+
+    def held() -> int:
+        return registry().bytes_on(stub.key, "cpu")
+
+    def listed(which=model) -> bool:
+        return any(entry.model is not None and entry.model.is_clone(which) for entry in management.current_loaded_models)
+
+    def sizes() -> dict[str, int]:
+        return {"loaded": model.loaded_size(), "size": model.model_size(), "held": held()}
+
+    with torch.inference_mode():
+        own = model.model_size()
+        with gpu():
+            results.case("before loading", lambda: sizes() | {"own": own})
+        expected = sample()
+
+    def after(free) -> dict[str, float]:
+        """What is left after `free`, and the difference of what the model then gives."""
+        sample()
+        before = held(), listed()
+        free()
+        left = held(), listed()
+        return {
+            "before": before,
+            "left": left,
+            "pids": len({*pids} & {*registry()._pool.pids}),
+            "difference": difference(expected, sample()),
+            "again": held(),
+        }
+
+    pids = registry()._pool.pids
+    results.case("loaded, on CPU ranks", sizes)
+    with gpu():
+        results.case("loaded, on the GPU that ComfyUI uses", sizes)
+    results.case("all", lambda: after(management.unload_all_models))
+    results.case("clone swapped", lambda: after(lambda: model.detach(unpatch_all=False)))
+
+    def make_room(required: float) -> None:
+        with gpu(free=1000.0), CurrentNodeContext("prompt", "node"):
+            management.free_memory(required, CPU)
+
+    results.case("room for a little more", lambda: after(lambda: make_room(1001.0)))
+    results.case("room for a lot more", lambda: after(lambda: make_room(1e12)))
+    results.case("room that is there", lambda: after(lambda: make_room(999.0)))
+    results.case("the node", lambda: after(lambda: node("UnloadParallelDiT")))
+
+    def on_other_gpus(inside_a_node: bool) -> None:
+        """ComfyUI's own GPU has no rank."""
+        with gpu(), patch.object(model, "load_device", torch.device("cuda:7")):
+            if inside_a_node:
+                with CurrentNodeContext("prompt", "node"):
+                    model.detach()
+            else:
+                model.detach()
+
+    results.case("room on another GPU", lambda: after(lambda: on_other_gpus(True)))
+    results.case("all, ranks on another GPU", lambda: after(lambda: on_other_gpus(False)))
+
+    def handed_through() -> bool:
+        given = object()
+        return node("UnloadParallelDiT", given) is given
+
+    results.case("handed through", handed_through)
+
+    def other_model() -> dict[str, bool]:
+        """The ranks hold SD3 now: nothing of it is the first model's to free."""
+        sample()
+        other = parallel(SD3, stage_split="even")
+        key = other.model.diffusion_model.key
+        sample(other)
+        with gpu():
+            loaded = model.loaded_size(), other.loaded_size()
+        model.detach()
+        kept = registry().bytes_on(key, "cpu") > 0
+        other.detach()
+        return {"loaded": loaded, "own": own, "kept": kept, "freed": registry().bytes_on(key, "cpu") == 0}
+
+    results.case("another model on the ranks", other_model)
+
+    def dropped() -> dict[str, bool]:
+        """Nobody has the MODEL any more, as when ComfyUI's cache lets it go: the ranks' memory must still be to be had."""
+        local = parallel(FILE, pipe=1, batch=2, stage_split="even")
+        key = local.model.diffusion_model.key
+        sample(local.clone())
+        del local
+        gc.collect()
+        before = registry().bytes_on(key, "cpu")
+        management.unload_all_models()
+        return {"before": before, "after": registry().bytes_on(key, "cpu")}
+
+    results.case("dropped", dropped)
+    results.write()
+
+
+if __name__ == "__main__":
+    main()

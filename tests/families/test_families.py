@@ -1,0 +1,170 @@
+"""Every family: its layouts give diffusers' weights, and one rank, every exact mode at two and PipeFusion's warm-up give
+diffusers' own forward."""
+
+import functools
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands
+from tests.families.cases import all_cases
+from tests.support import tiny
+
+TOLERANCE = 1e-5
+BF16_TOLERANCE = 0.012
+CASES = all_cases()
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name, indirect=True)
+
+
+@pytest.fixture(scope="module")
+def case(request):
+    """A fixture, so that pytest runs all tests of one case before the next."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`made(case)`: (diffusers' model, its single file, its folder)."""
+
+    @functools.cache
+    def make(name: str):
+        case = next(case for case in CASES if case.name == name)
+        base = tmp_path_factory.mktemp(name)
+        model = case.model()
+        model.save_pretrained(base / "folder")
+        return model, case.save(model, base / f"{name}.safetensors"), base / "folder"
+
+    return lambda case: make(case.name)
+
+
+def sigmas_of(case, steps):
+    return linear_sigmas(steps) * case.timestep / 0.7
+
+
+def reference_run(case, model, x, tensors, steps):
+    with torch.inference_mode():
+        return euler(functools.partial(case.reference, model), x, sigmas_of(case, steps), Prompt(tensors, {}, 1.0))
+
+
+@every_case
+def test_both_layouts_give_the_same_weights_and_configuration(case, made):
+    model, file, folder = made(case)
+    expected = model.state_dict()
+    for path in (file, folder):
+        checkpoint = open_checkpoint(path)
+        assert checkpoint.family is case.row
+        found = {name: tuple(v) if isinstance(v, list) else v for name, v in checkpoint.config.items()}
+        wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in case.config.items()}
+        assert {name: found[name] for name in wanted} == wanted
+        assert checkpoint.original_shapes == {key: tuple(value.shape) for key, value in load_file(file).items()}
+        state = tiny.whole_model(path).state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@every_case
+def test_the_original_layout_is_that_of_diffusers_converter(case, made):
+    if case.convert is None:
+        pytest.skip("diffusers has no converter for this family, or the layouts are one")
+    model, file, _ = made(case)
+    expected = model.state_dict()
+    found = case.convert(load_file(file))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def compare(case, pools, made, degrees, latent, measured):
+    model, file, _ = made(case)
+    given = case.inputs(latent=latent)
+    output = pools.load(file, degrees).predict(*given, lambda: None)
+    with torch.inference_mode():
+        expected = case.reference(model, *given)
+    assert output.shape == expected.shape
+    assert expected.std() > 0.01
+    error = tiny.relative(output, expected)
+    measured(f"relative error of exact calls, {case.name}", error)
+    assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("size", ["whole", "odd"])
+@every_case
+def test_one_rank_equals_diffusers(case, size, pools, made, measured):
+    latent = case.latent if size == "whole" else case.odd
+    if latent is None:
+        pytest.skip("this family takes whole patches only")
+    compare(case, pools, made, Degrees(), latent, measured)
+
+
+@every_case
+def test_bf16_rounds_neither_timestep_nor_guidance(case, pools, made, measured):
+    model, file, _ = made(case)
+    x, timestep, tensors = case.inputs()
+    timestep = timestep * 1.0028  # halfway between two of bf16
+    factor = 1.0 if case.row.time_embed is None else case.row.time_embed[1]
+    output = pools.load(file, Degrees(), "bf16").predict(x, timestep, tensors, lambda: None)
+    with torch.inference_mode():
+        expected = case.reference(model, x, timestep, tensors)
+        rounded = case.reference(model, x, (timestep * factor).bfloat16() / factor, tensors)
+    error = tiny.relative(output.float(), expected)
+    measured(f"relative error in bf16, {case.name}", error)
+    assert error <= BF16_TOLERANCE
+    if (timestep * factor).max() > 1:  # times of 0 ... 1 lose nothing that shows
+        assert tiny.relative(rounded, expected) > BF16_TOLERANCE
+
+
+@pytest.mark.parametrize("index", range(6))
+@every_case
+def test_every_exact_mode_at_two_ranks_equals_diffusers(case, index, pools, made, measured):
+    if index >= len(case.modes):
+        pytest.skip("the family has fewer modes")
+    compare(case, pools, made, case.modes[index], case.odd or case.latent, measured)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2)], ids=str)
+@every_case
+def test_pipefusion_that_only_warms_up_equals_diffusers(case, degrees, pools, made, measured):
+    if degrees not in case.modes or not case.sampled:
+        pytest.skip("the family lacks this mode")
+    model, file, _ = made(case)
+    x, _, tensors = case.inputs()
+    found, _ = sample_in_bands(
+        pools.load(file, degrees), x, sigmas_of(case, 2), Prompt(tensors, {}, 1.0), case.bands, warm_up=2
+    )
+    error = tiny.relative(found, reference_run(case, model, x, tensors, 2))
+    measured(f"relative error of PipeFusion's warm-up, {case.name}", error)
+    assert error <= TOLERANCE
+
+
+@every_case
+def test_bands_with_old_keys_depend_on_the_schedule_alone(case, pools, made):
+    if Degrees(pipe=2) not in case.modes or not case.sampled:
+        pytest.skip("the family lacks PipeFusion")
+    model, file, _ = made(case)
+    x, _, tensors = case.inputs()
+    prompt, sigmas = Prompt(tensors, {}, 1.0), sigmas_of(case, 4)
+    alone, piped = (
+        sample_in_bands(pools.load(file, degrees), x, sigmas, prompt, case.bands, 1)[0]
+        for degrees in (Degrees(), Degrees(pipe=2))
+    )
+    assert tiny.relative(piped, alone) <= TOLERANCE
+    assert 10 * TOLERANCE < tiny.relative(alone, reference_run(case, model, x, tensors, 4)) < 0.5
+
+
+@every_case
+def test_the_comparison_sees_every_input(case, pools, made):
+    model, file, _ = made(case)
+    x, timestep, tensors = case.inputs()
+    with torch.inference_mode():
+        expected = case.reference(model, x, timestep, tensors)
+    remote = pools.load(file, Degrees())
+    changes = [(x.roll(2, dims=-2), timestep, tensors), (x, timestep * 1.01, tensors)]
+    changes += [
+        (x, timestep, tensors | {name: value.flip(0)})
+        for name, value in tensors.items()
+        if value.is_floating_point() and not torch.equal(value, value.flip(0))
+    ]
+    for given in changes:
+        assert tiny.relative(remote.predict(*given, lambda: None), expected) > 10 * TOLERANCE

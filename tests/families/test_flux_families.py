@@ -1,0 +1,93 @@
+"""Flux.1, Chroma and Flux.2: which files are theirs, the other names that files give their norms, and what is refused."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.families import FAMILIES
+from tests.families.cases import chroma, flux, flux2
+from tests.support import tiny
+
+CASES = {case.name: case for case in (*flux.CASES, *chroma.CASES, *flux2.CASES)}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """`file(name)`: that case's model as a single file."""
+    base, made = tmp_path_factory.mktemp("flux families"), {}
+
+    def save(name):
+        if name not in made:
+            made[name] = CASES[name].save(CASES[name].model(), base / f"{name}.safetensors")
+        return made[name]
+
+    return save
+
+
+def detected(shapes):
+    return [family.name for family in FAMILIES.values() if family.detect(shapes)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_is_one_familys_alone(file, name):
+    assert detected({key: tuple(value.shape) for key, value in load_file(file(name)).items()}) == [CASES[name].family]
+
+
+@pytest.mark.parametrize("patched_in", [True, False])
+def test_chroma_radiance_is_not_taken_for_chroma(file, patched_in):
+    shapes = {key: tuple(value.shape) for key, value in load_file(file("chroma")).items()}
+    assert detected(shapes) == ["chroma"]
+    radiance = shapes | {"nerf_blocks.0.norm.scale": (64,), "img_in_patch.weight": (64, 3, 16, 16)}
+    if patched_in:
+        del radiance["img_in.weight"]
+    assert detected(radiance) == []
+
+
+@pytest.mark.parametrize(
+    ("instead_of", "keys"),
+    [
+        ("txt_in.weight", {"txt_in.input_embedder.weight": (128, 64)}),  # HunyuanVideo
+        ("vector_in.in_layer.weight", {}),  # LongCat-Image
+    ],
+)
+def test_what_has_fluxs_blocks_is_not_taken_for_flux(file, instead_of, keys):
+    shapes = {key: tuple(value.shape) for key, value in load_file(file("flux-dev")).items()} | keys
+    del shapes[instead_of]
+    assert detected(shapes) == []
+
+
+@pytest.mark.parametrize("name", ["flux-dev", "chroma", "flux2-dev"])
+def test_norms_as_comfyui_saves_them(file, name, tmp_path):
+    state = load_file(file(name))
+    renamed = {f"{key.removesuffix('.scale')}.weight" if key.endswith(".scale") else key: v for key, v in state.items()}
+    assert renamed.keys() != state.keys()
+    save_file(renamed, tmp_path / "renamed.safetensors")
+    found, expected = (tiny.whole_model(path).state_dict() for path in (tmp_path / "renamed.safetensors", file(name)))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("chroma", {}, "needs text conditioning"),
+        ("chroma", {"context": torch.zeros(1, 7, 25)}, "width 25, this model needs 24"),
+        ("chroma", {"context": torch.zeros(1, 7, 24), "guidance": torch.tensor([3.5])}, "FluxGuidance"),
+        ("flux2-dev", {}, "needs text conditioning"),
+        ("flux2-dev", {"context": torch.zeros(1, 7, 25)}, "width 25, this model needs 24"),
+        ("flux-dev", {"context": torch.zeros(1, 7, 24), "y": torch.zeros(1, 12)}, "guidance is switched off"),
+    ],
+)
+def test_conditioning_that_cannot_be_forwarded_is_refused_by_name(file, name, given, words):
+    checkpoint = open_checkpoint(file(name))
+    with pytest.raises(ValueError, match=f"^positive, negative: .*{words}"):
+        checkpoint.family.conditioning(checkpoint.config, given)
+
+
+def test_guidance_that_a_model_has_no_use_for_is_left_out(file):
+    given = {"context": torch.zeros(1, 7, 24), "y": torch.zeros(1, 12), "guidance": torch.tensor([3.5])}
+    for name, names in (("flux2-dev", {"context", "guidance"}), ("flux2-klein", {"context"})):
+        checkpoint = open_checkpoint(file(name))
+        assert checkpoint.family.conditioning(checkpoint.config, given).keys() == names
+    checkpoint = open_checkpoint(file("chroma"))
+    assert checkpoint.family.conditioning(checkpoint.config, given | {"guidance": torch.zeros(1)}).keys() == {"context"}

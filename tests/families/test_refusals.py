@@ -1,0 +1,95 @@
+"""Variants of a family that cannot be run, and conditioning that it cannot use, are refused by name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.families import FAMILIES
+from parallel_backend.families.base.step_inputs import TEXT_MASK
+from tests.families.cases import lumina2, qwen_image, z_image
+
+CASES = {"qwen-image": qwen_image.CASES[0], "z-image": z_image.CASES[0], "lumina2": lumina2.CASES[0]}
+WIDTH = 24  # of their text
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Family -> (single file, diffusers folder)."""
+    base, made = tmp_path_factory.mktemp("refusals"), {}
+    for name, case in CASES.items():
+        model = case.model()
+        model.save_pretrained(base / name)
+        made[name] = case.save(model, base / f"{name}.safetensors"), base / name
+    return made
+
+
+@pytest.fixture(scope="module")
+def conditioning(files):
+    """`conditioning(family, **given)`: what the family makes of ComfyUI's arguments."""
+    configs = {name: open_checkpoint(path).config for name, (path, _) in files.items()}
+    return lambda name, **given: FAMILIES[name].conditioning(configs[name], given)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "shape"),
+    [
+        ("qwen-image", "time_text_embed.addition_t_embedding.weight", (2, 64)),  # Layered
+        ("z-image", "siglip_embedder.0.weight", (8,)),  # Omni
+        ("lumina2", "clip_text_pooled_proj.0.weight", (8,)),  # NewBie
+    ],
+)
+def test_a_variant_with_more_weights_is_refused(files, tmp_path, family, key, shape):
+    path = tmp_path / "variant.safetensors"
+    save_file(load_file(files[family][0]) | {key: torch.zeros(shape)}, path)
+    with pytest.raises(ValueError, match=f"model_name: variant.safetensors holds {key}"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("switch", ["use_additional_t_cond", "use_layer3d_rope"])  # Layered
+def test_a_switch_in_a_folder_of_qwen_image_is_refused(files, tmp_path, switch):
+    folder = shutil.copytree(files["qwen-image"][1], tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {switch: True}))
+    with pytest.raises(ValueError, match=f"model_name: this Qwen-Image has {switch} in its config.json"):
+        open_checkpoint(folder)
+
+
+def test_what_marks_an_edit_checkpoint_and_unused_norms_do_no_harm(files, tmp_path):
+    path = tmp_path / "marked.safetensors"
+    for family, extra in {"qwen-image": "__index_timestep_zero__", "lumina2": "norm_final.weight"}.items():
+        save_file(load_file(files[family][0]) | {extra: torch.zeros(0)}, path)
+        assert open_checkpoint(path).family.name == family
+
+
+def test_mage_flow_is_not_taken_for_qwen_image(files):
+    shapes = {key: tuple(value.shape) for key, value in load_file(files["qwen-image"][0]).items()}
+    detect = FAMILIES["qwen-image"].detect
+    assert detect(shapes)
+    assert not detect(shapes | {"txt_norm.weight": (2560,), "proj_out.weight": (128, 64)})
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_text_that_does_not_fit_is_refused(conditioning, family):
+    assert conditioning(family, context=torch.zeros(1, 5, WIDTH)).keys() == {"context"}
+    with pytest.raises(ValueError, match=r"positive, negative: .* needs text conditioning"):
+        conditioning(family)
+    with pytest.raises(ValueError, match=f"text has width {WIDTH + 1}, this model needs {WIDTH}"):
+        conditioning(family, context=torch.zeros(1, 5, WIDTH + 1))
+
+
+@pytest.mark.parametrize(("family", "longest"), [("z-image", 4064), ("lumina2", 4095)])
+def test_a_prompt_longer_than_the_models_positions_is_refused(conditioning, family, longest):
+    conditioning(family, context=torch.zeros(1, longest, WIDTH))
+    with pytest.raises(ValueError, match=f"the prompt has {longest + 1} tokens, this model's positions end at {longest}"):
+        conditioning(family, context=torch.zeros(1, longest + 1, WIDTH))
+
+
+def test_masks_reach_the_ranks_where_comfyui_uses_them(conditioning):
+    given = {"context": torch.zeros(1, 3, WIDTH), "attention_mask": torch.tensor([[1, 1, 0]])}
+    assert conditioning("qwen-image", **given)[TEXT_MASK].tolist() == [[True, True, False]]
+    assert TEXT_MASK not in conditioning("z-image", **given)
+    assert TEXT_MASK not in conditioning("lumina2", **given)

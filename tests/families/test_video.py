@@ -1,0 +1,175 @@
+"""What is peculiar to video: a time for each frame or token, bands of rows or of frames, variants that are refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
+from parallel_backend.client.pipefusion.threads import run_bands
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.families import FAMILIES
+from parallel_backend.families.wan import VARIANTS
+from parallel_backend.families.wan_inputs import PROMPT
+from tests.families.cases import ltx_video, wan
+from tests.support import tiny
+
+CASES = {case.name: case for case in (*wan.CASES, *ltx_video.CASES)}
+TIMES = ["wan-2.1-t2v", "wan-2.2-i2v", "wan-2.2-5b", "ltx-video-0.9", "ltx-video-0.9.5"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """`saved(case)`: (diffusers' model, its single file)."""
+    base, known = tmp_path_factory.mktemp("video"), {}
+
+    def save(case):
+        if case.name not in known:
+            model = case.model()
+            known[case.name] = model, case.save(model, base / f"{case.name}.safetensors")
+        return known[case.name]
+
+    return save
+
+
+def calls_in_bands(model, patching, given, bands, changed):
+    """The output of a call in bands at the latent of the exact call before it, times `changed`."""
+    x, timestep, tensors = given
+    rows = cut_rows(tuple(x.shape), bands, patching)
+    assert len(rows) == bands
+    run = BandedRun(model, rows, tuple(x.shape), warm_up=True, extrapolate=False)
+
+    def sample(band):
+        own = patching.rows(x, rows[band])
+        run.predict(band, own, timestep, tensors, exact=True)
+        return run.predict(band, own * changed, timestep, tensors, exact=False)
+
+    parts = run_bands(run, sample, lambda: None, lambda: None)
+    model.close_run(run.run, lambda: None)
+    return torch.cat(parts, patching.band_dim)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2)], ids=str)
+@pytest.mark.parametrize("name", TIMES)
+def test_bands_of_a_video_whose_old_keys_are_still_true_are_exact(name, degrees, pools, saved, measured):
+    case = CASES[name]
+    model, file = saved(case)
+    given, patching = case.inputs(latent=case.odd), case.row.patching
+    assert given[0].shape[2] > 1
+    remote = pools.load(file, degrees)
+    with torch.inference_mode():
+        expected = case.reference(model, *given)
+    error = tiny.relative(calls_in_bands(remote, patching, given, 3, 1.0), expected)
+    measured(f"relative error of bands with true old keys, {name}", error)
+    assert error <= 1e-5
+    changed = calls_in_bands(remote, patching, given, 3, 1.1)
+    with torch.inference_mode():
+        expected = case.reference(model, given[0] * 1.1, *given[1:])
+    assert tiny.relative(changed, expected) > 1e-4
+
+
+def test_both_ways_to_cut_bands_are_among_the_cases():
+    assert {CASES[name].row.patching.along for name in TIMES} == {"rows", "frames"}
+
+
+@pytest.mark.parametrize("name", ["wan-2.2-5b", "ltx-video-0.9.5"])
+def test_every_frame_has_its_own_time(name, pools, saved):
+    case = CASES[name]
+    _, file = saved(case)
+    x, timestep, tensors = case.inputs()
+    remote = pools.load(file, Degrees())
+    own = remote.predict(x, timestep, tensors, lambda: None)
+    one = remote.predict(x, timestep.flatten(1).amax(1), tensors, lambda: None)
+    other = remote.predict(x, timestep.flip(1), tensors, lambda: None)
+    assert min(tiny.relative(one, own), tiny.relative(other, own)) > 1e-3
+
+
+def with_key(file, path, key):
+    save_file(load_file(file) | {key: torch.zeros(2, 2)}, path)
+    return path
+
+
+@pytest.mark.parametrize("key", VARIANTS)
+def test_variants_of_wan_are_refused_by_name(key, saved, tmp_path):
+    _, file = saved(CASES["wan-2.1-t2v"])
+    with pytest.raises(ValueError, match=f"^model_name: this is {VARIANTS[key]}, which this version cannot run"):
+        open_checkpoint(with_key(file, tmp_path / "variant.safetensors", key))
+
+
+def test_ltx_2_is_refused_by_name(saved, tmp_path):
+    _, file = saved(CASES["ltx-video-0.9"])
+    with pytest.raises(ValueError, match=r"^model_name: this is LTX-2 with sound"):
+        open_checkpoint(with_key(file, tmp_path / "sound.safetensors", "audio_adaln_single.linear.weight"))
+
+
+def test_no_other_family_takes_a_video_model_for_its_own(saved):
+    for name in ("wan-2.1-t2v", "wan-2.1-flf2v", "ltx-video-0.9"):
+        shapes = {key: tuple(value.shape) for key, value in load_file(saved(CASES[name])[1]).items()}
+        assert [family.name for family in FAMILIES.values() if family.detect(shapes)] == [CASES[name].family]
+
+
+def test_how_frames_are_counted_comes_from_the_header_else_from_the_size(saved, tmp_path):
+    def causal(path):
+        return open_checkpoint(path).config["causal_temporal_positioning"]
+
+    case = CASES["ltx-video-0.9"]
+    _, file = saved(case)
+    path = tmp_path / "model.safetensors"
+    assert causal(file) is False
+    for stated in (True, False):
+        header = {"config": json.dumps({"transformer": {"causal_temporal_positioning": stated}})}
+        save_file(load_file(file), path, header)
+        assert causal(path) is stated
+    deep = case.config | {"num_layers": 48}
+    assert causal(case.save(case.model(deep), path, deep)) is True
+    case.model().save_pretrained(tmp_path / "folder")
+    assert causal(tmp_path / "folder") is False
+
+
+def wan_of(name):
+    return FAMILIES["wan"].conditioning, CASES[name].config
+
+
+def test_wan_says_what_its_text_and_picture_must_be():
+    text = torch.zeros(1, PROMPT, 24)
+    conditioning, config = wan_of("wan-2.1-i2v")
+    with pytest.raises(ValueError, match=r"^positive, negative: Wan needs text conditioning"):
+        conditioning(config, {})
+    with pytest.raises(ValueError, match="needs prompts of 512 tokens, this one has 600"):
+        conditioning(config, {"context": torch.zeros(1, 600, 24)})
+    with pytest.raises(ValueError, match="CLIP vision output has 257 tokens of 1024, this model needs 257 of 1280"):
+        conditioning(config, {"context": text, "clip_fea": torch.zeros(1, 257, 1024)})
+    conditioning, config = wan_of("wan-2.1-flf2v")
+    with pytest.raises(ValueError, match="has 5 tokens of 1280, this model needs 10 of 1280"):
+        conditioning(config, {"context": text, "clip_fea": torch.zeros(1, 5, 1280)})
+
+
+def test_a_wan_without_layers_for_it_ignores_clip_as_the_native_model_does():
+    conditioning, config = wan_of("wan-2.2-i2v")
+    assert conditioning(config, {"context": torch.zeros(1, 7, 24), "clip_fea": torch.zeros(1, 5, 1280)}).keys() == {
+        "context"
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attention_mask": torch.ones(1, 7)}, "a text mask of weights cannot be forwarded"),
+        ({"guide_attention_entries": [{"strength": 0.5, "pixel_mask": None}]}, "a guide with a mask, or a strength other"),
+        ({"guide_attention_entries": [{"strength": 1.0, "pixel_mask": torch.ones(1)}]}, "a guide with a mask, or a"),
+        ({"denoise_mask": torch.full((1, 1, 2, 3, 3), -1.0)}, "a guide of a lower resolution"),
+    ],
+)
+def test_ltx_video_refuses_guides_with_an_attention_of_their_own(given, message):
+    whole = {
+        "context": torch.zeros(1, 7, 24),
+        "keyframe_idxs": torch.zeros(1, 3, 9, 2, dtype=torch.long),
+        "denoise_mask": torch.ones(1, 1, 2, 3, 3),
+        "guide_attention_entries": [{"strength": 1.0, "pixel_mask": None}],
+    }
+    conditioning, config = FAMILIES["ltx-video"].conditioning, ltx_video.LTX
+    assert conditioning(config, whole).keys() == {"context", "frame_rate", "keyframes"}
+    with pytest.raises(ValueError, match=f"^positive, negative: {message}"):
+        conditioning(config, whole | given)

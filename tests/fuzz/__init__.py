@@ -1,6 +1,0 @@
-"""Random and damaged input for everything that reads any: messages, files, settings, and the channel of a real rank.
-
-    python -m tests.fuzz --count 10000
-
-A case is made from a number and nothing else, so that one that fails can be made again.
-"""

@@ -1,0 +1,55 @@
+"""What the registry asks of a pack, and what a user's copy contains."""
+
+import re
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from scripts.comfyui_server import PACK
+from tests.support.package_files import packaged
+
+
+@pytest.fixture(scope="module")
+def project():
+    return tomllib.loads((PACK / "pyproject.toml").read_text())
+
+
+def test_the_package_is_what_a_user_needs():
+    files = packaged()
+    folders = {path.parts[0] for path in files if len(path.parts) > 1}
+    assert folders == {"docs", "locales", "nodes", "parallel_backend", "web", "workflows"}
+    needed = ("__init__.py", "requirements.txt", "pyproject.toml", "README.md", "LICENSE", "icon.svg")
+    assert {Path(name) for name in needed} <= set(files)
+    assert Path("parallel_backend/quickstart/quickstart-digits.safetensors") in files
+    assert not [path for path in files if "api" in path.parts]
+    size = sum((PACK / path).stat().st_size for path in files)
+    assert size < 20e6
+
+
+def test_the_registrys_fields(project):
+    comfy = project["tool"]["comfy"]
+    assert re.fullmatch(r"[a-z][a-z0-9-]{1,98}", project["project"]["name"])
+    assert "comfyui" not in project["project"]["name"].lower()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", project["project"]["version"])
+    assert comfy["PublisherId"]
+    assert comfy["DisplayName"] == "Parallel DiT"
+    assert comfy["requires-comfyui"]
+    icon = (PACK / comfy["Icon"]).read_text()
+    assert 'width="400" height="400"' in icon  # the registry's largest
+
+
+def test_requirements_are_loose_and_bring_no_torch(project):
+    lines = (PACK / "requirements.txt").read_text().split("\n")
+    required = [line for line in lines if line]
+    assert sorted(required) == sorted(project["project"]["dependencies"])
+    names = {re.match(r"[\w-]+", line).group() for line in required}
+    assert not names & {"torch", "torchvision", "torchaudio", "flash-attn", "numpy<2"}
+    assert not [line for line in required if "==" in line]
+
+
+def test_no_code_is_made_from_text_and_nothing_installs_itself(project):
+    assert {"S102", "S307"} <= set(project["tool"]["ruff"]["lint"]["select"])
+    for path in packaged():
+        if path.suffix == ".py":
+            assert not re.search(r"\bsubprocess\b|\bos\.system\b", (PACK / path).read_text()), path

@@ -1,0 +1,581 @@
+"""Parallel Doctor: what it works out from measurements, by hand and against real runs, and what it says."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from contextlib import closing
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.placement.pipeline_model import StageCost, finish_times
+from parallel_backend.client.registry import Registry
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import AXES, Degrees
+from parallel_backend.core.validate import check_model
+from parallel_backend.planning.doctor import conclude, examine, measure
+from parallel_backend.planning.doctor_report import describe, settings
+from parallel_backend.planning.links import SIZES, Link, Machine, fit
+from parallel_backend.planning.modes import CallKind, Mode, banded_call, needed, possible
+from parallel_backend.planning.prediction import Situation, pipeline_seconds
+from parallel_backend.planning.rehearsal import AROUND, Cost, Rehearsed, rehearse
+from parallel_backend.planning.workload import Subject, subject_of
+from parallel_backend.processes.pool import Pool
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
+from parallel_backend.wire.messages import LinksProbed
+from tests.families.cases import all_cases
+from tests.support import tiny
+
+GB = 10**9
+NVLINK, PCIE, ETHERNET = Link(1e-5, 200e9), Link(2e-5, 12e9), Link(1e-4, 0.3e9)
+DISPLACED = Degrees(patch=2, patch_mode="displaced")
+
+
+def subject(**changes) -> Subject:
+    """Flux-dev at 1024 x 1024 in bf16, without its distillation: 57 blocks of one kind, 24 heads, two prompts."""
+    heads, blocks = changes.pop("heads", 24), changes.pop("count", 57)
+    known = Subject(
+        name="big.safetensors",
+        kind="flux",
+        dtype="bf16",
+        shape=(1, 16, 128, 128),
+        entries=2,
+        steps=28,
+        prompt=512,
+        blocks=("blocks.0",) * blocks,
+        block_bytes=(400 * 10**6,) * blocks,
+        first_bytes=10**8,
+        last_bytes=10**8,
+        shared_bytes=0,
+        text=512,
+        image=4096,
+        rows=64,
+        token_bytes=2 * 3072,
+        carried=(0,) * (blocks + 1),
+        check=lambda degrees: check_model(degrees, heads=heads, blocks=blocks),
+    )
+    return dataclasses.replace(known, **changes)
+
+
+def machine(speeds: Sequence[float], link: Link = NVLINK, free: float | Sequence[float] = 80 * GB) -> Machine:
+    """GPUs with these speeds, the first one's being 1, all linked alike. The speed is the name, for `situation`."""
+    world = len(speeds)
+    room = [free] * world if isinstance(free, (int, float)) else free
+    peers = [{other: link is not ETHERNET for other in range(world) if other != rank} for rank in range(world)]
+    return Machine(
+        tuple(f"cuda:{rank}" for rank in range(world)),
+        tuple(
+            LinksProbed(rank, f"GPU {speed}", int(room[rank]), int(room[rank]), {}, peers[rank])
+            for rank, speed in enumerate(speeds)
+        ),
+        {(one, two): link for one in range(world) for two in range(one + 1, world)},
+    )
+
+
+def rehearsed(what: Subject, on: Machine, kind: CallKind, block: float = 0.02) -> Rehearsed:
+    """By the textbook (docs/modes.md): a block takes `block` seconds, its transfers what their bytes need on the link.
+
+    Ring and old keys travel beside the computing. A smaller micro-step is a little less efficient.
+    """
+    cut, world = kind.cut, len(on.devices)
+    link = on.links[0, 1] if world > 1 else Link(0.0, 1.0)
+    speeds = [float(found.name.removeprefix("GPU ")) for found in on.ranks]
+    share = 1 / (cut.world * kind.bands)
+    activations = kind.entries * (what.text + what.image) * what.token_bytes / kind.bands
+    sent = {
+        "ulysses": 4 * activations * (cut.ulysses - 1) / cut.ulysses / cut.world,
+        "ring": 2 * activations * (cut.ring - 1) / cut.world,
+        "tensor": 4 * activations * (cut.tensor - 1) / cut.world,
+        "patch": 2 * activations * (cut.patch - 1) / cut.world,
+    }
+    latencies = {"ulysses": 2, "ring": cut.ring - 1, "tensor": 4, "patch": 1}
+    hidden = {"ring", *(["patch"] if kind.stale else [])}
+
+    def seconds(group: range) -> float:
+        compute = kind.entries * block * (share + 0.005) / min(speeds[rank] for rank in group)
+        on_the_way = {axis: latencies[axis] * link.latency + size / link.bandwidth for axis, size in sent.items() if size}
+        beside = sum(on_the_way[axis] for axis in on_the_way if axis in hidden)
+        return max(compute, beside) + sum(on_the_way[axis] for axis in on_the_way if axis not in hidden)
+
+    groups = [range(rank - rank % cut.world, rank - rank % cut.world + cut.world) for rank in range(world)]
+    cost = Cost({"blocks.0": tuple(seconds(group) for group in groups)}, (0.004,) * world)
+    moved = {axis: (round(size * kind.bands),) * world for axis, size in sent.items() if size}
+    buffers = kind.entries * 4 * (what.text + what.image) * what.token_bytes // cut.ulysses if kind.buffered else 0
+    return Rehearsed(cost, cost, 0.002, {"blocks.0": moved, AROUND: {}}, (buffers,) * world, (2 * GB,) * world)
+
+
+def situation(what: Subject, on: Machine) -> Situation:
+    modes, _ = possible(what, len(on.devices)) if len(on.devices) > 1 else ([], {})
+    return Situation(what, on, {kind: rehearsed(what, on, kind) for kind in needed(modes, what)})
+
+
+def test_of_two_rehearsals_the_less_disturbed_counts():
+    one = rehearsed(subject(), machine([1.0, 1.0]), CallKind(Degrees(), 1))
+    two = dataclasses.replace(one, first=Cost({"blocks.0": (0.01, 9.0)}, (9.0, 0.001)), hop=9.0)
+    best = one.quicker(two)
+    assert best.first == Cost({"blocks.0": (0.01, one.first.blocks["blocks.0"][1])}, (0.004, 0.001))
+    assert (best.other, best.hop, best.moved) == (one.other, one.hop, one.moved)
+    assert two.quicker(one).first == best.first
+
+
+def test_a_line_through_transfers():
+    link = fit([(size, 3e-5 + size / 5e9) for size in SIZES])
+    assert (link.latency, link.bandwidth) == pytest.approx((3e-5, 5e9))
+    noisy = fit([(1024, 5e-5), (1 << 16, 2e-5), (1 << 20, 2e-5), (1 << 23, 1e-5)])  # nonsense, as it may be measured
+    assert noisy.bandwidth > 0
+    assert 0 <= noisy.latency <= 5e-5
+
+
+def flat(*seconds: float):
+    return lambda _band: list(seconds)
+
+
+def test_a_pipeline_by_hand():
+    # Two entries of one exact call, stages of 1 s and 2 s: the second one is busy from 1 to 5, then the hop.
+    assert pipeline_seconds([True], 2, 2, flat(1.0, 2.0), flat(0.0, 0.0), 0.25) == pytest.approx(5.25)
+    # The way to the next stage takes 0.5 s, beside the computing.
+    assert pipeline_seconds([True], 2, 2, flat(1.0, 2.0), flat(0.5, 0.0), 0.25) == pytest.approx(5.75)
+    # Two calls in two bands of 1 s: 0-1 1-2 | 1-2 2-3, then band 0 starts again at 2.25 and band 1 at 3.25.
+    assert pipeline_seconds([False] * 2, 2, 1, flat(1.0, 1.0), flat(0.0, 0.0), 0.25) == pytest.approx(5.5)
+
+
+@pytest.mark.parametrize(("stages", "bands", "hop"), [(2, 2, 0.0), (2, 4, 0.1), (3, 6, 0.3), (4, 4, 0.05)])
+def test_a_pipeline_without_transfers_is_the_schedules(stages, bands, hop):
+    exact = [True, False, False, True, False, False]
+    costs = [StageCost(0.1, 1.0 + 0.2 * stage) for stage in range(stages)]
+    found = pipeline_seconds(
+        exact,
+        bands,
+        1,
+        lambda band: [cost.seconds(1.0 if band is None else 1 / bands) for cost in costs],
+        lambda band: [0.0] * stages,
+        hop,
+    )
+    assert found == pytest.approx(finish_times(exact, bands, costs, hop)[-1] + hop)
+
+
+def test_whole_calls_by_hand():
+    """Ulysses over two devices: 57 blocks and what is around them, slowest rank, and the hop, 28 times."""
+    at = situation(subject(entries=1), machine([1.0, 1.0]))
+    call = at.rehearsed[CallKind(Degrees(ulysses=2), 1)]
+    expected = 28 * (0.002 + 0.004 + 57 * call.first.blocks["blocks.0"][0])
+    assert at.predict(Mode(Degrees(ulysses=2))).seconds == pytest.approx(expected)
+    stale = at.rehearsed[CallKind(DISPLACED, 1, buffered=True, stale=True)]
+    exact = at.rehearsed[CallKind(DISPLACED, 1, buffered=True)]
+    steps = [0.006 + 57 * call.first.blocks["blocks.0"][0] for call in (exact, stale)]
+    assert at.predict(Mode(DISPLACED)).seconds == pytest.approx(steps[0] + 27 * steps[1])
+
+
+def on_cpus(on: Machine, host_free_bytes: int | None = None) -> Machine:
+    """The same with CPU ranks."""
+    ranks = tuple(dataclasses.replace(rank, free_bytes=None, total_bytes=None) for rank in on.ranks)
+    return dataclasses.replace(on, devices=("cpu",) * len(ranks), ranks=ranks, host_free_bytes=host_free_bytes)
+
+
+def test_one_cpu_rank_is_quicker_where_the_others_are_idle():
+    at = situation(subject(), on_cpus(machine([1.0, 1.0])))
+    alone = CallKind(Degrees(), 1, alone=True)
+    at.rehearsed[alone] = dataclasses.replace(at.rehearsed[alone], first=Cost({"blocks.0": (0.01, 0.0)}, (0.003, 0.0)))
+    assert at.one_rank(0).seconds == pytest.approx(28 * (0.002 + 2 * (0.003 + 57 * 0.01)))
+    gpu = situation(subject(), machine([1.0, 0.5]))
+    busy = gpu.rehearsed[CallKind(Degrees(), 2)].first
+    for device in range(2):
+        expected = 28 * (0.002 + 0.004 + 57 * busy.blocks["blocks.0"][device])
+        assert gpu.one_rank(device).seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("world", "heads", "blocks", "entries"), [(2, 24, 57, 2), (4, 3, 57, 1), (6, 4, 3, 2), (8, 24, 6, 8)]
+)
+def test_the_search_lists_what_can_be_and_nothing_else(world, heads, blocks, entries):
+    what = subject(heads=heads, count=blocks, entries=entries)
+    modes, refused = possible(what, world)
+    listed = {mode.degrees for mode in modes}
+    for degrees in listed:
+        assert degrees.world == world
+        assert degrees.batch <= entries
+        check_model(degrees, heads=heads, blocks=blocks)
+    for mode in modes:
+        assert (mode.bands > 1) == (mode.degrees.pipe > 1)
+    assert not listed & refused.keys()
+    assert all(refused.values())
+    alone = {axis: Degrees(**{axis: world, "patch_mode": "displaced" if axis == "patch" else "none"}) for axis in AXES}
+    assert listed | refused.keys() >= set(alone.values())
+
+
+def test_a_family_is_not_cut_along_what_it_does_not_have():
+    def check(degrees: Degrees) -> None:
+        check_model(degrees, heads=8, blocks=8, unsupported=("pipe", "patch", "tensor"))
+
+    modes, refused = possible(subject(check=check), 2)
+    assert {mode.degrees for mode in modes} == {Degrees(batch=2), Degrees(ring=2), Degrees(ulysses=2)}
+    assert "this kind of model cannot be cut so" in refused[Degrees(pipe=2)]
+
+
+def test_a_tiny_picture_is_not_cut_into_more_than_it_has():
+    what = subject(image=4, rows=2, shape=(1, 16, 4, 4))
+    modes, refused = possible(what, 8)
+    assert all(mode.bands <= 2 and mode.degrees.sequence <= 4 for mode in modes)
+    assert "too few to be cut so" in refused[Degrees(ulysses=8)]
+
+
+def test_a_slower_link_never_makes_a_mode_faster():
+    modes, _ = possible(subject(), 4)
+    quiet = {mode for mode in modes if mode.cut.world == 1}  # they move hidden states between stages, or nothing
+    ulysses = Mode(Degrees(ulysses=4))
+    before: dict[Mode, float] = {}
+    quicker: set[Mode] = set()
+    for bandwidth in (2000e9, 50e9, 12e9, 3e9, 0.5e9):
+        found = conclude(situation(subject(), machine([1.0] * 4, Link(1e-5, bandwidth))))
+        seconds = {prediction.mode: prediction.seconds for prediction in found.predictions}
+        assert all(seconds[mode] >= before.get(mode, 0.0) * (1 - 1e-9) for mode in modes)
+        now = {mode for mode in quiet if seconds[mode] < seconds[ulysses]}
+        assert quicker <= now
+        before, quicker = seconds, now
+    assert quicker == quiet
+
+
+def test_more_memory_never_removes_a_mode():
+    fitting: set[Mode] = set()
+    for free in (4, 8, 14, 26, 40, 80):
+        found = conclude(situation(subject(), machine([1.0] * 4, free=free * GB)))
+        now = {prediction.mode for prediction in found.predictions if not prediction.lacks}
+        assert fitting <= now
+        fitting = now
+    assert Mode(Degrees(ulysses=4)) in fitting
+    found = conclude(situation(subject(), machine([1.0] * 4, free=4 * GB)))
+    assert found.advice is None
+    assert "nothing fits these devices" in describe(found)
+
+
+def test_memory_by_hand():
+    at = situation(subject(entries=1), machine([1.0, 1.0]))
+    whole = 57 * 400 * 10**6 + 2 * 10**8
+    assert [memory.total for memory in at.predict(Mode(Degrees(ulysses=2))).memory] == [whole + 2 * GB] * 2
+    piped = at.predict(Mode(Degrees(pipe=2), 4)).memory
+    assert sum(memory.weights for memory in piped) == whole
+    assert sum(memory.buffers for memory in piped) == 57 * 4 * 4608 * 6144
+    assert max(memory.weights for memory in piped) <= 29 * 400 * 10**6 + 10**8
+    sharded = at.predict(Mode(Degrees(tensor=2))).memory
+    assert sharded[0].weights == 57 * 200 * 10**6 + 2 * 10**8
+
+
+def test_memory_of_cpu_ranks_is_shared():
+    on = on_cpus(machine([1.0, 1.0]), 40 * GB)
+    at = situation(subject(), on)
+    assert not at.one_rank(0).lacks
+    assert "need 50.0 GB of memory together, 40.0 GB is free" in at.predict(Mode(Degrees(ulysses=2))).lacks
+
+
+def test_two_unequal_gpus():
+    at = situation(subject(entries=1), machine([1.0, 0.5], PCIE))
+    stages = at.stages(Mode(Degrees(pipe=2), 4))
+    assert len(stages[0]) == 38  # two thirds of 57
+    found = conclude(at)
+    assert found.one_rank.mode.device == 0
+    assert found.advice.mode.degrees.pipe == 2
+    ulysses = next(p for p in found.predictions if p.mode.degrees == Degrees(ulysses=2))
+    assert ulysses.seconds > found.one_rank.seconds  # it waits for the slow one in every block
+    assert "cuda:0" in describe(found)
+
+
+def test_four_gpus_with_slow_links():
+    found = conclude(situation(subject(entries=1), machine([1.0] * 4, ETHERNET)))
+    assert found.advice.mode.degrees == Degrees(pipe=4)
+    text = describe(found)
+    assert "P2P access: not between 0-1, 0-2" in text
+    assert f"num_pipeline_patch {found.advice.mode.bands}" in text
+    assert "the fastest that is exact throughout: one device (cuda:0)" in text
+    assert "0-1 0.3 GB/s, 100 us" in text
+
+
+def test_eight_gpus_with_fast_links():
+    found = conclude(situation(subject(), machine([1.0] * 8)))
+    assert found.advice.mode.exact
+    assert found.advice.mode.degrees.batch == 2  # both prompts side by side cost nothing
+    assert found.advice.seconds < found.one_rank.seconds / 6
+    text = describe(found)
+    assert "P2P access: between all of them" in text
+    assert "split_batch_degree 2" in settings(found.advice.mode, found.situation.machine)
+    assert "split_batch_degree is 8, and a model call has 2 in its batch" in text
+
+
+def test_one_gpu_stays_alone():
+    found = conclude(situation(subject(), machine([1.0])))
+    assert len(found.predictions) == 1
+    assert "advice: stay on one GPU (cuda:0)" in describe(found)
+
+
+def test_gpus_that_gain_nothing_stay_alone():
+    """Links so slow that nothing pays, and a picture so small that patches do not either."""
+    crawl = Link(0.5, 1e6)
+    found = conclude(situation(subject(entries=1), machine([1.0] * 2, crawl)))
+    text = describe(found)
+    assert "advice: stay on one GPU (cuda:0)" in text
+    assert "the best of the others" in text
+    assert settings(found.advice.mode, found.situation.machine).splitlines()[0] == (
+        "Parallel DiT Loader: pipefusion_degree 1, tensor_parallel_degree 1, split_batch_degree 1, devices cuda:0"
+    )
+
+
+def test_of_equally_fast_modes_the_exact_one_is_advised():
+    at = situation(subject(), machine([1.0, 1.0]))
+    found = conclude(at)
+    fastest, advised = found.predictions[0], found.advice
+    assert advised.mode.exact
+    assert advised.seconds <= 1.03 * fastest.seconds
+    loose = [prediction for prediction in found.predictions if prediction.seconds > 1.03 * fastest.seconds]
+    assert advised not in loose
+
+
+def test_a_model_too_large_for_one_device_gets_a_pipeline_and_says_why():
+    """23 GB of weights on cards of 20 GB with slow links; fast links would make it tensor parallel."""
+    found = conclude(situation(subject(entries=1), machine([1.0] * 2, ETHERNET, free=20 * GB)))
+    assert found.advice.mode.degrees == Degrees(pipe=2)
+    text = describe(found)
+    assert "no single device can run this model: one needs 25.0 GB on cuda:0, which has 20.0 GB free" in text
+    assert re.search("ulysses_degree 2 [(]exact[)]; does not fit: needs 25.0 GB on cuda:[01], which has 20.0 GB free", text)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_the_report_names_every_mode(world):
+    text = describe(conclude(situation(subject(), machine([1.0] * world))))
+    for widget in ("pipefusion", "ulysses", "ring", "tensor_parallel", "patch"):
+        assert f"{widget}_degree {world}" in text
+    assert ("split_batch_degree 2 (exact)" if world == 2 else f"split_batch_degree is {world}") in text
+    assert "one device (cuda:0)" in text
+
+
+# On real ranks.
+
+
+def tiny_subject(flux_file, entries: int = 2, steps: int = 4) -> Subject:
+    return subject_of(open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 16, 12), entries, steps, 8)
+
+
+@pytest.fixture(scope="module")
+def once():
+    """Everything is rehearsed once, and ranks count as equally fast: no test looks at how long something took."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("parallel_backend.planning.doctor.ALIKE", math.inf)
+        patch.setattr("parallel_backend.planning.rehearsal.REPEATS", (1, 1))
+        yield
+
+
+@pytest.fixture(scope="module")
+def examined(pools, flux_file, once):
+    """The findings on two CPU ranks."""
+    pools.forget(2)
+    return examine(pools(2), open_checkpoint(flux_file), tiny_subject(flux_file), "sdpa", lambda: None, lambda: None)
+
+
+def real_run(pools, flux_file, situation: Situation, mode: Mode, steps: int):
+    """What the ranks report of a run of this mode, its stages cut as predicted."""
+    stages = "even"
+    if mode.degrees.pipe > 1:
+        stages = ",".join(str(len(span)) for span in situation.stages(mode))
+    pool = pools(mode.degrees.world)
+    model = RemoteTransformer(pool, open_checkpoint(flux_file), mode.degrees, "fp32", "sdpa", lambda: None, stages)
+    x, _, tensors = tiny.inputs(tiny.FLUX, batch=2, height=16, width=12, text=8)
+    prompt, sigmas = Prompt(tensors, {}, 1.0), linear_sigmas(steps)
+    if mode.exact:
+        sample_whole(model, x, sigmas, prompt)
+        return model, model.close_run(model.open_run(), lambda: None)
+    return model, sample_in_bands(model, x, sigmas, prompt, mode.bands, warm_up=1)[1]
+
+
+def check_run(situation: Situation, prediction, stats, model, steps: int) -> None:
+    """What each rank sent along each axis, to the byte, and what it held."""
+    exact, later = situation.step_bytes(prediction.mode, exact=True), prediction.step_bytes
+    for rank, what in enumerate(stats):
+        expected = {}
+        for axis in {*exact, *later}:
+            first, others = (by.get(axis, (0,) * len(stats))[rank] for by in (exact, later))
+            expected[axis] = first + (steps - 1) * others
+        assert what.bytes_sent == {axis: count for axis, count in expected.items() if count}
+        memory = prediction.memory[rank]
+        assert model.weight_bytes[rank] == pytest.approx(memory.weights, rel=0.02)
+        assert what.buffer_bytes == pytest.approx(memory.buffers, rel=0.01)
+
+
+TWO = [mode for mode in possible(subject(rows=8), 2)[0] if mode.bands < 8]
+
+
+@pytest.mark.parametrize("mode", TWO, ids=str)
+def test_traffic_weights_and_buffers_are_those_of_real_runs(examined, pools, flux_file, mode):
+    model, stats = real_run(pools, flux_file, examined.situation, mode, 4)
+    (prediction,) = (found for found in examined.predictions if found.mode == mode)
+    check_run(examined.situation, prediction, stats, model, 4)
+    pools.forget(2)
+
+
+FOUR = [
+    Mode(Degrees(pipe=4), 4),
+    Mode(Degrees(pipe=2, ulysses=2), 4),
+    Mode(Degrees(pipe=2, ring=2), 2),
+    Mode(Degrees(batch=2, pipe=2), 2),
+    Mode(Degrees(ring=2, ulysses=2)),
+    Mode(Degrees(tensor=2, ulysses=2)),
+    Mode(Degrees(patch=2, ring=2, patch_mode="displaced")),
+]
+
+
+def test_products_too(pools, flux_file, once):
+    pools.forget(4)
+    what, file = tiny_subject(flux_file), open_checkpoint(flux_file)
+    situation = measure(pools(4), file, what, FOUR, "sdpa", lambda: None, lambda: None)
+    for mode in FOUR:
+        model, stats = real_run(pools, flux_file, situation, mode, 4)
+        check_run(situation, situation.predict(mode), stats, model, 4)
+    pools.forget(4)
+
+
+def test_seconds_are_of_the_right_size(examined):
+    """No clock is asserted on: only that each figure is there, and that a run of more steps takes as much longer."""
+    found = examined
+    longer = dataclasses.replace(found.situation, subject=dataclasses.replace(found.situation.subject, steps=40))
+    for prediction in found.predictions:
+        assert math.isfinite(prediction.seconds)
+        assert prediction.seconds > 0
+        if prediction.mode.exact and prediction.mode.device is None:
+            assert longer.predict(prediction.mode).seconds == pytest.approx(10 * prediction.seconds)
+    text = describe(found)
+    assert "links one way: 0-1" in text
+    assert "transformer_blocks.0 (3 like it)" in text
+    assert "single_transformer_blocks.0 (5 like it)" in text
+
+
+def test_ranks_are_left_without_a_model(examined, pools, flux_file):
+    pools.forget(2)
+    model = pools.load(flux_file, Degrees(ulysses=2))
+    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    expected = tiny.reference(tiny.whole_model(flux_file), x, timestep, tensors)
+    assert tiny.relative(model.predict(x, timestep, tensors, lambda: None), expected) < 1e-5
+
+
+def test_blocks_that_are_left_out_hand_on_what_they_get(pools, flux_file, flux_model):
+    """The rest computes what a model without them would."""
+    pools.forget(1)
+    kept = ("transformer_blocks.1", "single_transformer_blocks.0", "single_transformer_blocks.4")
+    model = RemoteTransformer(pools(1), open_checkpoint(flux_file), Degrees(), "fp32", "sdpa", lambda: None, only=kept)
+    shorter = tiny.random_flux()
+    shorter.transformer_blocks = nn.ModuleList([shorter.transformer_blocks[1]])
+    shorter.single_transformer_blocks = nn.ModuleList(shorter.single_transformer_blocks[index] for index in (0, 4))
+    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    out = model.predict(x, timestep, tensors, lambda: None)
+    assert tiny.relative(out, tiny.reference(shorter, x, timestep, tensors)) < 1e-5
+    assert tiny.relative(out, tiny.reference(flux_model, x, timestep, tensors)) > 1e-2
+    stats = model.close_run(0, lambda: None)[0]
+    assert set(stats.blocks) == set(kept)
+    assert all(block.seconds > 0 for block in stats.blocks.values())
+    held = [*shorter.transformer_blocks.parameters(), *shorter.single_transformer_blocks.parameters()]
+    assert model.weight_bytes[0] < sum(p.nbytes for p in flux_model.parameters()) - sum(p.nbytes for p in held)
+
+
+def test_cancel_ends_it(pools, flux_file):
+    class Cancelled(BaseException):
+        pass
+
+    calls = 0
+
+    def poll() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise Cancelled
+
+    pools.forget(2)
+    with pytest.raises(Cancelled):
+        examine(pools(2), open_checkpoint(flux_file), tiny_subject(flux_file), "sdpa", lambda: None, poll)
+    pools.end(2)  # as Registry.borrow does
+
+
+CASES = all_cases()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_family_can_be_rehearsed(case, pools, tmp_path, once):
+    """Whole and, where it can be cut, in bands; every kind of block is timed, and counted as often as there are such."""
+    model = case.model()
+    checkpoint = open_checkpoint(case.save(model, tmp_path / "model.safetensors"))
+    what = subject_of(checkpoint, "fp32", "cpu", (1, *case.latent), 1, 4, 7)
+    assert len(what.blocks) == checkpoint.family.block_count(checkpoint.config)
+    assert what.weight_bytes == pytest.approx(sum(values.nbytes for values in model.state_dict().values()), rel=0.02)
+    kinds = [CallKind(Degrees(), 1)]
+    if Degrees(pipe=2) in case.modes:
+        kinds.append(CallKind(Degrees(), 1, bands=2, buffered=True, stale=True))
+    pools.forget(2)
+    found = rehearse(pools(2), checkpoint, what, kinds, "sdpa", False, lambda: None, lambda: None)
+    for call in found.values():
+        assert set(call.first.blocks) == set(what.kept)
+        assert all(seconds > 0 for times in call.first.blocks.values() for seconds in times)
+    if len(kinds) > 1:
+        assert found[kinds[1]].buffer_bytes[0] > 0
+
+
+def test_kinds_of_blocks_are_told_apart(tmp_path):
+    """SD3's last block makes no text, so it has fewer weights."""
+    file = tiny.save_original(tiny.random_sd3(), tiny.SD3, tmp_path / "sd3.safetensors", family="sd3")
+    what = subject_of(open_checkpoint(file), "fp32", "cpu", (1, 16, 16, 16), 1, 4, 8)
+    assert what.blocks == ("transformer_blocks.0",) * 3 + ("transformer_blocks.3",)
+    assert what.block_bytes[0] > what.block_bytes[3]
+
+
+class FakePool:
+    error = None
+
+    def __init__(self, devices, **_settings):
+        self.devices, self.closed = devices, False
+
+    def close(self, politely):
+        self.closed = True
+
+
+def test_borrowed_ranks_lose_their_model_and_end_with_a_failure(monkeypatch):
+    monkeypatch.setattr("parallel_backend.client.registry.Pool", FakePool)
+    registry = Registry()
+    registry._key = registry._model = object()
+    with registry.borrow(("cpu", "cpu")) as pool:
+        assert registry._key is registry._model is None
+    with registry.borrow(("cpu", "cpu")) as again:
+        assert again is pool
+    with registry.borrow(("cpu",)) as other:
+        assert pool.closed
+        assert not other.closed
+    with pytest.raises(KeyboardInterrupt), registry.borrow(("cpu",)):
+        raise KeyboardInterrupt
+    assert other.closed
+    with registry.borrow(("cpu",)) as new:
+        assert new is not other
+
+
+def test_a_video_latent_for_a_picture_model_is_refused(flux_file):
+    with pytest.raises(ValueError, match="latent_image: the latent has 5 axes, this model needs 4"):
+        subject_of(open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 3, 16, 12), 1, 4, 8)
+
+
+def test_a_banded_call_is_that_of_the_replica_with_most_entries():
+    mode = Mode(Degrees(batch=2, pipe=2), 4)
+    assert banded_call(mode, subject(entries=3)) == CallKind(Degrees(), 2, bands=4, buffered=True, stale=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu(flux_file, once):
+    """Two ranks share one: names, memory and activations are there, and a device's memory counts once."""
+    with closing(Pool(("cuda:0", "cuda:0"))) as pool:
+        found = examine(pool, open_checkpoint(flux_file), tiny_subject(flux_file), "auto", lambda: None, lambda: None)
+    assert found.situation.machine.ranks[0].name == torch.cuda.get_device_name(0)
+    assert not found.situation.machine.on_cpus
+    assert all(memory.activations > 0 for prediction in found.predictions for memory in prediction.memory)
+    assert f"{torch.cuda.get_device_name(0)}, " in describe(found)
+
+
+def test_ranks_on_one_device_share_its_memory():
+    on = dataclasses.replace(machine([1.0, 1.0], free=40 * GB), devices=("cuda:0", "cuda:0"))
+    assert (
+        "needs 50.0 GB on cuda:0, which has 40.0 GB free" in situation(subject(), on).predict(Mode(Degrees(ulysses=2))).lacks
+    )

@@ -1,0 +1,666 @@
+"""The planner: its cost model against formulas and published runs, calibrations and their files, and what it chooses."""
+
+import dataclasses
+import json
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.predictions.published import RUNS, Run, machine, outside, predicted
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.placement.pipeline_model import StageCost, finish_times
+from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.planning import __main__ as command
+from parallel_backend.planning.calibration import CONTEXTS, calibrate, fingerprint, job_of, links_of, machine_of
+from parallel_backend.planning.calibration_file import cached
+from parallel_backend.planning.cost_model import Job, Stages, run_seconds
+from parallel_backend.planning.links import SIZES, Link
+from parallel_backend.planning.machine import BlockCost, Device, Links, Machine, alike, pairs_of, through
+from parallel_backend.planning.modes import Mode, possible
+from parallel_backend.planning.planner import KV_COPIES, Plan, choose, plan, predict
+from parallel_backend.planning.planner_report import describe, said
+from parallel_backend.planning.presets import HARDWARE, MODELS
+from parallel_backend.planning.workload import subject_of
+from parallel_backend.wire.diagnosis import Probed
+from parallel_backend.wire.messages import LinksProbed
+from tests.support import tiny
+
+WITHIN = 0.25
+GB = 10**9
+NOTHING = BlockCost(0.0, 0.0, 0.0)
+ENDLESS = Link(0.0, 1e18)
+FLUX = MODELS["flux-dev"]
+LAYERS, HIDDEN = FLUX.layers, FLUX.hidden
+
+
+def job(steps: int = 28, warm_up: int = 1, text: int = 0, prompts: int = 1) -> Job:
+    """Flux-dev at 1024 x 1024."""
+    return replace(FLUX, text=text, prompts=prompts).job("flux", 1024, 1024, steps, warm_up)
+
+
+def devices(
+    count: int, link: Link = ENDLESS, speeds: tuple[float, ...] = (), memory: int | None = None, fixed: float = 0.0
+) -> Machine:
+    block = BlockCost(fixed, 2e-6, pairs_of(HIDDEN))
+    made = [
+        Device(f"cuda:{index}", "made up", {"blocks": replace(block, token=block.token / speed)}, NOTHING, memory)
+        for index, speed in enumerate(speeds or (1.0,) * count)
+    ]
+    return Machine(tuple(made), Links(alike(count, link)))
+
+
+def block_seconds(what: Job) -> float:
+    tokens = what.queries(None, None)
+    return devices(1).devices[0].blocks["blocks"].work(tokens, tokens)
+
+
+def seconds(on: Machine, what: Job, mode: Mode) -> float:
+    return predict(on, what, mode).seconds
+
+
+# Published runs.
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_published_runs_are_predicted(run: Run):
+    assert predicted(run) == pytest.approx(run.seconds, rel=WITHIN)
+
+
+WITH_ONE = [run for run in RUNS if run.model != "flux-schnell" or (run.width == 2048 and not run.compiled)]
+"""Published with the seconds on one device: of Flux-schnell only one run is."""
+
+
+@pytest.mark.parametrize("run", WITH_ONE, ids=str)
+def test_a_block_takes_what_the_run_on_one_device_says(run: Run):
+    what = MODELS[run.model].job(run.model, run.height, run.width, run.steps, text_in_bands=True)
+    found = seconds(machine(run), what, Mode(Degrees(), device=0)) + outside(run, run.height, run.width)
+    assert found == pytest.approx(run.one)
+
+
+def test_without_the_bridge_eight_l40_would_be_predicted_fast(monkeypatch):
+    """The control: what makes Ulysses on eight slower than on one is nothing but the link between the sockets."""
+    run = next(run for run in RUNS if run.degrees == Degrees(ulysses=8) and run.hardware == "L40")
+    assert run.seconds > run.one
+    monkeypatch.setitem(HARDWARE, "L40", replace(HARDWARE["L40"], socket=0, bridge=0.0))
+    assert predicted(run) < run.one
+    assert predicted(run) < (1 - WITHIN) * run.seconds
+
+
+def test_most_published_runs_are_predicted_rather_than_fitted():
+    assert sum(not run.fitted for run in RUNS) >= 2 * sum(bool(run.fitted) for run in RUNS)
+    assert {run.fitted for run in RUNS} - {""} == {
+        "bandwidth of a link",
+        "bandwidth between the sockets",
+        "a block's launch",
+        "text encoders",
+        "VAE",
+    }
+
+
+# The formulas. A: bytes of the hidden states; L layers; N ranks; B bandwidth.
+
+N, B, LATENCY = 4, 10e9, 1e-4
+A = 4096 * HIDDEN * 2
+
+
+def test_bytes_of_a_forward_are_those_of_the_field():
+    """Flux at 1024 and N = 4, image tokens alone: GB that a rank sends."""
+    on = devices(N)
+    sent = {
+        axis: max(predict(on, job(), Mode(Degrees(**{axis: N}), bands)).step_bytes[axis])
+        for axis, bands in (("ulysses", 1), ("ring", 1), ("tensor", 1), ("pipe", N))
+    }
+    assert sent["ulysses"] == pytest.approx(4 / N * A * LAYERS * (N - 1) / N)
+    assert sent["ulysses"] / GB == pytest.approx(1.08, abs=0.005)
+    assert sent["ring"] / GB == pytest.approx(2.15, abs=0.005)
+    assert sent["tensor"] == pytest.approx(4 * A * LAYERS * (N - 1) / N)
+    assert sent["pipe"] == A
+    displaced = Mode(Degrees(patch=N, patch_mode="displaced"))
+    assert max(predict(on, job(), displaced).step_bytes["patch"]) == pytest.approx(2 * A * LAYERS * (N - 1) / N)
+
+
+def test_memory_is_that_of_the_field():
+    on, what = devices(N), job()
+    piped = predict(on, what, Mode(Degrees(pipe=N), N)).memory
+    assert sum(memory.buffers for memory in piped) / KV_COPIES / GB == pytest.approx(2.9, abs=0.05)
+    assert sum(memory.weights for memory in piped) == what.subject.weight_bytes
+    displaced = predict(on, what, Mode(Degrees(patch=N, patch_mode="displaced"))).memory
+    assert displaced[0].buffers == sum(memory.buffers for memory in piped)
+    assert displaced[0].weights == what.subject.weight_bytes
+    assert predict(on, what, Mode(Degrees(ulysses=N))).memory[0].buffers == 0
+    all_exact = predict(on, job(warm_up=28), Mode(Degrees(pipe=N), N)).memory  # no run, so nothing is kept
+    assert all(memory.buffers == 0 for memory in all_exact)
+
+
+def test_ulysses_by_the_formula():
+    what, on = job(), devices(N, Link(LATENCY, B))
+    t1 = LAYERS * block_seconds(what)
+    expected = t1 / N + 4 * A * LAYERS / N * (N - 1) / (N * B) + 2 * LAYERS * LATENCY
+    assert seconds(on, what, Mode(Degrees(ulysses=N))) == pytest.approx(28 * expected)
+
+
+@pytest.mark.parametrize("bandwidth", [0.5e9, 10e9, 1e18])
+def test_ring_by_the_formula(bandwidth):
+    what, on = job(), devices(N, Link(0.0, bandwidth))
+    tokens = what.queries(None, None)
+    attention = on.devices[0].blocks["blocks"].attention(tokens, tokens)
+    exposed = LAYERS * (N - 1) * max(0.0, 2 * A / (N * bandwidth) - attention / N**2)
+    expected = LAYERS * block_seconds(what) / N + exposed
+    assert seconds(on, what, Mode(Degrees(ring=N))) == pytest.approx(28 * expected)
+
+
+def test_tensor_by_the_formula():
+    what, on = job(), devices(N, Link(0.0, B))
+    expected = LAYERS * block_seconds(what) / N + 4 * A * LAYERS * (N - 1) / N / B
+    assert seconds(on, what, Mode(Degrees(tensor=N))) == pytest.approx(28 * expected)
+
+
+@pytest.mark.parametrize(("stages", "bands"), [(2, 2), (2, 4), (3, 3), (3, 6), (19, 19), (19, 38)])
+@pytest.mark.parametrize("warm_up", [0, 1, 3])
+def test_pipefusion_by_the_formula_and_by_the_schedule(stages, bands, warm_up):
+    """Stages that are equal (57 = 3 x 19), or nearly, as slow as the slowest one counts."""
+    what, on = job(warm_up=warm_up), devices(stages)
+    mode = Mode(Degrees(pipe=stages), bands)
+    cut = Stages(on, what, mode)
+    tau = max(cut.seconds(stage, 1, 1, True) for stage in range(stages))
+    t1 = LAYERS * block_seconds(what)
+    assert tau == pytest.approx(math.ceil(LAYERS / stages) * block_seconds(what) / bands)
+    formula = warm_up * t1 + ((28 - warm_up) * max(bands, stages) + stages - 1) * tau
+    found = run_seconds(cut)
+    if LAYERS % stages == 0:
+        assert found == pytest.approx(formula)
+    assert formula * (1 - 1 / 28) <= found <= formula * (1 + 1e-9)
+    costs = [StageCost(0.0, len(span) * block_seconds(what)) for span in cut.spans]
+    assert found == pytest.approx(finish_times([step < warm_up for step in range(28)], bands, costs)[-1])
+
+
+def test_fewer_bands_than_stages_leave_stages_idle():
+    """min(M, N) - 1 in the place of N - 1, as docs/modes.md has it."""
+    what, on = job(warm_up=0), devices(19)
+    tau = 3 * block_seconds(what) / 4
+    assert seconds(on, what, Mode(Degrees(pipe=19), 4)) == pytest.approx((28 * 19 + 4 - 1) * tau)
+
+
+def test_split_batch_and_displaced_by_hand():
+    what, on = job(prompts=2), devices(2, Link(0.0, B))
+    t1 = LAYERS * block_seconds(what)
+    assert seconds(on, what, Mode(Degrees(batch=2))) == pytest.approx(28 * t1)
+    assert seconds(on, what, Mode(Degrees(), device=1)) == pytest.approx(28 * 2 * t1)
+    displaced, alone = Mode(Degrees(patch=2, patch_mode="displaced")), job()
+    waits = 2 * A * LAYERS / 2 / B
+    assert seconds(on, alone, displaced) == pytest.approx(28 * t1 / 2 + waits)  # only the warm-up waits
+    crawl = devices(2, Link(0.0, B / 1000))
+    assert seconds(crawl, alone, displaced) == pytest.approx(t1 / 2 + 28 * 1000 * waits)
+
+
+def test_text_runs_with_the_first_band_alone_but_in_xdit():
+    ours = job(text=512)
+    assert [ours.queries(4, band) for band in (None, 0, 1)] == [4608, 1536, 1024]
+    theirs = replace(ours, text_in_bands=True)
+    assert [theirs.queries(4, band) for band in (None, 0, 1)] == [4608, 1536, 1536]
+    looked_at = replace(ours, joint=False)
+    assert [looked_at.queries(4, band) for band in (None, 0, 1)] == [4096, 1024, 1024]
+
+
+def test_unequal_devices_share_by_speed():
+    what, on = job(), devices(2, speeds=(1.0, 0.5))
+    cut = Stages(on, what, Mode(Degrees(pipe=2), 4))
+    assert [len(span) for span in cut.spans] == [38, 19]
+    one = seconds(on, what, Mode(Degrees(), device=0))
+    fast = seconds(on, replace(what, subject=replace(what.subject, warm_up=0)), Mode(Degrees(pipe=2), 4))
+    assert 1.45 < one / fast <= 1.5  # sum(speed) / max(speed)
+    assert seconds(on, what, Mode(Degrees(ulysses=2))) == pytest.approx(one)  # waits for the slow one
+    shared = seconds(on, what, Mode(Degrees(patch=2, patch_mode="displaced")))
+    assert shared == pytest.approx(one / 1.5)
+
+
+# Links.
+
+
+def test_transfers_between_sockets_share_a_bridge():
+    links = Links(alike(4, Link(0.0, 10.0)), socket=2, bridge=1.0)
+    assert links.send(0, 1, 10.0) == 1.0
+    assert links.send(1, 2, 10.0) == 10.0
+    # Each of two sends 2 of its 3 parts across: 2 x 2 x 3 over the bridge.
+    assert links.exchange([range(4)], 9.0) == pytest.approx(12.0)
+    assert links.exchange([(0, 1), (2, 3)], 9.0) == pytest.approx(0.9)
+    assert links.exchange([(0, 2), (1, 3)], 9.0) == pytest.approx(18.0)  # two groups on one bridge
+    assert links.shift([range(4)], 5.0) == pytest.approx(5.0)
+    assert links.add_up([(0, 1)], 10.0) == pytest.approx(1.0)
+
+
+def test_links_that_disturb_each_other_are_measured_so():
+    times = tuple((size, 1e-5 + size / 5e9) for size in SIZES)
+    quiet = max(SIZES) / 5e9 + 1e-5
+
+    def found(together: float) -> list[LinksProbed]:
+        return [LinksProbed(0, "", None, None, {1: times}, {}, together), LinksProbed(1, "", None, None, {}, {}, together)]
+
+    assert links_of(found(quiet)).crowding == pytest.approx(1.0)
+    crowded = links_of(found(3 * quiet))
+    assert crowded.crowding == pytest.approx(3.0)
+    assert crowded.link(1, 0).bandwidth == pytest.approx(5e9 / 3)
+    assert links_of(found(0.0)).crowding == 1.0
+    assert links_of([LinksProbed(0, "", None, None, {}, {})]) == Links({})
+
+
+# Properties.
+
+fractions = st.floats(0.1, 10)
+worlds = st.sampled_from([2, 3, 4, 8])
+links = st.builds(Link, st.floats(0, 1e-3), st.floats(1e8, 1e12))
+
+
+def small(prompts: int, text: int, warm_up: int) -> Job:
+    """Few layers and steps, so that many examples are tried."""
+    model = replace(FLUX, layers=10, text=text, prompts=prompts)
+    return model.job("small", 512, 512, 5, warm_up)
+
+
+jobs = st.builds(small, st.sampled_from([1, 2]), st.sampled_from([0, 300]), st.integers(0, 5))
+
+
+@settings(max_examples=20)
+@given(worlds, jobs, links, st.floats(1, 100), st.integers(0, 4), st.floats(1e8, 1e12))
+def test_more_bandwidth_is_never_slower(world, what, link, factor, socket, bridge):
+    def on(times: float) -> Machine:
+        made = Links(alike(world, Link(link.latency, link.bandwidth * times)), 1.5, socket, bridge * times if socket else 0)
+        return replace(devices(world), links=made)
+
+    slow, fast = (plan(on(times), what) for times in (1.0, factor))
+    for found in slow.predictions:
+        again = fast.find(found.mode) if found.mode.device is None else fast.one_device
+        assert 0 < again.seconds <= found.seconds * (1 + 1e-9)
+        assert math.isfinite(found.seconds)
+
+
+@settings(max_examples=20)
+@given(worlds, jobs, links, st.lists(st.floats(0.2, 5), min_size=8, max_size=8))
+def test_every_candidate_uses_all_devices_and_holds_no_more_than_the_model(world, what, link, speeds):
+    on = devices(world, link, tuple(speeds[:world]))
+    found = plan(on, what)
+    candidates, refused = possible(what.subject, world)
+    assert {each.mode for each in found.predictions if each.mode.device is None} == set(candidates)
+    assert found.refused == refused
+    assert [each.seconds for each in found.predictions] == sorted(each.seconds for each in found.predictions)
+    for each in found.predictions:
+        ranks = each.mode.degrees.world
+        assert ranks == (world if each.mode.device is None else 1)
+        assert len(each.memory) == ranks
+        assert all(0 < memory.weights <= what.subject.weight_bytes for memory in each.memory)
+        held = sum(memory.weights for memory in each.memory)
+        assert held >= what.subject.weight_bytes * 0.999  # nothing of it is nowhere
+        for axis, counts in each.step_bytes.items():
+            assert getattr(each.mode.degrees, axis) > 1
+            assert len(counts) == ranks
+            assert min(counts) >= 0
+
+
+@settings(max_examples=20)
+@given(worlds, jobs, links, st.floats(1, 10), st.floats(0, 1e-3))
+def test_a_slower_block_is_never_faster(world, what, link, factor, fixed):
+    slow = devices(world, link, (1 / factor,) * world, fixed=fixed)
+    for each in plan(devices(world, link), what).predictions:
+        assert predict(slow, what, each.mode).seconds >= each.seconds * (1 - 1e-9)
+
+
+@settings(max_examples=20)
+@given(worlds, jobs, st.integers(1, 60), st.integers(1, 60))
+def test_more_memory_never_removes_a_mode(world, what, memory, more):
+    def fitting(room: int) -> set[str]:
+        on = devices(world, memory=room * GB // 4)
+        modes = [Mode(Degrees(ulysses=world)), Mode(Degrees(tensor=world)), Mode(Degrees(), device=0)]
+        return {str(mode) for mode in modes if not predict(on, what, mode).lacks}
+
+    assert fitting(memory) <= fitting(memory + more)
+
+
+@given(st.floats(0, 1e-3), st.floats(1e-9, 1e-3), st.sampled_from([0.0, 1e-5, 1e-4]))
+def test_a_block_is_found_from_two_lengths(fixed, token, pairs):
+    cost = BlockCost(fixed, token, pairs)
+    found = through([(tokens, cost.fixed + cost.work(tokens, tokens)) for tokens in (1088, 320)], pairs)
+    if cost.work(1088, 1088) > 0.05 * fixed:
+        assert (found.fixed, found.token) == pytest.approx((fixed, token), rel=1e-4, abs=1e-9)
+
+
+@given(st.floats(1e-7, 10), st.floats(1e-7, 10))
+def test_whatever_was_measured_gives_a_cost_that_grows(long, short):
+    found = through([(1088, long), (320, short)], 1e-5)
+    assert found.fixed >= 0
+    assert found.token > 0
+    assert found.fixed + found.work(1088, 1088) == pytest.approx(long)
+
+
+# What is chosen.
+
+
+def test_slow_links_want_pipefusion_and_fast_ones_what_is_exact():
+    what = job(text=512)
+    slow = plan(devices(4, Link(1e-5, 1e9)), what)
+    assert slow.best.mode.degrees == Degrees(pipe=4)
+    assert slow.best_exact.mode.device is not None
+    fast = plan(devices(4, Link(1e-5, 300e9)), what)
+    assert fast.best.mode.exact
+    assert fast.best.seconds < fast.one_device.seconds / 3
+
+
+def exact(found: Plan) -> Plan:
+    """The same as it is planned where no PipeFusion is applied."""
+    subject = found.job.subject
+    return plan(found.machine, replace(found.job, subject=replace(subject, warm_up=subject.steps)), range(1, 5))
+
+
+def test_auto_takes_pipefusion_only_where_it_is_applied():
+    with_it = plan(devices(4, Link(1e-5, 1e9)), job(text=512), range(1, 5))
+    assert choose(with_it).mode.degrees == Degrees(pipe=4)
+    assert choose(exact(with_it)).mode.device == 0  # a pipeline of whole calls is no faster than one device
+    tight = replace(with_it, machine=devices(4, Link(1e-5, 1e9), memory=12 * GB))
+    chosen = choose(exact(tight))
+    assert not chosen.lacks
+    assert chosen.mode.degrees.pipe > 1  # but where one device does not hold the model it is what there is
+    assert choose(exact(tight)).seconds >= with_it.one_device.seconds
+
+
+def test_auto_never_takes_displaced_patches():
+    crawl = plan(devices(2, Link(1e-5, 2e9)), job(text=512))
+    displaced = crawl.find(Mode(Degrees(patch=2, patch_mode="displaced")))
+    cheap = replace(crawl, predictions=(replace(displaced, seconds=0.001), *crawl.predictions))
+    assert cheap.best.mode.degrees.patch == 2
+    assert choose(cheap).mode.degrees.patch == 1
+
+
+def test_auto_leaves_devices_out_that_only_slow_it_down():
+    """Two that are linked well, and two more that are not."""
+    on = devices(4, Link(1e-5, 300e9))
+    apart = {pair: link if max(pair) < 2 else Link(1e-2, 1e7) for pair, link in on.links.between.items()}
+    found = choose(plan(replace(on, links=Links(apart)), job(warm_up=28), range(1, 5)))
+    assert found.mode.degrees.world == 2
+
+
+def test_where_nothing_fits_auto_takes_what_needs_least():
+    found = choose(plan(devices(4, memory=GB), job(), range(1, 5)))
+    assert found.lacks
+    assert found.mode.degrees.world == 4
+    assert max(memory.weights for memory in found.memory) < 0.3 * job().subject.weight_bytes
+
+
+def test_nothing_is_said_of_stages_that_are_only_imagined(caplog):
+    with caplog.at_level(logging.WARNING):
+        plan(devices(2, memory=GB), job())
+    assert not caplog.records
+
+
+# Calibrations.
+
+
+def tiny_job(flux_file) -> Job:
+    file = open_checkpoint(flux_file)
+    return job_of(file, subject_of(file, "fp32", "cpu", (1, 16, 16, 12), 2, 4, 8))
+
+
+@pytest.fixture(scope="module")
+def calibrated(pools, flux_file) -> Machine:
+    pools.forget(2)
+    found = calibrate(pools(2), open_checkpoint(flux_file), "fp32", lambda: None)
+    pools.forget(2)
+    return found
+
+
+def test_two_ranks_are_calibrated(calibrated, flux_file):
+    assert calibrated.names == ("cpu", "cpu")
+    for device in calibrated.devices:
+        assert set(device.blocks) == {"transformer_blocks", "single_transformer_blocks"}
+        assert all(cost.token > 0 and cost.pairs == 1 / (6 * 128) for cost in device.blocks.values())
+        assert device.memory is None
+    assert calibrated.links.link(1, 0).bandwidth > 0
+    assert calibrated.links.crowding >= 1
+    found = plan(calibrated, tiny_job(flux_file))
+    assert {each.mode for each in found.predictions} > set(possible(tiny_job(flux_file).subject, 2)[0])
+    assert all(0 < each.seconds < math.inf for each in found.predictions)
+    text = describe(found)
+    assert "ulysses_degree 2 (exact)" in text
+    assert "best: " in text
+
+
+@pytest.mark.parametrize("degrees", [Degrees(ulysses=2), Degrees(ring=2), Degrees(pipe=2)], ids=str)
+def test_bytes_are_those_of_a_real_call(calibrated, flux_file, pools, degrees):
+    what = tiny_job(flux_file)
+    what = replace(what, subject=replace(what.subject, warm_up=4))
+    expected = predict(calibrated, what, Mode(degrees, degrees.pipe)).step_bytes
+    model = pools.load(flux_file, degrees)
+    model.close_run(0, lambda: None)
+    x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=2, height=16, width=12, text=8)
+    model.predict(x, timestep, tensors, lambda: None)
+    for rank, stats in enumerate(model.close_run(0, lambda: None)):
+        assert stats.bytes_sent == {axis: counts[rank] for axis, counts in expected.items() if counts[rank]}
+
+
+def test_weights_are_those_of_real_ranks(calibrated, flux_file, pools):
+    """Altogether: how a pipeline shares them out depends on what was measured."""
+    for degrees in (Degrees(ulysses=2), Degrees(pipe=2)):
+        found = predict(calibrated, tiny_job(flux_file), Mode(degrees, degrees.pipe))
+        held = pools.load(flux_file, degrees).weight_bytes
+        assert sum(memory.weights for memory in found.memory) == pytest.approx(sum(held), rel=0.02)
+
+
+def test_a_gpu_keeps_some_memory_for_its_processes(flux_file):
+    file = open_checkpoint(flux_file)
+    times = dict.fromkeys(file.family.blocks(file.config), (2e-3, 1e-3))
+    found = [LinksProbed(0, "a GPU", 9 * GB, 24 * GB, {}, {})]
+    made = machine_of(("cuda:0",), file, found, [Probed(0, times, (1e-3, 1e-3), 9 * GB)], (64, 16))
+    assert made.devices[0].memory == 24 * GB - CONTEXTS
+    assert made.devices[0].kind == "a GPU"
+    assert set(made.devices[0].blocks) == set(times)
+
+
+KEY = {"version": 1, "devices": [["cuda:0", "a GPU", 24]], "family": "flux"}
+
+
+class Measurements:
+    """Counts how often it is measured, and finds something else each time."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self) -> Machine:
+        self.count += 1
+        return devices(2, Link(1e-5, self.count * 1e9), memory=20 * GB, fixed=1e-3)
+
+
+def test_a_calibration_is_measured_once(tmp_path):
+    measure = Measurements()
+    folder = tmp_path / "not" / "there"
+    first = cached(folder, KEY, measure)
+    assert cached(folder, KEY, measure) == first
+    assert measure.count == 1
+    other = cached(folder, KEY | {"family": "sd3"}, measure)
+    assert other != first
+    assert cached(folder, KEY, measure) == first  # both are kept
+    assert measure.count == 2
+    assert len(list(folder.iterdir())) == 2
+    assert not list(folder.glob("*.part"))
+
+
+def damage_text(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def change(path: tuple, value) -> object:
+    def damage(text: str) -> str:
+        content = json.loads(text)
+        at = content
+        for step in path[:-1]:
+            at = at[step]
+        at[path[-1]] = value
+        return json.dumps(content)
+
+    return damage
+
+
+DAMAGES = {
+    "cut off": damage_text,
+    "empty": lambda _text: "",
+    "no object": lambda _text: "[1, 2]",
+    "nothing": lambda _text: "null",
+    "of another machine": change(("key", "family"), "sd3"),
+    "an older version": change(("key", "version"), 0),
+    "no devices": change(("devices",), []),
+    "no key": lambda text: text.replace('"key"', '"kye"'),
+    "a link is missing": change(("links", "between"), []),
+    "no bandwidth": change(("links", "between", 0, 3), 0),
+    "not a number": change(("devices", 0, "blocks", "blocks", "token"), math.nan),
+    "endless": change(("hop",), math.inf),
+    "text for a number": change(("links", "crowding"), "fast"),
+    "negative": change(("devices", 0, "around", "fixed"), -1.0),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_file_that_is_damaged_or_stale_is_measured_again(tmp_path, damage):
+    measure = Measurements()
+    first = cached(tmp_path, KEY, measure)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text()
+    assert damage(whole) != whole
+    file.write_text(damage(whole))
+    again = cached(tmp_path, KEY, measure)
+    assert measure.count == 2
+    assert again != first
+    assert cached(tmp_path, KEY, measure) == again  # the file is whole again
+    assert measure.count == 2
+
+
+def test_a_file_that_is_no_text_is_measured_again(tmp_path):
+    measure = Measurements()
+    cached(tmp_path, KEY, measure)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(b"\xff\xfe\x00")
+    cached(tmp_path, KEY, measure)
+    assert measure.count == 2
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch, caplog):
+    measure = Measurements()
+    first = cached(tmp_path, KEY, measure)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text()
+
+    def full(*_arguments, **_named):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("parallel_backend.planning.calibration_file.json.dump", full)
+        patch.setattr("parallel_backend.planning.calibration_file.load", lambda path, key: None)
+        with caplog.at_level(logging.WARNING):
+            assert cached(tmp_path, KEY, measure) != first
+    assert "could not be kept" in caplog.text
+    assert file.read_text() == whole
+    assert list(tmp_path.iterdir()) == [file]
+    assert cached(tmp_path, KEY, measure) == first
+
+
+def test_a_folder_that_is_a_file_costs_a_measurement(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    measure = Measurements()
+    for _ in range(2):
+        cached(tmp_path / "file", KEY, measure)
+    assert measure.count == 2
+    assert "could not be kept" in caplog.text
+
+
+def test_the_key_tells_apart_what_matters(flux_file, tmp_path):
+    file = open_checkpoint(flux_file)
+    one = fingerprint(("cpu", "cpu"), file, "fp32", "auto")
+    assert json.loads(json.dumps(one)) == one
+    others = [
+        fingerprint(("cpu",), file, "fp32", "auto"),
+        fingerprint(("cpu", "cpu"), file, "bf16", "auto"),
+        fingerprint(("cpu", "cpu"), file, "fp32", "sdpa"),
+    ]
+    wider = tiny.FLUX | {"num_attention_heads": 4}
+    path = tiny.save_original(tiny.random_flux(wider), wider, tmp_path / "wider.safetensors")
+    others.append(fingerprint(("cpu", "cpu"), open_checkpoint(path), "fp32", "auto"))
+    assert all(one != other for other in others)
+    assert one == fingerprint(("cpu", "cpu"), file, "fp32", "auto")
+
+
+# The plan that is kept.
+
+
+class FakePool:
+    error = None
+
+    def __init__(self, devices):
+        self.devices = devices
+
+
+def test_a_plan_is_kept_with_the_model_on_the_ranks(tmp_path):
+    left = ModelKey(tmp_path, "fp32", ("cpu", "cpu"), Degrees(), "auto", planned="cpu,cpu")
+    registry = Registry()
+    assert registry.planned(left) is None
+    loaded = replace(left, degrees=Degrees(ulysses=2))
+    registry._pool, registry._key, registry._model = FakePool(loaded.devices), loaded, object()
+    assert registry.planned(left) == loaded
+    registry._key = replace(loaded, devices=("cpu",), degrees=Degrees())
+    assert registry.planned(left) == registry._key  # a plan may leave devices out
+    for other in (
+        replace(left, planned="cpu,cpu,cpu"),
+        replace(left, planned="cpu,cpu pipelined"),
+        replace(left, dtype="bf16"),
+        replace(left, planned=""),
+    ):
+        assert registry.planned(other) is None
+    registry._key = replace(loaded, planned="")  # by hand, although the same degrees
+    assert registry.planned(left) is None
+    registry._key = loaded
+    registry._pool.error = RuntimeError()
+    assert registry.planned(left) is None
+    registry._pool.error, registry._model = None, None
+    assert registry.planned(left) is None
+
+
+# The command line.
+
+
+def test_the_command_prints_a_table(capsys):
+    command.main(["--device", "L40", "--count", "4", "--model", "flux-dev", "--size", "1024"])
+    text = capsys.readouterr().out
+    assert "4 x L40 (PCIe), links 3 GB/s" in text
+    assert "best: pipefusion_degree 4" in text
+    assert "best that is exact throughout" in text
+    command.main(["--device", "H100", "--model", "hunyuan-video", "--size", "1280x720"])
+    assert "does not fit: needs" in capsys.readouterr().out
+
+
+def test_given_figures_take_the_place_of_the_presets():
+    given = "--device L40 --count 2 --block-ms 8 --bandwidth 12 --latency 5 --memory 24 --prompts 2 --warmup 0"
+    on, what = command.machine_and_job(command.arguments(given.split()))
+    tokens = what.queries(None, None)
+    block = on.devices[0].blocks["blocks"]
+    assert block.fixed + block.work(tokens, tokens) == pytest.approx(8e-3)
+    assert on.links.link(0, 1) == Link(5e-6, 12e9)
+    assert not on.links.bridge
+    assert on.devices[0].memory == 24 * GB
+    assert (what.subject.entries, what.subject.warm_up) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "given", ["--count 0", "--size 1000", "--size 64x64x64", "--bandwidth -1", "--device T4", "--steps x"]
+)
+def test_nonsense_is_refused(given, capsys):
+    with pytest.raises(SystemExit):
+        command.arguments(given.split())
+    assert "error: argument --" in capsys.readouterr().err
+
+
+def test_a_choice_in_a_line():
+    found = plan(devices(2), job())
+    assert said(found.one_device, found.machine).startswith("one device, cuda:0, planned ")
+    ulysses = found.find(Mode(Degrees(ulysses=2)))
+    assert said(ulysses, found.machine).startswith("ulysses_degree 2 on cuda:0, cuda:1, planned ")
+    assert dataclasses.asdict(ulysses)["lacks"] == ""

@@ -1,0 +1,839 @@
+"""Ranks that are stopped, that hang, that are slow: who is blamed, when, with what words, and that all else goes on.
+
+The judge by itself, with a clock of the test's own; the pool over pipes without processes; and real ranks.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Span
+from parallel_backend.processes import local as launch
+from parallel_backend.processes.failure_text import LESS_MEMORY, died, failed
+from parallel_backend.processes.pool import Pool, RankError, wait_for
+from parallel_backend.processes.rank_log import STACK_LINES, TAIL_LINES, new_logs, tail
+from parallel_backend.processes.watchdog import Verdict, Watchdog
+from parallel_backend.wire import messages as m
+from parallel_backend.wire.channel import Channel
+from parallel_backend.wire.tcp import hang_up
+from tests.processes.test_failures import wait_until_gone
+from tests.support import acting_rank, tiny
+from tests.system.test_memory import CONFIG, write_random
+
+pytestmark = pytest.mark.alone
+
+ROOT = Path(__file__).resolve().parents[2]
+NEVER = 1e9
+"""Seconds, for limits that a test must not come to."""
+
+
+def nothing() -> None:
+    """A Poll that never gives up."""
+
+
+# The judge.
+
+
+class Played:
+    """A Watchdog of two ranks, and what they would send. One call of `second` is a second."""
+
+    def __init__(self, ready: bool = True, **limits: float):
+        self.dog = Watchdog(2, silence=20.0)
+        for name, value in limits.items():
+            setattr(self.dog, name, value)
+        self.progress = [0, 0]
+        if ready:
+            for rank in range(2):
+                self.beat(rank)
+                self.dog.heard(rank, m.Ready(rank))
+            self.second()
+            for rank in range(2):
+                self.beat(rank)
+
+    def beat(self, rank: int, doing: str = m.IDLE, done: int = 0, waiting: bool = False) -> None:
+        self.progress[rank] += done
+        self.dog.heard(rank, m.Beat(rank, doing, self.progress[rank], waiting))
+
+    def second(self, awaited=(), blocked=(False, False), turned: bool = True, seconds: float = 1.0) -> Verdict | None:
+        self.dog.turns += turned
+        return self.dog.tick(seconds, awaited, blocked)
+
+    def until(self, limit: int = 5000, heard=lambda: None, **named) -> tuple[int, Verdict | None]:
+        """The second in which a verdict comes, and the verdict; the limit and None if none does."""
+        for count in range(1, limit + 1):
+            heard()
+            if (verdict := self.second(**named)) is not None:
+                return count, verdict
+        return limit, None
+
+
+def step(seq: int, tokens: int = 100, conditioning: int = 1) -> m.Step:
+    span = Span(0, tokens)
+    return m.Step(seq, 0, conditioning, span, True, False, True, Span(0, 1), torch.ones(1), {}, (), None)
+
+
+def working(played: Played, seq: int, waiting: tuple[bool, bool] = (False, False)):
+    """Both ranks answer, in a micro-step, and come no further."""
+
+    def beats() -> None:
+        for rank in range(2):
+            played.beat(rank, f"micro-step {seq}", waiting=waiting[rank])
+
+    return beats
+
+
+def test_a_rank_that_is_not_heard_is_named_after_the_silence():
+    played = Played()
+    played.beat(1, "micro-step 12")
+    count, verdict = played.until(heard=lambda: played.beat(0))
+    assert (count, verdict.ranks, verdict.hung) == (20, (1,), False)
+    assert verdict.text.startswith("gave no sign of life for 20 s, last seen in micro-step 12. It was stopped")
+
+
+def test_any_message_is_a_sign_of_life():
+    played = Played()
+    played.until(15, heard=lambda: played.beat(0))
+    played.dog.heard(1, m.Loading(1, 0.5))
+    count, verdict = played.until(heard=lambda: played.beat(0))
+    assert (count, verdict.ranks) == (20, (1,))
+
+
+def test_ranks_at_rest_may_rest_for_ever():
+    played = Played()
+    assert played.until(heard=lambda: [played.beat(rank) for rank in range(2)])[1] is None
+
+
+def test_silence_before_the_first_beat_is_the_starts():
+    played = Played(ready=False)
+    played.beat(0, m.START_UP, waiting=True)
+    count, verdict = played.until(heard=lambda: played.beat(0, m.START_UP, waiting=True))
+    assert (count, verdict.ranks) == (301, (1,))  # the first second is the one in which rank 0 showed up
+    assert verdict.text.startswith("did not start within 300 s.")
+
+
+def test_while_the_client_is_stuck_only_who_blocks_it_is_silent():
+    played = Played()
+    played.second()
+    assert played.until(turned=False)[1] is None
+    count, verdict = played.until(turned=False, blocked=(False, True))
+    assert (count, verdict.ranks) == (19, (1,))
+    played = Played()
+    played.second()
+    played.dog.receiving = 0
+    count, verdict = played.until(turned=False)
+    assert (count, verdict.ranks) == (19, (0,))
+
+
+def test_work_of_which_nothing_is_known_gets_long():
+    played = Played()
+    played.dog.sent(step(1))
+    count, verdict = played.until(heard=working(played, 1, (False, True)))
+    assert (count, verdict.ranks, verdict.hung) == (1800, (0,), True)
+    assert verdict.text.startswith("came no further for 1800 s, last seen in micro-step 1.")
+
+
+def measured(played: Played, seconds: int, tokens: int = 100, conditioning: int = 1) -> None:
+    """A micro-step was done whose longest block took this long."""
+    played.dog.sent(step(1, tokens, conditioning))
+    assert played.until(seconds, heard=working(played, 1))[1] is None
+    played.beat(0, "micro-step 1", done=1)
+    assert played.second() is None
+    played.dog.heard(1, m.Output(1, 1, torch.ones(1)))
+    played.second()
+
+
+@pytest.mark.parametrize(("block", "limit"), [(1, 60), (30, 600)])
+def test_a_micro_step_that_is_known_gets_many_times_its_longest_block(block, limit):
+    played = Played()
+    measured(played, block)
+    played.dog.sent(step(2))
+    count, verdict = played.until(heard=working(played, 2))
+    assert abs(count - limit) <= 20  # of seconds, as a block's are counted from beat to beat
+    assert verdict.ranks == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda dog: dog.sent(step(2, tokens=101)),
+        lambda dog: dog.sent(step(2, conditioning=2)),
+        lambda dog: dog.sent(m.Load("", "", (), "", (), (), "")),
+        lambda dog: dog.sent(m.Load("", "", (), "", (), (), "", compile=True)),
+    ],
+    ids=["larger", "other prompt", "other model", "compiled"],
+)
+def test_what_is_new_is_not_held_to_what_was_measured(change):
+    played = Played()
+    measured(played, 1)
+    change(played.dog)
+    if 2 not in played.dog._steps:
+        played.dog.sent(step(2))
+    count, verdict = played.until(heard=working(played, 2))
+    assert count == 1800
+    assert verdict is not None
+
+
+def test_an_output_before_the_last_part_of_its_step_is_sent_leaves_nothing_open():
+    played = Played()
+    played.dog.sent(step(1))
+    played.dog.heard(0, m.Output(0, 1, torch.ones(1)))
+    played.dog.sent(step(1))  # to the other rank
+    assert played.until(heard=lambda: [played.beat(rank) for rank in range(2)])[1] is None
+    assert played.dog._steps == {1: None}
+
+
+def test_the_end_of_a_long_micro_step_is_no_stall():
+    """Of a GPU that computes for long what its host had launched at once: no beat says so before the output is there."""
+    played = Played()
+    played.dog.sent(step(1))
+    played.until(300, heard=working(played, 1))
+    played.dog.heard(1, m.Output(1, 1, torch.ones(1)))
+    assert played.until(1000, heard=working(played, 1))[1] is None
+
+
+def test_loading_gets_long_and_unloading_does_not():
+    for reply, limit in ((m.Loaded, 1800), (m.Unloaded, 60)):
+        played = Played()
+        count, verdict = played.until(heard=working(played, 1), awaited=[reply])
+        assert (count, verdict is not None) == (limit, True)
+
+
+def test_ranks_that_all_wait_are_all_named_and_so_is_a_reply_that_never_comes():
+    played = Played()
+    _, verdict = played.until(heard=working(played, 3, (True, True)))
+    assert verdict.ranks == (0, 1)
+    assert verdict.text.startswith("waited for each other for ")
+    played = Played()
+    _, verdict = played.until(heard=lambda: [played.beat(rank) for rank in range(2)], awaited=[m.RunStats])
+    assert verdict.text.startswith("left a request unanswered for 60 s")
+
+
+def test_an_output_that_never_comes_is_missed_though_all_ranks_are_idle():
+    played = Played()
+
+    def idle() -> None:
+        for rank in range(2):
+            played.beat(rank)
+
+    played.dog.sent(step(1))
+    count, verdict = played.until(heard=idle)
+    assert (count, verdict.ranks) == (1800, (0, 1))  # a first one
+    assert verdict.text.startswith("left a request unanswered")
+    played = Played()
+    played.dog.sent(step(1))
+    played.dog.heard(1, m.Output(1, 1, torch.ones(1)))
+    assert played.until(heard=idle) == (5000, None)
+
+
+def test_progress_of_one_rank_is_enough():
+    played = Played()
+    measured(played, 1)
+    played.dog.sent(step(2))
+
+    def beats() -> None:
+        played.beat(0, "micro-step 2", done=1)
+        played.beat(1, "micro-step 2", waiting=True)
+
+    assert played.until(heard=beats)[1] is None
+
+
+def test_words():
+    text = failed("rank 0 (cuda:0)", "micro-step 3", "OutOfMemoryError: CUDA out of memory.\nmore")
+    first, second = text.splitlines()
+    assert first == "rank 0 (cuda:0) failed in micro-step 3: OutOfMemoryError: CUDA out of memory."
+    assert second.endswith(LESS_MEMORY)
+    assert failed("rank 0 (cpu)", "loading", "KeyError: 1\n2") == "rank 0 (cpu) failed in loading: KeyError: 1"
+    assert failed("rank 0 (cpu)", "loading", "") == "rank 0 (cpu) failed in loading: "
+    killed = died("rank 1 (cpu)", "was killed by signal 9", "micro-step 3", "")
+    assert killed.startswith("rank 1 (cpu) was killed by signal 9, last seen in micro-step 3. If the system ended it")
+    assert "pipefusion_degree" in killed
+    assert died("rank 1 (cpu)", "ended with exit code 3", m.IDLE, "").endswith(" ended with exit code 3, last seen idle.")
+    assert died("rank 1 (cpu)", "ended with exit code 3", "", "std::bad_alloc").endswith(LESS_MEMORY)
+
+
+# The pool, over pipes without processes.
+
+
+class PipeRanks:
+    """In place of local.LocalRanks: the test has the ranks' ends of the channels, and says what they do."""
+
+    def __init__(self, plan: launch.Plan):
+        pairs = [Pipe(duplex=True) for _ in plan.devices]
+        self.channels = [Channel(ours) for ours, _ in pairs]
+        self.theirs = [Channel(theirs) for _, theirs in pairs]
+        self.alive = [True] * len(pairs)
+        self.dumped: list[int] = []
+        self.names, self.pids, self.ends = plan.devices, (), {}
+        self._mute = threading.Event()
+        for rank in range(len(pairs)):
+            self.theirs[rank].send(m.Beat(rank, m.IDLE, 0, False))
+            self.theirs[rank].send(m.Ready(rank))
+            threading.Thread(target=self._beat, args=(rank, plan.beat), daemon=True).start()
+
+    def _beat(self, rank: int, seconds: float) -> None:
+        with contextlib.suppress(OSError):
+            while self.alive[rank]:
+                self.theirs[rank].send(m.Beat(rank, "micro-step 7", 0, rank == 0))
+                time.sleep(seconds)
+
+    def how_ended(self, rank: int) -> str | None:
+        return None
+
+    def log_tail(self, rank: int) -> str:
+        return f"log of rank {rank}" + " with stacks" * (rank in self.dumped)
+
+    def dump(self, rank: int) -> None:
+        self.dumped.append(rank)
+
+    def join(self, seconds: float) -> None:
+        time.sleep(min(seconds, 0.3))
+
+    def kill(self) -> None:
+        self.alive = [False] * len(self.alive)
+        for channel in self.theirs:
+            hang_up(channel.connection)
+
+
+@pytest.fixture
+def pipe_pool():
+    """A Pool of two PipeRanks, and their ends."""
+    before = set(threading.enumerate())  # other pools of the session have theirs
+    pool = Pool(("cpu", "cpu"), start=PipeRanks, silence=2.0)
+    pool.ready.result(timeout=10)
+    yield pool, pool.ranks
+    pool.close()
+    new = set(threading.enumerate()) - before
+    assert not [thread.name for thread in new if thread.name.startswith("parallel-dit")]
+
+
+def error_of(future: Future) -> str:
+    with pytest.raises(RankError) as error:
+        future.result(timeout=30)
+    return str(error.value)
+
+
+def test_a_rank_that_falls_silent(pipe_pool):
+    pool, ranks = pipe_pool
+    future = pool.ask(m.Unload(), m.Unloaded)
+    ranks.alive[1] = False
+    text = error_of(future)
+    assert text.startswith("Parallel DiT: rank 1 (cpu) gave no sign of life for 2 s, last seen in micro-step 7.")
+    assert text.endswith("The end of its log:\nlog of rank 1")
+    with pytest.raises(RankError):
+        pool.send(0, m.Unload())
+
+
+def test_without_the_judge_nobody_would_notice(pipe_pool, monkeypatch):
+    """The control of the tests around it."""
+    pool, ranks = pipe_pool
+    monkeypatch.setattr(pool.watchdog, "tick", lambda *_: None)
+    future = pool.ask(m.Unload(), m.Unloaded)
+    ranks.alive[1] = False
+    with pytest.raises(FutureTimeout):
+        future.result(timeout=4)
+
+
+def test_a_rank_that_hangs_is_asked_where(pipe_pool):
+    pool, ranks = pipe_pool
+    pool.watchdog.stall = 1.0
+    text = error_of(pool.ask(m.Unload(), m.Unloaded))
+    assert text.startswith("Parallel DiT: rank 1 (cpu) came no further for 1 s, last seen in micro-step 7.")
+    assert ranks.dumped == [0, 1]
+    assert text.endswith("log of rank 1 with stacks")
+
+
+def test_a_rank_that_ends_in_the_middle_of_a_message(pipe_pool):
+    """Then the pool's own thread is blocked, and cannot hear the other rank either."""
+    pool, ranks = pipe_pool
+    future = pool.ask(m.Unload(), m.Unloaded)
+    ranks.alive[0] = False
+    with ranks.theirs[0]._sending:
+        ranks.theirs[0].connection.send_bytes(m.encode(m.Output(0, 1, torch.ones(4)))[0])
+        text = error_of(future)
+    assert "rank 0 (cpu) gave no sign of life" in text
+
+
+def test_a_connection_that_ends_is_an_error_even_of_a_process_that_does_not(pipe_pool):
+    pool, ranks = pipe_pool
+    future = pool.ask(m.Unload(), m.Unloaded)
+    ranks.alive[1] = False
+    ranks.theirs[1].close()
+    assert "rank 1 (cpu) closed its connection, last seen in micro-step 7." in error_of(future)
+
+
+def test_a_rank_that_takes_nothing_does_not_hold_the_pool(pipe_pool):
+    """A sender holds the client's lock, the pool's thread waits for it, and the rank that blocks both is the one named."""
+    pool, ranks = pipe_pool
+    lock, errors = threading.Lock(), []
+
+    def on_output(_output: m.Output) -> None:
+        with lock:
+            pass
+
+    pool.take_over(on_output, lambda loading: None, errors.append)
+    ranks.alive[1] = False
+    future = pool.ask(m.Unload(), m.Unloaded)
+    with lock:
+        ranks.theirs[0].send(m.Output(0, 1, torch.ones(1)))
+        pool.send(1, m.Output(0, 1, torch.ones(1 << 22)))  # 16 MB: more than a pipe takes
+    assert "rank 1 (cpu) gave no sign of life" in error_of(future)
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize("politely", [True, False])
+def test_closing_ends_though_a_rank_takes_nothing_and_lets_go_who_waits(pipe_pool, politely):
+    pool, ranks = pipe_pool
+    pool.watchdog.silence = NEVER
+    future = pool.ask(m.Unload(), m.Unloaded)
+    sender = threading.Thread(target=pool.send, args=(1, m.Output(0, 1, torch.ones(1 << 22))))
+    sender.start()
+    while not ranks.channels[1].sending:
+        time.sleep(0.01)
+    pool.close(politely)
+    sender.join(10)
+    assert not sender.is_alive()
+    assert error_of(future) == "Parallel DiT: the ranks were ended"
+    with pytest.raises(RankError):
+        pool.tell(m.Unload())
+
+
+def test_who_waits_is_let_go_though_the_ranks_cannot_be_killed(pipe_pool, monkeypatch):
+    pool, ranks = pipe_pool
+    future, failures = pool.ask(m.Unload(), m.Unloaded), []
+    pool.take_over(lambda output: None, lambda loading: None, failures.append)
+
+    def refuse() -> None:
+        raise PermissionError("not allowed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "kill", refuse)
+        with pytest.raises(PermissionError):
+            pool.close()
+    assert error_of(future) == "Parallel DiT: the ranks were ended"
+    assert len(failures) == 1
+    ranks.kill()
+
+
+def test_polite_closing_asks(pipe_pool):
+    pool, ranks = pipe_pool
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    assert isinstance(ranks.theirs[0].receive(), m.Stop)
+    assert isinstance(ranks.theirs[1].receive(), m.Stop)
+    closing.join(10)
+
+
+# Logs.
+
+
+def test_logs_of_the_start_before_are_kept_once(tmp_path):
+    folder = tmp_path / "a folder" / "logs"
+    for start in range(3):
+        paths = new_logs(folder, 2)
+        assert [path.read_text() for path in paths] == ["", ""]
+        for path in paths:
+            path.write_text(f"start {start} of {path.name}")
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-0.log", "rank-0.log.1", "rank-1.log", "rank-1.log.1"]
+    assert (folder / "rank-1.log.1").read_text() == "start 1 of rank-1.log"
+
+
+def test_a_log_that_cannot_be_renamed_is_written_on(tmp_path, monkeypatch):
+    (path,) = new_logs(tmp_path, 1)
+    path.write_text("kept")
+
+    def fail(*_):
+        raise PermissionError("in use by another process")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    assert new_logs(tmp_path, 1) == [path]
+    assert path.read_text() == "kept"
+
+
+def test_the_end_of_a_log(tmp_path):
+    log = tmp_path / "log"
+    assert tail(log) == ""
+    log.write_text("")
+    assert tail(log) == ""
+    log.write_text("\n".join(f"line {number}" for number in range(100_000)))
+    assert tail(log).splitlines() == [f"line {number}" for number in range(100_000 - TAIL_LINES, 100_000)]
+    log.write_text("x" * 1000)
+    assert len(tail(log)) < 500
+    stack = ["Thread 0x1 (most recent call first):", '  File "other"', "", "Current thread 0x2 (most recent call first):"]
+    log.write_text("\n".join(["before"] * 50 + stack + [f'  File "{number}"' for number in range(100)]))
+    lines = tail(log).splitlines()
+    assert lines[:2] == ["Current thread 0x2 (most recent call first):", '  File "0"']
+    assert len(lines) == STACK_LINES
+
+
+# Real ranks.
+
+SILENCE = 4.0
+BOUND = SILENCE + 20.0
+"""Seconds from the stop of a rank to its error that tests allow; the machine may be busy with others."""
+
+
+class Kept:
+    """A pool with little patience for silence, made again when it has failed, and the tiny Flux on it."""
+
+    def __init__(self, path: Path):
+        self.path, self._pool = path, None
+
+    def pool(self) -> Pool:
+        if self._pool is None or self._pool.error is not None:
+            self.close()
+            self._pool = Pool(("cpu", "cpu"), silence=SILENCE)
+            self._pool.ready.result(timeout=300)
+        return self._pool
+
+    def model(self, degrees: Degrees) -> RemoteTransformer:
+        return RemoteTransformer(self.pool(), open_checkpoint(self.path), degrees, "fp32", "sdpa", nothing)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+@pytest.fixture(scope="module")
+def kept(flux_file):
+    kept = Kept(flux_file)
+    yield kept
+    kept.close()
+
+
+@pytest.fixture(scope="module")
+def given():
+    return tiny.inputs(tiny.FLUX)
+
+
+@pytest.fixture(scope="module")
+def expected(flux_model, given):
+    return tiny.reference(flux_model, *given)
+
+
+def works(kept: Kept, given, expected, degrees: Degrees | None = None) -> None:
+    """The next prompt does."""
+    assert tiny.relative(kept.model(degrees or Degrees(pipe=2)).predict(*given, nothing), expected) <= 1e-5
+
+
+def stop(pool: Pool, rank: int) -> float:
+    os.kill(pool.pids[rank], signal.SIGSTOP)
+    return time.monotonic()
+
+
+def stopped(rank: int, doing: str) -> str:
+    return rf"rank {rank} \(cpu\) gave no sign of life for 4 s, last seen {doing}\."
+
+
+def wait_for_error(pool: Pool, since: float) -> str:
+    while pool.error is None and time.monotonic() - since < BOUND:
+        time.sleep(0.05)
+    assert isinstance(pool.error, RankError)
+    return str(pool.error)
+
+
+def test_a_rank_stopped_at_rest(kept, given, expected, measured_bound):
+    works(kept, given, expected)
+    pool = kept.pool()
+    time.sleep(2 * SILENCE / 5)  # until a beat says that it rests
+    since = stop(pool, 1)
+    assert re.search(stopped(1, "idle"), wait_for_error(pool, since))
+    measured_bound(since)
+    assert wait_until_gone(pool.pids)
+    works(kept, given, expected)
+
+
+@pytest.fixture(scope="module")
+def measured_bound(measured):
+    def note(since: float) -> None:
+        seconds = time.monotonic() - since
+        measured(f"seconds from SIGSTOP to the error, silence {SILENCE:.0f} s", seconds)
+        assert SILENCE * 0.7 < seconds < BOUND
+
+    return note
+
+
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2)], ids=str)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_stopped_in_micro_steps(kept, given, expected, measured_bound, degrees, victim):
+    model = kept.model(degrees)
+    since = []
+
+    def later() -> None:
+        time.sleep(0.5)
+        since.append(stop(model.pool, victim))
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    with pytest.raises(RankError, match=stopped(victim, "[^.]+")):
+        while True:
+            model.predict(*given, nothing)
+    thread.join()
+    measured_bound(since[0])
+    assert wait_until_gone(model.pool.pids)
+    works(kept, given, expected, degrees)
+
+
+def test_a_rank_stopped_while_it_loads(kept, given, expected, tmp_path, measured_bound):
+    path = tmp_path / "large.safetensors"
+    write_random(path, CONFIG | {"num_layers": 1, "num_single_layers": 4})
+    pool, since = kept.pool(), []
+
+    def progress(doing: str, fraction: float) -> None:
+        if doing == "loading" and fraction > 0 and not since:
+            since.append(stop(pool, 1))
+
+    with pytest.raises(RankError, match=stopped(1, "(in loading|idle)")):
+        RemoteTransformer(pool, open_checkpoint(path), Degrees(pipe=2), "fp32", "sdpa", nothing, "even", progress)
+    path.unlink()
+    measured_bound(since[0])
+    works(kept, given, expected)
+
+
+def wait_until_seen(pool: Pool, rank: int) -> None:
+    deadline = time.monotonic() + 300
+    while not pool.watchdog.doing(rank) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert pool.watchdog.doing(rank)
+
+
+def test_ranks_stopped_in_start_up():
+    with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
+        stop(pool, 1)
+        wait_until_seen(pool, 0)
+        pool.watchdog.start = 1.0
+        with pytest.raises(RankError, match=r"rank 1 \(cpu\) did not start within 1 s"):
+            pool.ready.result(timeout=BOUND)
+        assert wait_until_gone(pool.pids)
+    with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
+        stop(pool, 0)
+        wait_until_seen(pool, 1)
+        stop(pool, 1)
+        with pytest.raises(RankError, match=stopped(1, "in start-up")):
+            pool.ready.result(timeout=BOUND)
+
+
+def test_a_stopped_rank_that_takes_no_more_is_killed_under_the_sender(kept, given, expected):
+    """One thread sends megabytes to the stopped rank and holds the client's lock, another one computes on the other rank."""
+    model = kept.model(Degrees(batch=2))
+    x, timestep, tensors = (value[:1] for value in (given[0], given[1], given[2]["context"]))
+    one = {name: tensor[:1] for name, tensor in given[2].items()}
+    large = one | {"context": torch.randn(1, 200_000, tensors.shape[-1])}
+    errors = []
+
+    def compute() -> None:
+        try:
+            while True:
+                model.predict(x, timestep, one, nothing, home=0)
+        except RankError as error:
+            errors.append(error)
+
+    model.predict(x, timestep, one, nothing, home=0)
+    since = stop(model.pool, 1)
+    thread = threading.Thread(target=compute)
+    thread.start()
+    with pytest.raises(RankError, match=r"rank 1 \(cpu\) gave no sign of life"):
+        model.predict(x, timestep, large, nothing, home=1)
+    assert time.monotonic() - since < BOUND
+    thread.join(BOUND)
+    assert len(errors) == 1
+    works(kept, given, expected)
+
+
+def test_unloading_a_stopped_rank_ends(flux_file, given, expected):
+    registry = Registry()
+    key = ModelKey(flux_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
+    with contextlib.closing(registry):
+        model = registry.model(key, nothing)
+        model.pool.watchdog.silence = SILENCE
+        since = stop(model.pool, 0)
+        registry.unload()
+        assert time.monotonic() - since < BOUND
+        assert tiny.relative(registry.model(key, nothing).predict(*given, nothing), expected) <= 1e-5
+
+
+def test_closing_with_a_stopped_rank(kept):
+    pool = kept.pool()
+    stop(pool, 1)
+    since = time.monotonic()
+    pool.close()
+    assert time.monotonic() - since < BOUND
+    assert wait_until_gone(pool.pids, 1.0)
+    kept._pool = None
+
+
+def test_a_client_that_was_stopped_blames_nobody(flux_file):
+    """Stopped for longer than it lets ranks be silent."""
+    script = (
+        "import sys, time\n"
+        "from parallel_backend.processes.pool import Pool\n"
+        "if __name__ == '__main__':\n"
+        "    pool = Pool(('cpu', 'cpu'), silence=4.0)\n"
+        "    pool.ready.result()\n"
+        "    print('ready', flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "    time.sleep(6)\n"
+        "    print(pool.error, flush=True)\n"
+        "    pool.close()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(8)
+        process.send_signal(signal.SIGCONT)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"None\n"
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+@pytest.fixture
+def orders(tmp_path, monkeypatch):
+    """`orders('1 sleep')`: what ranks that are started in this test do from then on."""
+    path = tmp_path / "orders"
+    monkeypatch.setenv(acting_rank.ORDERS, str(path))
+    monkeypatch.setattr(launch, "main", acting_rank.acting)
+    return path.write_text
+
+
+def load(pool: Pool, path: Path, degrees: Degrees) -> RemoteTransformer:
+    return RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing)
+
+
+def test_ranks_that_are_slow_and_get_slower_are_left_alone(flux_file, given, expected, orders):
+    """Each block of a micro-step takes twice as long as the one before. Then one hangs in Python."""
+    with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
+        model = load(pool, flux_file, Degrees(ulysses=2))
+        model.predict(*given, nothing)
+        pool.watchdog.stall = 3.0
+        orders("0 slow_down")
+        assert tiny.relative(model.predict(*given, nothing), expected) <= 1e-5
+        assert pool.watchdog._longest > 3.0  # the control: longer than what is allowed where nothing was measured
+        pool.watchdog.factor = 0.0
+        orders("1 sleep")
+        with pytest.raises(RankError) as error:
+            model.predict(*given, nothing)
+        text = str(error.value)
+        assert text.startswith("Parallel DiT: rank 1 (cpu) came no further for 3 s, last seen in micro-step 3.")
+        assert "Current thread" in text
+        assert "acting_rank.py" in text and " in sleep" in text
+        assert wait_until_gone(pool.pids)
+
+
+def test_the_first_micro_step_is_given_time(flux_file, given, expected, orders):
+    """The control of the test before: limits of what is known do not hold for it."""
+    with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
+        model = load(pool, flux_file, Degrees(pipe=2))
+        pool.watchdog.stall, pool.watchdog.first, pool.watchdog.factor = 0.5, 3.0, 0.0
+        orders("1 sleep")
+        with pytest.raises(RankError, match=r"rank 1 \(cpu\) came no further for 3 s, last seen in micro-step 1\."):
+            model.predict(*given, nothing)
+
+
+def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(flux_file, given, orders, tmp_path, capfd):
+    logs = tmp_path / "logs"
+    with contextlib.closing(Pool(("cpu",), logs=logs)) as pool:
+        orders("0 speak")
+        load(pool, flux_file, Degrees()).predict(*given, nothing)
+        log = (logs / "rank-0.log").read_text(encoding="utf-8")
+        shown = capfd.readouterr().err
+        for line in ("printed äöü", "INFO some.library: said quietly", "WARNING some.library: said loudly"):
+            assert line in log
+        assert "UserWarning: warned" in log and "written by native code" in log
+        assert "rank 0 (cpu): said loudly" in shown and "UserWarning: warned" in shown
+        assert "quietly" not in shown and "printed" not in shown
+        orders("0 end")
+        with pytest.raises(RankError) as error:
+            pool_model = load(pool, flux_file, Degrees())
+            pool_model.predict(*given, nothing)
+    text = str(error.value)
+    assert text.startswith("Parallel DiT: rank 0 (cpu) ended with exit code 3")
+    assert "\nlast words\n" in text
+    assert text.endswith(f"The ranks' logs: {logs}")
+    with contextlib.closing(Pool(("cpu",), logs=logs)) as pool:
+        pool.ready.result(timeout=300)
+        assert "last words" in (logs / "rank-0.log.1").read_text(encoding="utf-8")
+        assert "last words" not in (logs / "rank-0.log").read_text(encoding="utf-8")
+    assert sorted(path.name for path in logs.iterdir()) == ["rank-0.log", "rank-0.log.1"]
+
+
+def test_a_crash_and_a_lack_of_memory_say_what_is_known(flux_file, given, expected, orders):
+    with contextlib.closing(Pool(("cpu",))) as pool:
+        model = load(pool, flux_file, Degrees())
+        orders("0 crash")
+        with pytest.raises(RankError) as error:
+            model.predict(*given, nothing)
+        text = str(error.value)
+        assert text.startswith("Parallel DiT: rank 0 (cpu) was killed by signal 11")
+        assert "Fatal Python error: Segmentation fault" in text and " in crash" in text
+        assert not pool.ranks.directory.exists()
+    with contextlib.closing(Pool(("cpu",))) as pool:
+        orders("0 run_out")
+        with pytest.raises(RankError) as error:
+            load(pool, flux_file, Degrees()).predict(*given, nothing)
+        first, second, *_ = str(error.value).splitlines()
+        assert first.startswith("Parallel DiT: rank 0 (cpu) failed in micro-step 1: OutOfMemoryError: CUDA out of memory.")
+        assert second.startswith("The run was expected to take: cpu 12.7 MB of weights")
+        assert "It would fit with weight_dtype" in second
+        assert "Traceback (most recent call last):" in str(error.value)
+
+
+def test_logs_that_cannot_be_kept_are_no_reason_not_to_start(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    with contextlib.closing(Pool(("cpu",), logs=tmp_path / "file" / "logs")) as pool:
+        pool.ready.result(timeout=300)
+        assert (pool.ranks.directory / "rank-0.log").exists()
+    assert "logs cannot be kept" in caplog.text
+
+
+def test_a_rank_that_cannot_be_started_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
+    started = []
+
+    def start(self, index, plan, context):
+        if index == 1:
+            raise OSError("no more processes")
+        real(self, index, plan, context)
+        started.extend(self.pids)
+
+    real = launch.LocalRanks._start
+    monkeypatch.setattr(launch.LocalRanks, "_start", start)
+    with pytest.raises(OSError, match="no more processes"):
+        Pool(("cpu", "cpu"))
+    assert len(started) == 1
+    assert wait_until_gone(started)
+    assert not list(tmp_path.iterdir())
+
+
+def test_wait_for_takes_the_pools_error(pipe_pool):
+    pool, ranks = pipe_pool
+    ranks.alive[0] = False
+    with pytest.raises(RankError, match=r"rank 0 \(cpu\) gave no sign of life"):
+        wait_for(pool.ask(m.Unload(), m.Unloaded), nothing)

@@ -1,0 +1,322 @@
+"""What is added to the weights on the ranks equals a checkpoint that it was added to, and goes away without a trace."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
+from parallel_backend.client.lora import Delta, Deltas
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Span
+from parallel_backend.rank.comm.mesh import Axis
+from parallel_backend.rank.stage.lora import Adapters
+from parallel_backend.rank.stage.tensor_parallel import TensorPlan
+from parallel_backend.wire import messages as m
+from tests.families.cases import all_cases
+from tests.support import tiny
+
+DEGREES = [Degrees(), Degrees(pipe=2), Degrees(tensor=2), Degrees(ulysses=2)]
+CONFIGS = {"flux": tiny.FLUX, "sd3": tiny.SD3 | {"dual_attention_layers": (0, 2)}}
+REFERENCES = {"flux": tiny.reference, "sd3": tiny.sd3_reference}
+LIMIT = 1e-5
+FAMILIES = {case.family: case for case in reversed(all_cases())}
+"""The first case of each."""
+SHOWS = 0.01
+"""Relative change of the output that says that a delta was not just rounding."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Family -> a tiny checkpoint in original key layout."""
+    folder = tmp_path_factory.mktemp("adapters")
+    models = {"flux": tiny.random_flux(CONFIGS["flux"]), "sd3": tiny.random_sd3(CONFIGS["sd3"])}
+    return {
+        name: tiny.save_original(model, CONFIGS[name], folder / f"{name}.safetensors", family=name)
+        for name, model in models.items()
+    }
+
+
+@pytest.fixture
+def load(pools):
+    """`load(path, degrees, ...)`: the model on ranks, which other tests get back as it was loaded."""
+    used = []
+
+    def load(*arguments, **named):
+        used.append(pools.load(*arguments, **named))
+        return used[-1]
+
+    yield load
+    for model in used:
+        if model._error is None:
+            model.adapt(None, (), lambda: None)
+
+
+def lora(state: dict[str, torch.Tensor], seed: int = 5, rank: int = 4) -> list[Delta]:
+    """A low-rank delta for every matrix, as strong as the matrix itself."""
+    g = torch.Generator().manual_seed(seed)
+    deltas = []
+    for key, value in state.items():
+        if value.ndim == 2:
+            up, down = (torch.randn(*shape, generator=g) for shape in ((len(value), rank), (rank, value.shape[1])))
+            deltas.append(Delta(key, up, down, float(value.std()) / rank**0.5))
+    return deltas
+
+
+def diffs(state: dict[str, torch.Tensor]) -> list[Delta]:
+    """A full delta for every bias, norm, convolution and table, and for some matrices."""
+    g = torch.Generator().manual_seed(6)
+    chosen = {key: value for key, value in state.items() if value.ndim != 2 or ".1." in key}
+    return [Delta(key, torch.randn(value.shape, generator=g), None, float(value.std())) for key, value in chosen.items()]
+
+
+def merged(path, deltas, folder, change=lambda key, value: value) -> torch.nn.Module:
+    """One process's model from a checkpoint whose tensors were added to. `change`: of its tensors, beforehand."""
+    state = {key: change(key, value) for key, value in load_file(path).items()}
+    for delta in deltas:
+        whole = delta.up if delta.down is None else delta.up @ delta.down
+        rows = delta.rows or Span(0, len(whole))
+        state[delta.key][rows.slice] += delta.scale * whole
+    save_file(state, folder / "merged.safetensors")
+    return tiny.whole_model(folder / "merged.safetensors")
+
+
+def output(model, given) -> torch.Tensor:
+    return model.predict(*given, lambda: None)
+
+
+@pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
+def test_every_family(load, tmp_path, measured, case):
+    """Over tensor parallelism where the family has it: its own ways to cut a layer cut the adapters too."""
+    path = case.save(case.model(), tmp_path / "model.safetensors")
+    model = load(path, Degrees(tensor=2) if Degrees(tensor=2) in case.modes else Degrees())
+    given, state = case.inputs(), load_file(path)
+    before = output(model, given)
+    for deltas in (lora(state), diffs(state)):
+        model.adapt(object(), deltas, lambda: None)
+        with torch.inference_mode():
+            expected = case.reference(merged(path, deltas, tmp_path), *given)
+        measured(f"adapters, {case.family}", tiny.relative(output(model, given), expected))
+        assert tiny.relative(output(model, given), expected) <= LIMIT
+        assert tiny.relative(before, expected) > SHOWS
+    model.adapt(None, (), lambda: None)
+    assert torch.equal(output(model, given), before)
+
+
+def check(model, deltas, path, family, given, folder, measured=lambda *_: None) -> torch.Tensor:
+    """The output with these deltas, which equals the merged model's."""
+    model.adapt(object(), deltas, lambda: None)
+    found, expected = output(model, given), REFERENCES[family](merged(path, deltas, folder), *given)
+    measured(f"adapters, {family}, {model.degrees}", tiny.relative(found, expected))
+    assert tiny.relative(found, expected) <= LIMIT
+    return found
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_added_to_every_weight_as_to_the_file(load, files, family, degrees, tmp_path, measured):
+    path = files[family]
+    model, given, state = load(path, degrees), tiny.inputs(CONFIGS[family], family=family), load_file(path)
+    before = output(model, given)
+
+    def changed(deltas):
+        found = check(model, deltas, path, family, given, tmp_path, measured)
+        assert tiny.relative(found, before) > SHOWS
+        return found
+
+    first = changed(lora(state))
+    weaker = changed([replace(delta, scale=0.25 * delta.scale) for delta in lora(state)])
+    assert tiny.relative(weaker, first) > SHOWS
+    assert tiny.relative(changed(lora(state) + lora(state, seed=7, rank=3)), first) > SHOWS
+    assert tiny.relative(changed(lora(state) + diffs(state) + diffs(state)), first) > SHOWS
+    model.adapt(None, (), lambda: None)
+    assert torch.equal(output(model, given), before)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_each_kind_of_layer_shows(files, family):
+    """Control: a delta that was dropped on the way would have failed the test above."""
+    checkpoint, given = open_checkpoint(files[family]), tiny.inputs(CONFIGS[family], 1, 8, 8, family=family)
+    model, state = tiny.whole_model(files[family]), load_file(files[family])
+    plan = TensorPlan({}, 1, 1, Axis("tensor", 1, 0, (0,), None))
+    adapters = Adapters(model, checkpoint, plan, torch.device("cpu"), torch.float32)
+    before, quiet = REFERENCES[family](model, *given), []
+    for delta in [*lora(state), *diffs(state)]:
+        if any(place in delta.key for place in ("blocks.1.", "final", "_in", "embed")):
+            for part in Deltas(checkpoint, (), pytest.fail).parts(delta):
+                adapters.add(part)
+            if tiny.relative(REFERENCES[family](model, *given), before) <= LIMIT:
+                quiet.append(delta.key)
+            adapters.drop()
+    assert not quiet
+
+
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2)], ids=str)
+def test_beside_weights_that_stay_packed(load, files, degrees, tmp_path, measured):
+    path = files["flux"]
+    model, given, state = load(path, degrees, "fp8_e4m3fn"), tiny.inputs(CONFIGS["flux"]), load_file(path)
+    assert sum(model.weight_bytes) < 0.4 * degrees.tensor * sum(value.nbytes for value in state.values())
+
+    def rounded(key, value):
+        return value.to(torch.float8_e4m3fn).float() if value.ndim == 2 else value
+
+    before = output(model, given)
+    for deltas in (lora(state), lora(state) + diffs(state)):
+        model.adapt(object(), deltas, lambda: None)
+        expected = tiny.reference(merged(path, deltas, tmp_path, rounded), *given)
+        measured("adapters beside fp8", tiny.relative(output(model, given), expected))
+        assert tiny.relative(output(model, given), expected) <= LIMIT
+        assert tiny.relative(before, expected) > SHOWS
+    model.adapt(None, (), lambda: None)
+    assert torch.equal(output(model, given), before)
+
+
+def test_rows_that_end_inside_a_parameter(load, files, tmp_path):
+    """Rows of linear1 from the middle of q to the middle of the feed-forward, and of the output norm across its halves."""
+    path, given, width = files["flux"], tiny.inputs(CONFIGS["flux"]), 128
+    state = load_file(path)
+    spans = {
+        "single_blocks.1.linear1.weight": Span(width // 2, 4 * width),
+        "final_layer.adaLN_modulation.1.weight": Span(width // 2, width + 7),
+        "double_blocks.0.img_attn.qkv.bias": Span(width - 3, width + 3),
+    }
+    by_key = {delta.key: delta for delta in lora(state) + diffs(state)}
+    deltas = [replace(by_key[key], up=by_key[key].up[rows.slice], rows=rows) for key, rows in spans.items()]
+    check(load(path, Degrees(tensor=2)), deltas, path, "flux", given, tmp_path)
+
+
+def test_a_diffusers_folder_takes_keys_in_original_layout(load, files, tmp_path):
+    """Its parameters have their halves exchanged already, and q, k and v apart."""
+    path, given = files["flux"], tiny.inputs(CONFIGS["flux"])
+    (folder := tmp_path / "model").mkdir()
+    save_file(tiny.random_flux(CONFIGS["flux"]).state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel", **CONFIGS["flux"]}))
+    check(load(folder, Degrees(pipe=2)), lora(load_file(path)), path, "flux", given, tmp_path)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 127), st.integers(1, 128), st.booleans(), st.sampled_from(["img_attn.qkv", "img_mod.lin"]))
+def test_parts_make_up_the_delta(files, start, length, low_rank, layer):
+    checkpoint, key = open_checkpoint(files["flux"]), f"double_blocks.0.{layer}.weight"
+    g = torch.Generator().manual_seed(start)
+    up = torch.randn(length, 3 if low_rank else 128, generator=g)
+    down = torch.randn(3, 128, generator=g) if low_rank else None
+    delta = Delta(key, up, down, 2.0, Span(start, start + length))
+    state = {name: torch.zeros(checkpoint.shape(name)) for name in checkpoint.recipe}
+    for part in Deltas(checkpoint, (), pytest.fail).parts(delta):
+        state[part.parameter] += part.scale * (part.up if part.down is None else part.up @ part.down)
+    found = to_original(checkpoint.family, checkpoint.config, state)
+    expected = torch.zeros_like(found[key])
+    expected[start : start + length] = 2.0 * (up @ down if low_rank else up)
+    assert torch.allclose(found.pop(key), expected, atol=1e-5)
+    assert not any(value.any() for value in found.values())
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        Delta("double_blocks.0.img_attn.qkvz.weight", torch.ones(384, 2), torch.ones(2, 128)),
+        Delta("double_blocks.0.img_attn.qkv.weight", torch.ones(384, 2), torch.ones(2, 64)),
+        Delta("double_blocks.0.img_attn.qkv.weight", torch.ones(384, 64)),
+        Delta("double_blocks.0.img_attn.qkv.weight", torch.ones(256, 2), torch.ones(2, 128)),
+        Delta("double_blocks.0.img_attn.qkv.weight", torch.ones(256, 128), None, 1.0, Span(256, 512)),
+        Delta("double_blocks.0.img_attn.qkv.bias", torch.ones(383)),
+    ],
+    ids=["key", "columns", "columns of a diff", "rows", "rows outside", "length"],
+)
+def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(load, files, delta):
+    model, given = load(files["flux"], Degrees()), tiny.inputs(CONFIGS["flux"])
+    before = output(model, given)
+    with pytest.raises(ValueError, match=f"model: what is to be added to {delta.key}"):
+        model.adapt("unfit", [*lora(load_file(files["flux"])), delta], lambda: None)
+    model.adapt(None, (), lambda: None)
+    assert torch.equal(output(model, given), before)
+
+
+def test_a_rank_is_sent_only_what_it_has_and_only_once(load, files, monkeypatch):
+    model, state = load(files["flux"], Degrees(pipe=2)), load_file(files["flux"])
+    sent, send = {0: set(), 1: set()}, model._deltas._send
+
+    def spy(rank, message):
+        if isinstance(message, m.Adapt):
+            assert message.parameter not in sent[rank]
+            sent[rank].add(message.parameter)
+        send(rank, message)
+
+    monkeypatch.setattr(model._deltas, "_send", spy)
+    deltas = lora(state)
+    model.adapt("a LoRA", deltas, lambda: None)
+    blocks = [{name for name in names if "blocks." in name} for names in sent.values()]
+    assert blocks[0]
+    assert blocks[1]
+    assert not blocks[0] & blocks[1]
+    shapes = {name: model.checkpoint.shape(name) for name in model.checkpoint.recipe}
+    assert sent[0] | sent[1] == {name for name, shape in shapes.items() if len(shape) == 2}
+    assert all(0 < size < 0.8 * sum(model.adapter_bytes) for size in model.adapter_bytes)
+    sent[0].clear()
+    sent[1].clear()
+    model.adapt("a LoRA", iter(lambda: pytest.fail("looked at"), None), lambda: None)
+    assert not sent[0] | sent[1]
+
+
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(tensor=2)], ids=str)
+def test_another_strength_sends_no_factors(load, files, monkeypatch, degrees, tmp_path):
+    path, given = files["flux"], tiny.inputs(CONFIGS["flux"])
+    model, deltas = load(path, degrees), lora(load_file(path))
+    sent, send = [], model._deltas._send
+    monkeypatch.setattr(model._deltas, "_send", lambda rank, message: (sent.append(message), send(rank, message)))
+    # One layer's strength by itself: a scale that went to another layer would show.
+    scaled = [replace(delta, scale=0.3 * delta.scale * (index % 3)) for index, delta in enumerate(deltas)]
+    check(model, deltas, path, "flux", given, tmp_path)
+    assert any(isinstance(message, m.Adapt) for message in sent)
+    sent.clear()
+    check(model, scaled, path, "flux", given, tmp_path)
+    check(model, deltas, path, "flux", given, tmp_path)
+    assert {type(message) for message in sent} == {m.Rescale}
+    for others in (deltas[:-1], [*deltas, deltas[0]], deltas[::-1], lora(load_file(path)), deltas + diffs(load_file(path))):
+        sent.clear()
+        check(model, others, path, "flux", given, tmp_path)
+        assert not any(isinstance(message, m.Rescale) for message in sent)
+
+
+def test_cancelled_while_they_are_sent(load, files):
+    """Cancel raises in `poll`: half a LoRA is not used for the next picture, and not taken for a whole one."""
+    model, given, deltas = load(files["flux"], Degrees(pipe=2)), tiny.inputs(CONFIGS["flux"]), lora(load_file(files["flux"]))
+    model.adapt("a LoRA", deltas, lambda: None)
+    whole = output(model, given)
+    model.adapt(None, (), lambda: None)
+    before = output(model, given)
+    calls = iter([None] * 20)
+
+    def cancel():
+        if next(calls, "over") == "over":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.adapt("a LoRA", deltas, cancel)
+    model.adapt("a LoRA, stronger", [replace(delta, scale=2 * delta.scale) for delta in deltas], lambda: None)
+    model.adapt("a LoRA", deltas, lambda: None)
+    assert torch.equal(output(model, given), whole)
+    calls = iter([None] * 20)
+    with pytest.raises(KeyboardInterrupt):
+        model.adapt("another", lora(load_file(files["flux"]), seed=9), cancel)
+    model.adapt(None, (), lambda: None)
+    assert torch.equal(output(model, given), before)
+
+
+def test_sent_again_to_a_model_that_was_loaded_again(load, files):
+    given, deltas = tiny.inputs(CONFIGS["flux"]), lora(load_file(files["flux"]))
+    model = load(files["flux"], Degrees(pipe=2))
+    before = output(model, given)
+    model.adapt("a LoRA", deltas, lambda: None)
+    patched = output(model, given)
+    fresh = load(files["flux"], Degrees(pipe=2), fresh=True)
+    assert torch.equal(output(fresh, given), before)
+    fresh.adapt("a LoRA", deltas, lambda: None)
+    assert torch.equal(output(fresh, given), patched)
+    with pytest.raises(RuntimeError, match="another model"):
+        model.adapt("a LoRA", deltas, lambda: None)

@@ -1,0 +1,213 @@
+"""What a rank computes once for many micro-steps: found by trial for every family, and as good as computed anew."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Span, split
+from parallel_backend.families.base.step_inputs import REFERENCES
+from parallel_backend.families.parts.shared_modules import Per, computed_once
+from parallel_backend.rank.engine import Engine
+from parallel_backend.rank.stage.module_cache import AnswersOnce, _expression
+from parallel_backend.wire import messages as m
+from tests.families.cases import all_cases
+
+CASES = [case for case in all_cases() if "pipe" not in case.row.unsupported]
+BANDS = 2
+BIG = 64
+"""Values of the largest weight from which on a module counts in these tiny models."""
+
+
+NOT_KEPT = {"ltx-video": "time_embed"}
+"""LTX has a time for each token where a video begins with a picture."""
+
+
+class Runs:
+    """One family's whole model in this process, and micro-steps for it."""
+
+    def __init__(self, case, path):
+        checkpoint = open_checkpoint(path)
+        self.family = family = checkpoint.family
+        blocks = (Span(0, family.block_count(checkpoint.config)),)
+        load = m.Load(str(path), "fp32", Degrees().sizes, "none", (1.0,), blocks, "auto")
+        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None)
+        self.x, self.timestep, tensors = case.inputs()
+        grid = family.patching.grid(self.x.shape)
+        self.stream = family.stream(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0)
+        texts = [tensors[name].shape[1] for name in family.token_tensors if name in tensors]
+        words = family.image_padding(grid) + (family.padded(texts[0]) if texts else 0)
+        for conditioning in (1, 2):
+            given = {name: t * conditioning if name == "context" else t for name, t in tensors.items()}
+            message = m.PutConditioning(conditioning, grid, self.stream.references, words, len(self.x), given)
+            self.engine.put_conditioning(message)
+        rows = -(-self.x.shape[family.patching.band_dim] // family.patching.band_size)
+        self.bands = [self.stream.of_rows(span) for span in split(Span(0, rows), BANDS)]
+
+    def call(self, number: int, spans: list[Span], conditioning: int = 1) -> Iterator[torch.Tensor]:
+        """Micro-steps of one call, at a timestep and with a latent of its own."""
+        tokens = self.family.patching.pack(self.x * (1 + number / 7))
+        for index, span in enumerate(spans):
+            x = tokens[:, self.stream.images(span).slice]
+            step = m.Step(
+                number * 10 + index, 1, conditioning, span, index == 0, False, True, Span(0, len(x)),
+                self.timestep * (1 - number / 10), {}, (), x,
+            )  # fmt: skip
+            yield self.engine.step(step, None).value
+
+    @contextmanager
+    def run(self):
+        self.engine.open_run(m.OpenRun(1, True))
+        yield
+        self.engine.close_run(1)
+
+    def everything(self, prompts: tuple[int, ...] = (1, 2)) -> list[torch.Tensor]:
+        with self.run():
+            outputs = list(self.call(0, [self.stream.span]))
+            for number in (1, 2):
+                for conditioning in prompts:
+                    outputs += self.call(number, self.bands, conditioning)
+        return outputs
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def runs(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param.name) / "model.safetensors"
+    return Runs(request.param, request.param.save(request.param.model(), path))
+
+
+def tensors_of(output) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    return [t for part in output for t in tensors_of(part)] if isinstance(output, (tuple, list)) else []
+
+
+def same(a, b) -> bool:
+    a, b = tensors_of(a), tensors_of(b)
+    return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def outputs_by_module(runs: Runs) -> dict[str, dict[tuple[int, int], list]]:
+    """Module -> (call, band) -> what it gave there, nothing being kept."""
+    found, at, handles = defaultdict(lambda: defaultdict(list)), None, []
+    for name, module in runs.engine.model.named_modules():
+        hook = lambda _module, _args, out, name=name: found[name][at].append(out)  # noqa: E731
+        handles.append(module.register_forward_hook(hook))
+    with runs.run():
+        list(runs.call(0, [runs.stream.span]))
+        for number in (1, 2):
+            calls = runs.call(number, runs.bands)
+            for band in range(BANDS):
+                at = number, band
+                next(calls)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.fixture
+def nothing_kept(runs, monkeypatch):
+    monkeypatch.setattr(runs.engine.once, "begin", lambda step, whole: None)
+
+
+def test_they_are_just_those_that_give_the_same_in_every_band(runs, nothing_kept):
+    """What is kept may be, and nothing large that could be kept is left out."""
+    plan = {_expression(pattern): per for pattern, per in computed_once(runs.family).items()}
+    model, planned = runs.engine.model, {}
+    for name, module in model.named_modules():
+        per = next((per for pattern, per in plan.items() if pattern.fullmatch(name)), None)
+        assert isinstance(module, AnswersOnce) == (per is not None), name
+        if per is not None:
+            planned[name] = per
+    assert planned
+    left_out = []
+    for name, outputs in outputs_by_module(runs).items():
+        runs_of = [outputs[number, band] for number in (1, 2) for band in range(BANDS)]
+        first, second, later, _ = runs_of
+        if name in planned:
+            alike = {Per.CALL: (first, second), Per.PROMPT: (first, later), Per.BAND: (first, later)}[planned[name]]
+            assert same(*alike) and (planned[name] is not Per.PROMPT or same(first, second)), name
+        elif name and same(first, second) and any(t.numel() for t in tensors_of(first)):
+            inside = any(name.startswith(f"{other}.") for other in planned)
+            weights = max((p.numel() for p in model.get_submodule(name).parameters()), default=0)
+            if not inside and weights >= BIG and name.partition(".")[0] != NOT_KEPT.get(runs.family.name):
+                left_out.append(name)
+    assert not left_out
+
+
+def test_kept_is_as_good_as_computed_anew_bit_for_bit(runs, monkeypatch):
+    kept = runs.everything()
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.engine.once, "begin", lambda step, whole: None)
+        anew = runs.everything()
+    again = runs.everything()
+    for a, b, c in zip(kept, anew, again, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_each_is_computed_once(runs, monkeypatch):
+    """Per call in bands, per prompt of a run, per band of a run, as the plan says."""
+    counts, once = defaultdict(int), runs.engine.once
+    plan = {_expression(pattern): per for pattern, per in computed_once(runs.family).items()}
+    handles = []
+    for name, module in runs.engine.model.named_modules():
+        if isinstance(module, AnswersOnce):
+            count = lambda *_args, name=name: counts.update({name: counts[name] + 1})  # noqa: E731
+            handles.append(module.register_forward_hook(count))
+    with runs.run():
+        list(runs.call(0, [runs.stream.span]))
+        whole = dict(counts)
+        for number in (1, 2):
+            list(runs.call(number, runs.bands))
+    assert not any(values for per in Per for values in once._kept[per].values()), "a run that is over leaves nothing"
+    for handle in handles:
+        handle.remove()
+    for name, number in counts.items():
+        per = next(per for pattern, per in plan.items() if pattern.fullmatch(name))
+        assert number == whole[name] * {Per.CALL: 3, Per.PROMPT: 1, Per.BAND: 1 + BANDS}[per], name
+
+
+def test_the_comparison_sees_another_call_s_modulation(runs, monkeypatch):
+    """The control: with all calls taken for one, outputs differ."""
+    expected, begin = runs.everything((1,)), runs.engine.once.begin
+    at_zero = lambda step: replace(step, timestep=torch.zeros_like(step.timestep))  # noqa: E731
+    monkeypatch.setattr(runs.engine.once, "begin", lambda step, whole: begin(at_zero(step), whole))
+    found = runs.everything((1,))
+    with_time = any(
+        isinstance(module, AnswersOnce) and module.once_per is Per.CALL and "attn2" not in name
+        for name, module in runs.engine.model.named_modules()
+    )
+    assert with_time != all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_lora_changes_what_was_kept(runs, monkeypatch):
+    """In the middle of a run, which ComfyUI never does, but at the same timestep as before it."""
+    names = [name for name, module in runs.engine.model.named_modules() if isinstance(module, AnswersOnce)]
+    parameter = next(
+        name
+        for name, value in runs.engine.model.named_parameters()
+        if value.ndim == 2 and any(name.startswith(f"{module}.") for module in names)
+    )
+    delta = 0.1 * torch.ones(runs.engine.model.get_parameter(parameter).shape)
+
+    def adapted(then=lambda: runs.engine.adapted()) -> list[torch.Tensor]:
+        with runs.run():
+            before = list(runs.call(1, runs.bands))
+            runs.engine.adapters.add(m.Adapt(parameter, delta, None, 1.0))
+            then()
+            after = list(runs.call(1, runs.bands))
+        runs.engine.adapters.drop()
+        runs.engine.adapted()
+        assert all(out.isfinite().all() for out in before)
+        return after
+
+    found, stale = adapted(), adapted(then=lambda: None)
+    monkeypatch.setattr(runs.engine.once, "begin", lambda step, whole: None)
+    anew = adapted()
+    assert all(torch.equal(a, b) for a, b in zip(found, anew, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(stale, anew, strict=True))  # the control

@@ -1,0 +1,257 @@
+"""A NaN is an error that names where it began, in a whole call and in a band; ranks live on and the next run is right."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.lora import Delta
+from parallel_backend.client.not_finite import NotFiniteError, check_conditioning, explanation
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.finite import all_finite
+from parallel_backend.processes import local as launch
+from parallel_backend.processes.pool import Pool
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.rank.finite_check import FiniteWatch
+from parallel_backend.wire import messages as m
+from tests.support import failing_rank, tiny
+
+NAN, INF = float("nan"), float("inf")
+LAST_BLOCK = "single_blocks.4.linear2.weight"
+"""In the file; in the model it is single_transformer_blocks.4.proj_out.weight, on the second of two stages."""
+
+
+def nobody() -> None:
+    pass
+
+
+# What counts.
+
+
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    st.lists(st.sampled_from([0.0, 1.0, -3.0, 60000.0, -60000.0]), max_size=40),
+    st.sampled_from([None, NAN, INF, -INF]),
+    st.integers(0, 40),
+)
+def test_every_value_counts(dtype, values, bad, place):
+    values = [*values]
+    if bad is not None:
+        values.insert(place, bad)
+    tensor = torch.tensor(values, dtype=dtype)
+    assert all_finite(tensor) == (bad is None) == bool(tensor.isfinite().all())
+
+
+def test_large_values_are_finite():
+    assert all_finite(torch.full((10,), 3e38))  # their sum is not
+    assert all_finite(torch.full((1000,), 60000.0, dtype=torch.float16))
+    assert not all_finite(torch.tensor([INF, -INF]))
+    assert all_finite(torch.tensor([1, 2])) and all_finite(torch.empty(0))
+
+
+def test_a_mask_of_scores_may_be_infinite():
+    check_conditioning({"context": torch.ones(1, 2, 3), "text_mask": torch.tensor([[0.0, -INF]])})
+    check_conditioning({"mask": torch.tensor([True, False]), "ids": torch.tensor([1])})
+    with pytest.raises(ValueError, match="positive, negative: the conditioning's 'pooled' holds values that are not finite"):
+        check_conditioning({"pooled": torch.tensor([[0.0, -INF]])})
+
+
+def test_the_watch_tells_the_first_and_forgets():
+    watch = FiniteWatch()
+    for seq in range(1, 8):
+        watch.note(seq, torch.tensor([1.0, NAN if seq in (3, 5) else 2.0]))
+    assert watch.first() == 3
+    assert watch.first() is None
+    for seq in range(8, 2000):
+        watch.note(seq, torch.ones(2, dtype=torch.bfloat16))
+    assert watch.first() is None
+    watch.note(2000, torch.full((3,), INF, dtype=torch.float16))
+    assert watch.first() == 2000
+
+
+def found(*seqs, **named) -> list[m.NotFiniteFound]:
+    """By rank; `named`: "weights1" are those of rank 1."""
+    return [
+        m.NotFiniteFound(rank, 1, seq, named.get(f"weights{rank}", ()), named.get(f"adapters{rank}", ()))
+        for rank, seq in enumerate(seqs)
+    ]
+
+
+PIPE = Degrees(pipe=2)
+
+
+def said(answers, degrees=PIPE, dtype="bf16", adapted=False, controlled=False) -> str:
+    return explanation(answers, 9, degrees, ("cuda:0", "cuda:1", "cpu", "cpu"), dtype, adapted, controlled)
+
+
+def test_the_explanation_names_the_first_stage_of_the_first_micro_step():
+    assert "began on rank 1 (cuda:1), stage 2 of 2, in micro-step 4." in said(found(None, 4))
+    assert "began on rank 0 (cuda:0), stage 1 of 2, in micro-step 4." in said(found(4, 4))
+    assert "began on rank 1 (cuda:1), stage 2 of 2, in micro-step 3." in said(found(4, 3))
+    assert "began on rank 0 (cuda:0) and rank 1 (cuda:1) in micro-step 4." in said(found(4, 4), Degrees(ulysses=2))
+    assert "began on rank 1 (cuda:1) in micro-step 4." in said(found(4, 4, weights1=("a",)), Degrees(ulysses=2))
+    assert "in micro-step 9" in said(found(None, None))
+
+
+def test_the_explanation_says_what_to_change():
+    assert "weights are not finite in a, b: the file is damaged" in said(found(None, 4, weights1=("a", "b")))
+    assert "too small for them, use bf16 or fp32; or the file" in said(found(None, 4, weights1=("a",)), dtype="fp16")
+    assert "The LoRA's own values are not finite in a: remove it" in said(found(4, 4, adapters1=("a",)), adapted=True)
+    assert "fp16 overflows in many models: use bf16 or fp32" in said(found(4, 4), dtype="fp16")
+    text = said(found(4, 4), adapted=True, controlled=True)
+    assert "lower the LoRA's strength; lower the ControlNet's strength." in text
+    assert "fp16" not in text
+    assert "weight_dtype fp32" in said(found(4, 4))
+
+
+# On ranks.
+
+
+@pytest.fixture(scope="module")
+def damaged_file(flux_file, tmp_path_factory):
+    """A NaN in one weight of the last block."""
+    state = load_file(flux_file)
+    state[LAST_BLOCK][3, 5] = NAN
+    path = tmp_path_factory.mktemp("damaged") / "damaged.safetensors"
+    save_file(state, path)
+    return path
+
+
+def in_bands(model, steps=4, bands=3, seed=1):
+    x, _, tensors = tiny.inputs(tiny.FLUX, seed=seed)
+    return sample_in_bands(
+        model, x, linear_sigmas(steps), Prompt(tensors, {}, 1.0), 1 if model.degrees.displaced else bands, 1
+    )
+
+
+WAYS = {
+    "a call": lambda model: model.predict(*tiny.inputs(tiny.FLUX), nobody),
+    "a run": in_bands,
+    "a run without warm-up": lambda model: sample_in_bands(
+        model, tiny.inputs(tiny.FLUX)[0], linear_sigmas(3), Prompt(tiny.inputs(tiny.FLUX)[2], {}, 1.0), 3, 0
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_damaged_file_is_named_with_rank_and_tensor(pools, damaged_file, flux_file, way):
+    model = pools.load(damaged_file, Degrees(pipe=2))
+    for _ in range(2):  # the second time nothing is left of the first
+        with pytest.raises(NotFiniteError) as error:
+            WAYS[way](model)
+        text = str(error.value)
+        assert "They began on rank 1 (cpu), stage 2 of 2, in micro-step " in text
+        assert "not finite in single_transformer_blocks.4.proj_out.weight: the file is damaged" in text
+    assert model.pool.error is None
+    pids = model.pool.pids
+    well = pools.load(flux_file, Degrees(pipe=2))
+    assert well.pool.pids == pids
+    after, before = in_bands(well)[0], in_bands(pools.load(flux_file, Degrees(pipe=2), fresh=True))[0]
+    assert torch.equal(after, before)
+    assert after.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [Degrees(ulysses=2), Degrees(ring=2), Degrees(tensor=2), Degrees(batch=2), Degrees(patch=2, patch_mode="displaced")],
+    ids=str,
+)
+def test_every_mode_finds_it(pools, damaged_file, degrees):
+    model = pools.load(damaged_file, degrees)
+    with pytest.raises(NotFiniteError, match=r"began on rank \d .*single_transformer_blocks\.4\.proj_out\.weight"):
+        model.predict(*tiny.inputs(tiny.FLUX), nobody)
+    if degrees.displaced:
+        with pytest.raises(NotFiniteError, match=r"proj_out\.weight"):
+            in_bands(model)
+    assert model.pool.error is None
+    with pytest.raises(NotFiniteError):
+        model.predict(*tiny.inputs(tiny.FLUX), nobody)
+
+
+def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(flux_file, pools, monkeypatch):
+    monkeypatch.setattr(launch, "main", failing_rank.not_a_number)
+    ranks = Pool(("cpu", "cpu"))
+    try:
+        model = RemoteTransformer(ranks, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody)
+        # Two entries one by one, then three bands: the fourth is the second band of the second step.
+        with pytest.raises(NotFiniteError, match=r"rank 1 \(cpu\), stage 2 of 2, in micro-step 4\..*weight_dtype fp32"):
+            in_bands(model)
+        again, expected = in_bands(model), in_bands(pools.load(flux_file, Degrees(pipe=2), fresh=True))
+        assert torch.equal(again[0], expected[0])
+        assert [rank.buffer_bytes for rank in again[1]] == [rank.buffer_bytes for rank in expected[1]]
+        assert not model._conditionings or len(model._conditionings) <= 1
+    finally:
+        ranks.close()
+
+
+def test_a_lora_that_is_not_finite_is_named(pools, flux_file, flux_model):
+    model = pools.load(flux_file, Degrees(pipe=2))
+    shape = load_file(flux_file)[LAST_BLOCK].shape
+    up = torch.zeros(shape[0], 2)
+    up[0, 0] = INF
+    given = tiny.inputs(tiny.FLUX)
+    try:
+        model.adapt("bad", [Delta(LAST_BLOCK, up, torch.ones(2, shape[1]), 1.0)], nobody)
+        with pytest.raises(NotFiniteError, match=r"The LoRA's own values are not finite in single_transformer_blocks\.4"):
+            model.predict(*given, nobody)
+        model.adapt("strong", [Delta(LAST_BLOCK, up.nan_to_num(0, 1e30, 0) * 1e8, torch.ones(2, shape[1]), 1.0)], nobody)
+        with pytest.raises(NotFiniteError, match="lower the LoRA's strength"):
+            model.predict(*given, nobody)
+    finally:
+        model.adapt(None, (), nobody)
+    assert tiny.relative(model.predict(*given, nobody), tiny.reference(flux_model, *given)) < 1e-5
+
+
+def test_fp16_that_overflows_says_what_to_use(pools, flux_file, tmp_path):
+    state = load_file(flux_file)
+    state["img_in.bias"][2] = 1e5
+    path = tmp_path / "large.safetensors"
+    save_file(state, path)
+    with pytest.raises(NotFiniteError, match="weight_dtype fp16 is too small for them, use bf16 or fp32"):
+        pools.load(path, Degrees(pipe=2), "fp16").predict(*tiny.inputs(tiny.FLUX), nobody)
+    model = pools.load(path, Degrees(pipe=2), "bf16")
+    assert model.predict(*tiny.inputs(tiny.FLUX), nobody).isfinite().all()
+
+
+@settings(max_examples=15)
+@given(st.sampled_from(["x", "time", "context", "pooled", "guidance"]), st.sampled_from([NAN, INF, -INF]), st.booleans())
+def test_inputs_are_refused_by_name_before_they_are_sent(remote, what, bad, bands):
+    model = remote(Degrees(pipe=2))
+    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    spoilt = {"x": x, "time": timestep, **tensors}[what]
+    spoilt.view(-1)[-1] = bad
+    sent, send = [], model.pool.send
+    model.pool.send = lambda rank, message: (sent.append(type(message)), send(rank, message))
+    name = {"x": "latent_image: the latent", "time": "sigmas: "}.get(
+        what, f"positive, negative: the conditioning's '{what}'"
+    )
+    try:
+        with pytest.raises(ValueError, match=name):
+            if bands and what != "time":
+                sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), 3, 1)
+            else:
+                model.predict(x, timestep, tensors, nobody)
+    finally:
+        del model.pool.send
+    assert m.Step not in sent
+    assert model.predict(*tiny.inputs(tiny.FLUX), nobody).isfinite().all()
+
+
+def test_a_late_finding_harms_nobody(remote, flux_model):
+    """An answer that comes when its call was given up, and a question to ranks whose model is gone."""
+    model = remote(Degrees(pipe=2))
+    answers = model.pool.ask(m.FindNotFinite(10**9), m.NotFiniteFound).result(timeout=60)
+    assert [replace(answer, rank=0) for answer in answers] == [m.NotFiniteFound(0, 10**9, None, (), ())] * 2
+    given = tiny.inputs(tiny.FLUX)
+    patching = model.family.patching
+    conditioning = model.conditioning(patching.grid(given[0].shape), given[2])
+    call = model.call(patching.pack(given[0]), given[1], conditioning, run=0)
+    call.future.set_result(None)
+    model._find_cause(call, 1)
+    assert tiny.relative(model.predict(*given, nobody), tiny.reference(flux_model, *given)) < 1e-5

@@ -1,0 +1,171 @@
+"""Compressed transfers: how far values and pictures are from the exact ones, and how many bytes travel."""
+
+import functools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.quickstart.codec import decode, process_out
+from parallel_backend.quickstart.digits import read_digits
+from parallel_backend.quickstart.model import WEIGHTS
+from parallel_backend.quickstart.prompt import CELLS
+from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
+from parallel_backend.rank.comm.transfer_codec import KINDS, Codec
+from tests.support import tiny
+from tests.system.test_exactness import name
+
+ERROR = {"int8": 1.02 * 0.5 / 127, "fp8": 1.02 * 2**-4}
+"""Largest error of a value over the largest value of its group: half a step, the scale having been rounded up; of fp8 over
+the value itself, half of its last bit."""
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def there_and_back(codec: Codec, values: torch.Tensor, size: int) -> torch.Tensor:
+    packed = torch.full((codec.nbytes(values.numel(), size),), 255, dtype=torch.uint8)
+    out = torch.full_like(values, torch.nan)
+    codec.encode(values.view(-1), size, packed)
+    codec.decode(packed, size, out.view(-1))
+    return out
+
+
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    dtype=st.sampled_from(DTYPES),
+    size=st.sampled_from([1, 7, 16, 64, 72, 88, 128]),
+    vectors=st.integers(0, 5),
+    exponent=st.integers(-12, 4),
+    seed=st.integers(0, 1000),
+)
+def test_every_value_is_close_on_the_scale_of_its_group(kind, dtype, size, vectors, exponent, seed):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(vectors, size, generator=generator).exp2_().sub_(1).mul_(10.0**exponent)
+    values = values.clamp(-6e4, 6e4).to(dtype)  # within float16
+    out = there_and_back(Codec(kind), values, size).double()
+    group = next(n for n in range(32, 0, -1) if size % n == 0)
+    groups, error = values.double().view(-1, group), (out - values.double()).abs().view(-1, group)
+    peaks = groups.abs().amax(1, keepdim=True)
+    rounding = torch.finfo(dtype).eps * groups.abs() + torch.finfo(dtype).smallest_normal * 2
+    if kind == "int8":
+        limit = ERROR[kind] * peaks + rounding
+    else:  # below its smallest normal number fp8 has equal steps
+        limit = torch.maximum(ERROR[kind] * groups.abs(), 2**-9 / 448 * peaks) + rounding
+    assert (error <= limit).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_stay_zeros_and_what_is_no_number_stays_none(kind):
+    values = torch.zeros(4, 32)
+    values[1, 3], values[2, 5] = torch.nan, torch.inf
+    out = there_and_back(Codec(kind), values, 32)
+    assert torch.equal(out[[0, 3]], values[[0, 3]])
+    assert not out[1, 3].isfinite() and not out[2, 5].isfinite()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_value_costs_only_its_own_group(kind):
+    values = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+    values[:, 40] = 500.0
+    error = (there_and_back(Codec(kind), values, 128) - values).norm(dim=0)
+    assert error[:32].max() < 0.5 * error[32:64].max() if kind == "int8" else error[:32].max() < 1.0
+
+
+def flux(pools, path, degrees: Degrees, transfer_dtype: str = "full", dtype: str = "fp32") -> RemoteTransformer:
+    pools.forget(degrees.world)
+    checkpoint = open_checkpoint(path)
+    ranks = pools(degrees.world)
+    return RemoteTransformer(ranks, checkpoint, degrees, dtype, "sdpa", lambda: None, transfer_dtype=transfer_dtype)
+
+
+def ulysses_bytes(model: RemoteTransformer, *inputs) -> int:
+    report = lambda: model.close_run(model.open_run(), lambda: None)  # noqa: E731
+    report()
+    model.predict(*inputs, lambda: None)
+    return sum(stats.bytes_sent.get("ulysses", 0) for stats in report())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_bytes_sent(pools, flux_file, dtype):
+    """One byte for each value, and two for each of the groups, which the tiny model's heads are: 16 values."""
+    inputs = tiny.inputs(tiny.FLUX)
+    full = ulysses_bytes(flux(pools, flux_file, Degrees(ulysses=2), dtype=dtype), *inputs)
+    layers, tokens, width = 8, 7 + 8 * 6, 8 * 16
+    itemsize = 4 if dtype == "fp32" else 2
+    assert full == layers * 4 * 2 * tokens * width // 2 * itemsize  # q, k, v, out; batch 2; half is for the other rank
+    for kind in KINDS:
+        sent = ulysses_bytes(flux(pools, flux_file, Degrees(ulysses=2), kind, dtype), *inputs)
+        assert sent == full // itemsize * 18 // 16
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        Degrees(ulysses=2),
+        Degrees(ulysses=3),
+        Degrees(ulysses=2, ring=2),
+        Degrees(ulysses=2, tensor=2),
+        Degrees(ulysses=2, batch=2),
+    ],
+    ids=name,
+)
+def test_products_are_near_and_full_is_exact(pools, flux_file, flux_model, degrees, measured):
+    """Odd sizes: tokens and heads divide unevenly."""
+    inputs = tiny.inputs(tiny.FLUX, height=15, width=11)
+    expected = tiny.reference(flux_model, *inputs)
+    full = flux(pools, flux_file, degrees).predict(*inputs, lambda: None)
+    assert tiny.relative(full, expected) < 1e-5
+    for kind, limit in (("int8", 2e-3), ("fp8", 1e-2)):
+        error = tiny.relative(flux(pools, flux_file, degrees, kind).predict(*inputs, lambda: None), expected)
+        measured(f"relative error of a call, transfers in {kind}", error)
+        assert 1e-4 < error < limit
+
+
+def test_full_is_full_bit_for_bit(pools, flux_file):
+    inputs = tiny.inputs(tiny.FLUX)
+    pools.forget(2)
+    default = pools.load(flux_file, Degrees(ulysses=2)).predict(*inputs, lambda: None)
+    assert torch.equal(flux(pools, flux_file, Degrees(ulysses=2), "full").predict(*inputs, lambda: None), default)
+    assert not torch.equal(flux(pools, flux_file, Degrees(ulysses=2), "int8").predict(*inputs, lambda: None), default)
+
+
+def test_in_bands(pools, flux_file, measured):
+    degrees = Degrees(ulysses=2, pipe=2)
+    noise, _, tensors = tiny.inputs(tiny.FLUX, height=16, width=12)
+
+    def run(transfer_dtype: str) -> torch.Tensor:
+        model = flux(pools, flux_file, degrees, transfer_dtype)
+        return sample_in_bands(model, noise, linear_sigmas(4), Prompt(tensors, {}, 1.0), 3, warm_up=1)[0]
+
+    error = tiny.relative(run("int8"), run("full"))
+    measured("relative error of a run in bands, transfers in int8", error)
+    assert 5e-5 < error < 2e-3
+
+
+@pytest.fixture(scope="module")
+def pictures(pools):
+    """`pictures(transfer_dtype)`: of the trained mini model on two Ulysses ranks."""
+    generator = torch.Generator().manual_seed(5)
+    symbols = torch.randint(10, (2, CELLS), generator=generator)
+    noise = torch.randn(2, 16, 32, 32, generator=generator)
+
+    @functools.cache
+    def draw(transfer_dtype: str) -> torch.Tensor:
+        model = flux(pools, WEIGHTS, Degrees(ulysses=2), transfer_dtype)
+        return decode(process_out(sample_whole(model, noise, linear_sigmas(8), digit_prompts(symbols, 3.0))))
+
+    return symbols, draw
+
+
+@pytest.mark.parametrize("kind, least", [("int8", 48.0), ("fp8", 34.0)])
+def test_pictures_of_the_mini_model(pictures, measured, kind, least):
+    symbols, draw = pictures
+    exact, images = draw("full"), draw(kind)
+    psnr = -10 * math.log10((images - exact).square().mean().item())
+    measured(f"noise to signal of pictures, transfers in {kind}, dB", -psnr)
+    assert least < psnr < 90
+    assert torch.equal(torch.as_tensor(read_digits(images)), symbols)

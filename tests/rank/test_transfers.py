@@ -1,0 +1,164 @@
+"""What moves between ranks, counted at the collectives, equals the formulas: A = tokens x hidden x bytes per value.
+
+A step over one boundary of stages moves A, whatever the number of layers and bands. Per layer Ulysses moves 4 A / N, of
+which 1 / N stays where it is; ring and displaced patches move 2 A, of which each rank has its own N-th; tensor parallel
+adds up A twice (once in Flux's single blocks), each time 2 A as the ring algorithm does it, less the own N-th.
+"""
+
+import pytest
+import torch
+
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.wire.sampling import RunStats
+from tests.support import tiny
+
+HIDDEN = tiny.FLUX["num_attention_heads"] * tiny.FLUX["attention_head_dim"]
+LAYERS = tiny.FLUX["num_layers"] + tiny.FLUX["num_single_layers"]
+STEPS = 4
+TEXT, IMAGE, BATCH = 8, 48, 2  # both divisible by 4 ranks and 4 bands, so that the formulas are exact
+WIDTH = {"fp32": 4, "bf16": 2}
+
+
+def run(model, bands: int, warm_up: int, batch: int = BATCH) -> list[RunStats]:
+    model.close_run(model.open_run(), lambda: None)  # what earlier tests moved is counted until the first report
+    x, _, tensors = tiny.inputs(tiny.FLUX, batch=batch, height=16, width=12, text=TEXT)
+    return sample_in_bands(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), bands, warm_up)[1]
+
+
+def moved(stats: list[RunStats], axis: str) -> list[int]:
+    return [rank.bytes_sent.get(axis, 0) for rank in stats]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("bands", "warm_up"), [(1, 0), (1, STEPS), (3, 0), (4, 1), (4, STEPS)])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_pipe_moves_each_token_once_per_boundary_and_step(remote, stages, bands, warm_up, dtype):
+    stats = run(remote(Degrees(pipe=stages), dtype=dtype), bands, warm_up)
+    activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
+    assert moved(stats, "pipe") == [STEPS * activations] * (stages - 1) + [0]
+    assert not any(moved(stats, "ulysses"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ulysses_moves_four_nths_of_the_activations_per_layer(remote, ranks, dtype):
+    stats = run(remote(Degrees(ulysses=ranks), dtype=dtype), 1, STEPS)
+    activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
+    assert 4 * activations * LAYERS * (ranks - 1) % ranks**2 == 0
+    assert moved(stats, "ulysses") == [STEPS * 4 * activations * LAYERS * (ranks - 1) // ranks**2] * ranks
+    assert not any(moved(stats, "pipe"))
+
+
+def test_ulysses_moves_the_text_once_per_step_in_bands(remote):
+    """In bands as in one piece: the same tokens go through attention once each."""
+    model = remote(Degrees(ulysses=2))
+    assert moved(run(model, 4, 0), "ulysses") == moved(run(model, 4, STEPS), "ulysses")
+
+
+def test_products_add_up(remote):
+    """Each of the two pipelines of Ulysses pairs moves what it would alone, for its own layers and tokens."""
+    stats = run(remote(Degrees(pipe=2, ulysses=2)), 4, 1)
+    activations = BATCH * (TEXT + IMAGE) * HIDDEN * 4
+    assert moved(stats, "pipe") == [STEPS * activations // 2] * 2 + [0, 0]
+    assert sum(moved(stats, "ulysses")) == 2 * STEPS * 4 * activations * LAYERS // 4
+    assert all(moved(stats, "ulysses"))
+
+
+def test_uneven_shards_lose_and_gain_nothing(remote):
+    """7 text tokens over 2 ranks, 2 x 3 heads' worth each: over both ranks it is still what leaves that counts."""
+    model = remote(Degrees(ulysses=2))
+    model.close_run(model.open_run(), lambda: None)
+    x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=1, height=10, width=6, text=7)
+    model.predict(x, timestep, tensors, lambda: None)
+    stats = model.close_run(model.open_run(), lambda: None)
+    text, image = (4, 3), (8, 7)
+    tokens = [text[rank] + image[rank] for rank in range(2)]
+    # q, k, v of my tokens for the other's heads, and back: the output of the other's tokens for my heads.
+    token = LAYERS * HIDDEN // 2 * 4
+    assert moved(stats, "ulysses") == [token * (3 * tokens[0] + tokens[1]), token * (3 * tokens[1] + tokens[0])]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("bands", "warm_up"), [(1, STEPS), (4, 1)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ring_moves_keys_and_values_once_around_per_layer(remote, ranks, bands, warm_up, dtype):
+    """In bands as in one piece: the band's keys go around, not the buffer."""
+    stats = run(remote(Degrees(ring=ranks), dtype=dtype), bands, warm_up)
+    activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
+    assert moved(stats, "ring") == [STEPS * 2 * activations * LAYERS * (ranks - 1) // ranks] * ranks
+
+
+def test_a_ring_without_a_buffer_moves_the_same(remote):
+    model = remote(Degrees(ring=4))
+    x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=BATCH, height=16, width=12, text=TEXT)
+    model.close_run(model.open_run(), lambda: None)
+    model.predict(x, timestep, tensors, lambda: None)
+    stats = model.close_run(model.open_run(), lambda: None)
+    activations = BATCH * (TEXT + IMAGE) * HIDDEN * 4
+    assert moved(stats, "ring") == [2 * activations * LAYERS * 3 // 4] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("warm_up", [1, STEPS])
+def test_displaced_patches_move_keys_and_values_to_everyone_per_layer(remote, ranks, warm_up):
+    stats = run(remote(Degrees(patch=ranks, patch_mode="displaced")), 1, warm_up)
+    activations = BATCH * (TEXT + IMAGE) * HIDDEN * 4
+    assert moved(stats, "patch") == [STEPS * 2 * activations * LAYERS * (ranks - 1) // ranks] * ranks
+
+
+def test_naive_patches_move_nothing(remote):
+    model = remote(Degrees(patch=2, patch_mode="naive"))
+    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    model.close_run(model.open_run(), lambda: None)
+    model.predict(x, timestep, tensors, lambda: None)
+    assert all(rank.bytes_sent == {} for rank in model.close_run(model.open_run(), lambda: None))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_adds_up_activations_twice_per_layer(remote, ranks, dtype):
+    stats = run(remote(Degrees(tensor=ranks), dtype=dtype), 1, STEPS)
+    activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
+    sums = 2 * tiny.FLUX["num_layers"] + tiny.FLUX["num_single_layers"]
+    vectors = 12 * tiny.FLUX["num_layers"] + 3 * tiny.FLUX["num_single_layers"]  # modulation, in units of hidden
+    expected = 2 * activations * sums + BATCH * vectors * HIDDEN * WIDTH[dtype]
+    assert moved(stats, "tensor") == [STEPS * expected * (ranks - 1) // ranks] * ranks
+
+
+def test_the_share_of_transfers_that_is_hidden_is_between_none_and_all(remote):
+    """Every transfer is under way at least as long as it is waited for; what nothing runs beside is waited for wholly."""
+    for degrees, bands in ((Degrees(pipe=2), 4), (Degrees(ulysses=2), 1), (Degrees(patch=2, patch_mode="displaced"), 1)):
+        stats = run(remote(degrees), bands, 1)
+        assert all(0 <= rank.wait_seconds <= rank.transfer_seconds for rank in stats)
+        assert any(rank.transfer_seconds > 0 for rank in stats)
+    assert all(rank.wait_seconds > 0 for rank in run(remote(Degrees(ulysses=2)), 1, STEPS))
+
+
+def test_batch_moves_nothing(remote):
+    stats = run(remote(Degrees(batch=2)), 3, 1)
+    assert all(rank.bytes_sent == {} for rank in stats)
+    assert all(rank.micro_steps > 0 for rank in stats)
+
+
+@pytest.mark.parametrize(("degrees", "entries"), [(Degrees(pipe=2), 2), (Degrees(ulysses=2), 1)], ids=str)
+def test_micro_steps_are_the_schedules(remote, degrees, entries):
+    """In an exact call a pipeline takes batch entries one by one, and otherwise all at once."""
+    bands, warm_up = 3, 1
+    stats = run(remote(degrees), bands, warm_up)
+    assert [rank.micro_steps for rank in stats] == [warm_up * entries + (STEPS - warm_up) * bands] * 2
+
+
+@pytest.mark.parametrize(
+    "degrees", [Degrees(pipe=2), Degrees(ring=2), Degrees(patch=2, patch_mode="displaced"), Degrees(pipe=2, ring=2)], ids=str
+)
+def test_overlap_off_gives_the_same_sample(remote, degrees):
+    """Transfers beside compute or one after the other: what is computed is the same."""
+    model = remote(degrees)
+    x, _, tensors = tiny.inputs(tiny.FLUX)
+    sigmas, prompt = linear_sigmas(3), Prompt(tensors, {}, 1.0)
+    bands = 1 if degrees.displaced else 3
+    samples = [sample_in_bands(model, x, sigmas, prompt, bands, 1, overlap=overlap)[0] for overlap in (False, True)]
+    assert torch.equal(*samples)
+    whole = [model.predict(x, torch.full((2,), 0.7), tensors, lambda: None, overlap) for overlap in (False, True)]
+    assert torch.equal(*whole)

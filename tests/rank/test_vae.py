@@ -1,0 +1,358 @@
+"""A VAE's decoder in bands of rows equals diffusers' decode of the whole latent, and each of its exchanges is needed."""
+
+import functools
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import diffusers
+import pytest
+import torch
+from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+from torch import nn
+
+from parallel_backend.checkpoints.vae_keys import to_diffusers
+from parallel_backend.client.vae import RemoteDecoder, TooLittleMemory
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.pool import RankError
+from parallel_backend.rank.comm.mesh import Axis
+from parallel_backend.rank.comm.transfers import Traffic
+from parallel_backend.rank.vae import banded_layers as banded
+from parallel_backend.rank.vae.decoder import BandedDecoder, free_bytes
+from parallel_backend.wire import messages as m
+from tests.support import tiny
+
+LIMIT = 1e-5
+"""Of the largest difference in fp32, as a part of the largest pixel."""
+WIDTHS = (32, 32, 64)
+WRONG = 1e-3
+"""What a missing exchange moves some pixel by, at least."""
+
+
+@functools.cache
+def autoencoder(channels: int = 4, post_quant: bool = True) -> diffusers.AutoencoderKL:
+    """A small random one; its latents are a quarter of the picture's side."""
+    vae = diffusers.AutoencoderKL(
+        latent_channels=channels,
+        block_out_channels=WIDTHS,
+        down_block_types=("DownEncoderBlock2D",) * len(WIDTHS),
+        up_block_types=("UpDecoderBlock2D",) * len(WIDTHS),
+        use_quant_conv=post_quant,
+        use_post_quant_conv=post_quant,
+    )
+    return tiny.randomise(vae.eval().requires_grad_(False), seed=0)
+
+
+def weights(vae: diffusers.AutoencoderKL) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in vae.state_dict().items() if name.startswith(("decoder.", "post_quant_conv."))}
+
+
+def latent(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+@torch.inference_mode()
+def whole(vae: diffusers.AutoencoderKL, x: torch.Tensor) -> torch.Tensor:
+    return vae.decode(x).sample
+
+
+def largest(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Difference, as a part of the largest value expected."""
+    return float((found.double() - expected.double()).abs().max() / expected.abs().max())
+
+
+@pytest.fixture
+def remote_decoder(pools):
+    """`remote_decoder(ranks, vae, name)`: it on that many ranks."""
+    return lambda ranks, vae, name="vae": RemoteDecoder(pools(ranks), name, lambda: weights(vae))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("shape", "post_quant"),
+    [((1, 4, 8, 6), True), ((1, 4, 13, 5), True), ((2, 4, 7, 3), True), ((1, 16, 5, 6), False), ((1, 4, 4, 1), True)],
+    ids=lambda value: str(value),
+)
+def test_bands_equal_the_whole(remote_decoder, ranks, shape, post_quant, measured):
+    vae, x = autoencoder(shape[1], post_quant), latent(*shape)
+    found = remote_decoder(ranks, vae, f"{shape[1]} channels").decode(x, lambda: None)
+    expected = whole(vae, x)
+    assert found.shape == expected.shape
+    assert expected.std() > 0.1
+    measured(f"VAE in bands, largest difference, {ranks} ranks", largest(found, expected))
+    assert largest(found, expected) <= LIMIT
+
+
+def test_repeats_bit_for_bit(remote_decoder):
+    decoder, x = remote_decoder(3, autoencoder()), latent(1, 4, 9, 6)
+    assert torch.equal(decoder.decode(x, lambda: None), decoder.decode(x, lambda: None))
+
+
+def test_half_precision_is_as_near_as_the_whole_in_it(remote_decoder):
+    """Rows at the seams are rounded once, like all others."""
+    exact, x = autoencoder(), latent(1, 4, 9, 6)
+    half = diffusers.AutoencoderKL.from_config(exact.config).eval().requires_grad_(False)
+    half.load_state_dict(exact.state_dict())
+    half.to(torch.bfloat16)
+    found, expected = remote_decoder(3, half, "bf16").decode(x, lambda: None), whole(exact, x)
+    assert found.dtype == torch.bfloat16
+    assert largest(found, expected) <= 1.5 * largest(whole(half, x.bfloat16()), expected)
+
+
+def test_a_rank_sends_rows_statistics_and_keys(remote_decoder):
+    """Per 3x3 convolution a row to each neighbour, per GroupNorm two numbers for each group, keys and values to all."""
+    vae, x, ranks = autoencoder(), latent(1, 4, 8, 6), 3
+    row, norms = 0, 0
+
+    def note(module: nn.Module, inputs: tuple[torch.Tensor], _output: torch.Tensor) -> None:
+        nonlocal row, norms
+        if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3):
+            row += inputs[0].shape[1] * inputs[0].shape[3] * 4
+        norms += isinstance(module, nn.GroupNorm)
+
+    hooks = [module.register_forward_hook(note) for module in vae.decoder.modules()]
+    whole(vae, x)
+    for hook in hooks:
+        hook.remove()
+    decoder = remote_decoder(ranks, vae)
+    decoder.decode(x, lambda: None)
+    everywhere = (ranks - 1) * (norms * 2 * 32 * 4 + 4)  # with one number that says whether memory suffices
+    keys = [(ranks - 1) * 2 * rows * x.shape[3] * WIDTHS[-1] * 4 for rows in (3, 3, 2)]
+    assert row > 0 < norms
+    assert decoder.bytes_sent == [
+        {"rows": neighbours * row + everywhere + own} for neighbours, own in zip((1, 2, 1), keys, strict=True)
+    ]
+
+
+def test_weights_are_sent_once_until_another_decoder_or_model_takes_their_place(pools, remote):
+    sent = []
+
+    def decode(name: str) -> None:
+        def ask() -> dict[str, torch.Tensor]:
+            sent.append(name)
+            return weights(autoencoder())
+
+        found = RemoteDecoder(pools(2), name, ask).decode(latent(1, 4, 4, 4), lambda: None)
+        assert largest(found, whole(autoencoder(), latent(1, 4, 4, 4))) <= LIMIT
+
+    for name in ("a", "a", "b", "b", "a"):
+        decode(name)
+    assert sent == ["a", "b", "a"]
+    model = remote(Degrees(pipe=2), fresh=True)
+    given = tiny.inputs(tiny.FLUX)
+    before = model.predict(*given, lambda: None)
+    decode("a")
+    decode("a")
+    assert sent == ["a", "b", "a", "a"]
+    assert torch.equal(model.predict(*given, lambda: None), before)  # beside the decoder the model stays as it was
+    pools(2).ask(m.Unload(), m.Unloaded).result(timeout=60)
+    pools.forget(2)
+    decode("a")
+    assert sent == ["a", "b", "a", "a", "a"]
+
+
+def test_too_little_memory_is_said_before_anything_is_computed(remote_decoder):
+    decoder, x = remote_decoder(2, autoencoder()), latent(1, 4, 4, 4)
+    assert free_bytes(torch.device("cpu")) < 2**60
+    with pytest.raises(TooLittleMemory, match="less than the"):
+        decoder.decode(x, lambda: None, bytes_needed=2**60)
+    assert largest(decoder.decode(x, lambda: None, bytes_needed=2**20), whole(autoencoder(), x)) <= LIMIT
+
+
+def test_cancel_leaves_ranks_that_work(remote_decoder):
+    class Cancelled(BaseException):
+        pass
+
+    def cancel() -> None:
+        raise Cancelled
+
+    decoder, x = remote_decoder(2, autoencoder()), latent(1, 4, 5, 4)
+    for name in ("vae", "never seen", "nor this"):
+        with pytest.raises(Cancelled):
+            remote_decoder(2, autoencoder(), name).decode(latent(1, 4, 64, 64), cancel)
+        assert largest(decoder.decode(x, lambda: None), whole(autoencoder(), x)) <= LIMIT
+
+
+def test_cancel_while_weights_are_sent_leaves_ranks_that_agree(remote_decoder, pools):
+    """All have the weights, or none: a rank that had not would leave the others waiting in the next picture."""
+    pressed, x = threading.Event(), latent(1, 4, 5, 4)
+
+    def ask() -> dict[str, torch.Tensor]:
+        pressed.set()
+        return weights(autoencoder())
+
+    def poll() -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+
+    remote_decoder(2, autoencoder()).decode(x, lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        RemoteDecoder(pools(2), "being sent", ask).decode(latent(1, 4, 64, 64), poll)
+    assert largest(remote_decoder(2, autoencoder()).decode(x, lambda: None), whole(autoencoder(), x)) <= LIMIT
+
+
+def test_a_rank_killed_while_decoding_is_named(remote_decoder, pools):
+    decoder = remote_decoder(2, autoencoder())
+    pid = pools(2).pids[1]
+    threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL)).start()
+    with pytest.raises(RankError, match=r"rank 1 \(cpu\) was killed by signal 9"):
+        while True:
+            decoder.decode(latent(1, 4, 48, 48), lambda: None)
+    x = latent(1, 4, 4, 4)
+    assert largest(remote_decoder(2, autoencoder()).decode(x, lambda: None), whole(autoencoder(), x)) <= LIMIT
+
+
+def test_an_error_in_a_rank_says_that_it_was_decoding(remote_decoder):
+    with pytest.raises(RankError, match=r"rank \d \(cpu\) failed in decoding a picture: RuntimeError"):
+        remote_decoder(2, autoencoder()).decode(latent(1, 3, 4, 4), lambda: None)
+
+
+@dataclass
+class Arrived:
+    value: object
+
+    def wait(self):
+        return self.value
+
+
+class Threads:
+    """Ranks as threads of this process, so that a test can leave one of the exchanges out."""
+
+    def __init__(self, ranks: int, without: str):
+        self.ranks, self.without = ranks, without
+        self._barrier, self._slots = threading.Barrier(ranks, timeout=60), [None] * ranks
+
+    def _swap(self, index: int, value):
+        self._slots[index] = value
+        self._barrier.wait()
+        values = list(self._slots)
+        self._barrier.wait()
+        return values
+
+    def start_halo(self, x, axis, _traffic):
+        rows = self._swap(axis.index, (x[:, :, :1], x[:, :, -1:]))
+        none = torch.zeros_like(x[:, :, :1])
+        above = rows[axis.index - 1][1] if axis.index > 0 else none
+        below = rows[axis.index + 1][0] if axis.index < axis.size - 1 else none
+        return Arrived((none, none) if self.without == "halo" else (above, below))
+
+    def start_gather(self, own, _lengths, dim, axis, _traffic):
+        values = self._swap(axis.index, own)
+        alone = self.without == ("statistics" if dim == 0 else "keys")
+        return Arrived([own] * axis.size if alone else values)
+
+    def run(self, work):
+        """`work(axis)` of every rank."""
+        axes = [Axis("rows", self.ranks, index, tuple(range(self.ranks)), None) for index in range(self.ranks)]
+        with ThreadPoolExecutor(self.ranks) as threads:
+            return list(threads.map(work, axes))
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    def make(ranks: int, without: str = "nothing") -> Threads:
+        made = Threads(ranks, without)
+        monkeypatch.setattr(banded, "start_halo", made.start_halo)
+        monkeypatch.setattr(banded, "start_gather", made.start_gather)
+        monkeypatch.setattr(BandedDecoder, "_all_have", lambda self, needed: True)
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize(("without", "equal"), [("nothing", True), ("halo", False), ("statistics", False), ("keys", False)])
+def test_each_exchange_is_needed(threads, without, equal, measured):
+    vae, x, put = autoencoder(), latent(1, 4, 8, 6), m.PutDecoder("vae", weights(autoencoder()))
+
+    def part(axis: Axis) -> torch.Tensor:
+        decoder = BandedDecoder(put, axis.index, axis.size, torch.device("cpu"))
+        return decoder.decode(m.Decode(1, "vae", x, 0)).pixels
+
+    found = torch.cat(threads(2, without).run(part), dim=2)
+    measured(f"VAE in bands, largest difference without {without}", largest(found, whole(vae, x)))
+    assert largest(found, whole(vae, x)) <= LIMIT if equal else largest(found, whole(vae, x)) > WRONG
+
+
+@pytest.mark.parametrize("offset", [0, 300])
+def test_a_group_norm_loses_no_digits_to_a_large_mean(threads, offset):
+    """Bands of very different means too: as near to float64 as torch's own is."""
+    rows, norm = (3, 1, 2), tiny.randomise(nn.GroupNorm(4, 8, eps=1e-6), seed=2).requires_grad_(False)
+    x = latent(2, 8, sum(rows), 5) + offset + 20 * torch.arange(6.0)[:, None]
+    exact = nn.functional.group_norm(x.double(), 4, norm.weight.double(), norm.bias.double(), 1e-6)
+
+    def part(axis: Axis) -> torch.Tensor:
+        layer = nn.GroupNorm(4, 8, eps=1e-6)
+        layer.load_state_dict(norm.state_dict())
+        banded.Bands(axis, Traffic(torch.device("cpu")), rows).adopt(nn.Sequential(layer))
+        return layer(x.split(rows, dim=2)[axis.index])
+
+    with torch.no_grad():
+        found = torch.cat(threads(3).run(part), dim=2)
+    assert largest(found, exact) <= 2 * largest(norm(x), exact) + 1e-7
+    assert largest(apart(norm, x, rows), exact) > 0.1
+
+
+def apart(norm: nn.GroupNorm, x: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
+    """Every band normalised by itself."""
+    return torch.cat([norm(band) for band in x.split(rows, dim=2)], dim=2)
+
+
+def test_a_convolution_that_no_band_can_do_is_not_taken(threads):
+    for conv in (nn.Conv2d(2, 2, 5, padding=2), nn.Conv2d(2, 2, 3, padding=1, stride=2), nn.Conv2d(2, 2, 3)):
+        bands = banded.Bands(Axis("rows", 2, 0, (0, 1), None), Traffic(torch.device("cpu")))
+        with pytest.raises(AssertionError, match="cannot be convolved"):
+            bands.adopt(nn.Sequential(conv))
+
+
+def original_names() -> list[str]:
+    """Modules of the decoder of SD's VAE, in its original layout."""
+    resnet = ("norm1", "conv1", "norm2", "conv2")
+    names = [f"mid.block_{block}.{layer}" for block in (1, 2) for layer in resnet]
+    names += [f"mid.attn_1.{layer}" for layer in ("norm", "q", "k", "v", "proj_out")]
+    names += [f"up.{level}.block.{block}.{layer}" for level in range(4) for block in range(3) for layer in resnet]
+    names += [f"up.{level}.block.0.nin_shortcut" for level in (0, 1)] + [f"up.{level}.upsample.conv" for level in (1, 2, 3)]
+    return [f"decoder.{name}" for name in ("conv_in", *names, "norm_out", "conv_out")] + ["post_quant_conv"]
+
+
+@pytest.fixture
+def original() -> dict[str, torch.Tensor]:
+    """Every tensor with values of its own."""
+    state = {}
+    for number, name in enumerate(original_names()):
+        kernel = () if "norm" in name else (3, 1, 1)
+        state[f"{name}.weight"] = torch.full((3, *kernel), float(number))
+        state[f"{name}.bias"] = torch.full((3,), number + 0.5)
+    return state
+
+
+def test_names_are_those_of_diffusers_own_converter(original):
+    config = {"down_block_types": [0] * 4, "up_block_types": [0] * 4}
+    expected = convert_ldm_vae_checkpoint(dict(original), config)
+    found = to_diffusers(original | {"encoder.conv_in.weight": torch.zeros(1), "quant_conv.bias": torch.zeros(1)})
+    assert found.keys() == expected.keys()
+    assert len(found) == len(original)
+    assert all(found[name].shape == value.shape and torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"decoder.mid.block_1.mix_factor": torch.zeros(1)},
+        {"decoder.mid.block_1.time_stack.conv1.weight": torch.zeros(3, 3, 1, 1)},
+        {"decoder.up.0.attn.0.q.weight": torch.zeros(3, 3, 1, 1)},
+        {"decoder.up.0.block.0.conv_shortcut.weight": torch.zeros(3, 3, 3, 3)},
+        {"decoder.conv_in.weight": torch.zeros(3, 3, 3, 3, 3)},
+        {"decoder.conv_in.conv.weight": torch.zeros(3, 3, 3, 3)},
+        {"decoder.conv_in.weight_scale": torch.zeros(1)},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_a_decoder_with_anything_unknown_is_not_taken(original, more):
+    assert to_diffusers(original) is not None
+    assert to_diffusers(original | more) is None
+
+
+def test_a_vae_without_such_a_decoder_is_not_taken():
+    assert to_diffusers({"taesd_decoder.1.weight": torch.zeros(3, 3, 3, 3)}) is None

@@ -1,0 +1,48 @@
+"""Ranks that are forked from a process which has imported what they need: importing it takes a rank 7 s of a core."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from unittest import mock
+
+import torch.multiprocessing
+
+IMPORTS = (
+    "parallel_backend.rank.worker",
+    "parallel_backend.rank.stage.lora",
+    "parallel_backend.rank.block_probe",
+    "diffusers.models.transformers.transformer_flux",
+    "diffusers.models.autoencoders.vae",
+)
+"""All that a rank imports until it has loaded a model and a decoder."""
+
+
+@contextlib.contextmanager
+def fork_server(*modules: str) -> Iterator[BaseContext]:
+    """What starts such ranks, with `modules` beside IMPORTS; they have the environment of the first start from it.
+
+    A process has one such server: another one that it had before ends.
+    """
+    context = torch.multiprocessing.get_context("forkserver")
+    end_server()
+    context.set_forkserver_preload([*IMPORTS, *modules])
+    try:
+        yield context
+    finally:
+        end_server()
+
+
+def end_server() -> None:
+    """End this process's fork server, if it has one, by force: by itself it would wait for ranks that a test has left."""
+    server = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()
+
+
+def started_by(context: BaseContext) -> contextlib.AbstractContextManager:
+    """Within it the ranks of pools are started by `context` rather than spawned."""
+    return mock.patch.object(torch.multiprocessing, "get_context", lambda _method: context)

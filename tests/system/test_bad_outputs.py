@@ -1,0 +1,166 @@
+"""A rank that sends what cannot be is named, and nothing of it reaches a picture."""
+
+import functools
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.placement.measurements import measured_blocks, measured_links
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.vae import RemoteDecoder
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.pool import Pool, RankError
+from parallel_backend.wire import messages as m
+from tests.campaigns.fuzz.ranks import ForkedRanks
+from tests.support import tiny
+from tests.support.tampering_rank import TWICE, others, tampering
+
+HOW = [name for name in others(m.Output(0, 1, torch.ones(2, 3, 4))) if name not in ("as it is", TWICE)]
+
+ONE = Degrees()
+
+
+@pytest.fixture
+def tampered(monkeypatch, flux_file):
+    """`tampered(how)`: the tiny Flux on one rank that does so."""
+    pools = []
+
+    def load(how: str, degrees: Degrees = ONE) -> RemoteTransformer:
+        monkeypatch.setattr("parallel_backend.processes.local.main", functools.partial(tampering, how))
+        pools.append(Pool(("cpu",) * degrees.world, start=ForkedRanks))
+        return RemoteTransformer(pools[-1], open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
+
+    yield load
+    for pool in pools:
+        pool.close()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_outputs_that_cannot_be_end_the_pool_and_name_the_rank(tampered, how):
+    model, given = tampered(how), tiny.inputs(tiny.FLUX)
+    with pytest.raises(RankError, match=r"^Parallel DiT: rank 0 \(cpu\) sent what cannot be: "):
+        model.predict(*given, lambda: None)
+    assert isinstance(model.pool.error, RankError)
+
+
+def test_an_output_that_comes_twice_is_not_taken_for_another_ranks(tampered):
+    model, given = tampered(TWICE, Degrees(ulysses=2)), tiny.inputs(tiny.FLUX)
+    with pytest.raises(RankError, match=r"rank 0 \(cpu\) sent what cannot be: an output of micro-step 1, which nobody"):
+        model.predict(*given, lambda: None)
+
+
+def test_outputs_as_they_are_give_the_right_result(tampered, flux_model):
+    """The control."""
+    given = tiny.inputs(tiny.FLUX)
+    output = tampered("as it is").predict(*given, lambda: None)
+    assert tiny.relative(output, tiny.reference(flux_model, *given)) <= 1e-5
+
+
+class Silent:
+    """A pool whose two ranks decode what they are told to."""
+
+    def __init__(self, *parts):
+        self.devices, self.parts, self.refused = ("cpu", "cpu"), parts, []
+
+    def refuse(self, rank: int, why: str) -> RankError:
+        self.refused.append(rank)
+        return RankError(why)
+
+
+def decoded(*shapes) -> tuple[torch.Tensor, list[int]]:
+    """Rows of a picture of 3 rows of latent and 4 columns from two ranks, and which of these was refused."""
+    parts = [
+        m.Decoded(rank, 1, None if shape is None else torch.zeros(shape), False, {}) for rank, shape in enumerate(shapes)
+    ]
+    pool = Silent()
+    decoder = RemoteDecoder(pool, "a", dict)
+    decoder._check(parts, torch.zeros(1, 4, 3, 4))
+    return pool.refused
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((1, 3, 16, 32), (1, 3, 16, 32)),
+        ((1, 3, 16, 32), (1, 3, 1, 32)),
+        ((1, 3, 16, 32), (1, 1, 8, 32)),
+        ((1, 3, 16, 32), (3, 8, 32)),
+        ((1, 3, 16, 32), (2, 3, 8, 32)),
+        ((1, 3, 16, 32), None),
+        ((1, 3, 16, 33), (1, 3, 8, 33)),
+        ((1, 3, 0, 0), (1, 3, 0, 0)),
+    ],
+)
+def test_rows_of_a_picture_have_to_be_the_ranks_own(shapes):
+    with pytest.raises(RankError, match="rows of a picture"):
+        decoded(*shapes)
+
+
+def test_rows_that_are_the_ranks_own_are_taken():
+    assert decoded((1, 3, 16, 32), (1, 3, 8, 32)) == []
+
+
+class Answering(Silent):
+    """What its ranks measured is what they are told."""
+
+    def ask(self, _message, _reply) -> Future:
+        future = Future()
+        future.set_result(list(self.parts))
+        return future
+
+
+SIZES = (1, 1000)
+TIMES = ((1, 1e-5), (1000, 1e-4))
+BLOCKS = m.Probed(1, {"a": (0.2, 0.1), "b": (0.3, 0.1)}, (0.1, 0.0), None)
+LINKS = m.LinksProbed(1, "a device", 2**30, 2**34, {}, {0: True}, 0.1)
+
+
+def blocks(**changes) -> list[int]:
+    """Which rank was refused when the second one of two measured so."""
+    pool = Answering(replace(BLOCKS, rank=0), replace(BLOCKS, **changes))
+    measured_blocks(pool, m.Probe("", "fp32"), ["a", "b", "b"], lambda: None)
+    return pool.refused
+
+
+def links(**changes) -> list[int]:
+    pool = Answering(replace(LINKS, rank=0, links={1: TIMES}), replace(LINKS, **changes))
+    measured_links(pool, SIZES, lambda: None)
+    return pool.refused
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("measured", "changes"),
+    [
+        (blocks, {"blocks": {}}),
+        (blocks, {"blocks": {"a": (0.2, 0.1)}}),
+        (blocks, {"blocks": {"a": (0.2, 0.1, 0.1), "b": (0.3,)}}),
+        (blocks, {"blocks": BLOCKS.blocks | {"c": (0.2, 0.1)}}),
+        (blocks, {"blocks": {"a": (0.2, 0.0), "b": (0.3, 0.1)}}),
+        (blocks, {"blocks": {"a": (0.2, NAN), "b": (0.3, 0.1)}}),
+        (blocks, {"ends": (0.1,)}),
+        (blocks, {"ends": (0.1, -0.1)}),
+        (blocks, {"free_bytes": -1}),
+        (links, {"links": {0: TIMES}}),
+        (links, {"peers": {2: True}}),
+        (links, {"together": INF}),
+        (links, {"total_bytes": -1}),
+        (links, {"rank": 0}),
+        (links, {"rank": 0, "links": {1: TIMES[:1]}}),
+        (links, {"rank": 0, "links": {1: ((1, 1e-5), (1001, 1e-4))}}),
+        (links, {"rank": 0, "links": {1: ((1, 0.0), (1000, 1e-4))}}),
+    ],
+)
+def test_measurements_that_cannot_be_are_refused(measured, changes):
+    with pytest.raises(RankError, match="measurements that cannot be"):
+        measured(**changes)
+
+
+def test_measurements_are_taken():
+    assert blocks() == links() == []
+    assert links(peers={}, free_bytes=None, total_bytes=None) == []

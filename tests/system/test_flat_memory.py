@@ -1,0 +1,226 @@
+"""Many short runs of changing size leave nothing behind, neither in the ranks nor in the client, and nothing on disk."""
+
+import gc
+import os
+import random
+import re
+import signal
+import tempfile
+import threading
+import tracemalloc
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.lora import Delta
+from parallel_backend.client.pipefusion.banded_run import BandedRun
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Span
+from parallel_backend.processes import local as launch
+from parallel_backend.processes.pool import Pool, RankError
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
+from tests.support import failing_rank, tiny
+from tests.system.test_memory import private_bytes
+
+pytestmark = pytest.mark.alone
+
+LIMIT = 0.02
+"""Growth of a process's own memory."""
+SETTLED, RUNS = 60, 200
+"""Runs after which memory is first looked at: every size has come, and every cache is full; and all of them."""
+LEAKED_BLOCKS = 400
+"""Blocks of Python's memory more in the client that are taken for noise. The watchdog keeps the numbers of 256 micro-steps,
+of which Python has those up to 256 ready-made."""
+
+
+def nobody() -> None:
+    pass
+
+
+class Cancelled(BaseException):
+    pass
+
+
+def cancelling(after: int) -> Callable[[], None]:
+    polls = iter(range(after))
+
+    def poll() -> None:
+        if next(polls, None) is None:
+            raise Cancelled
+
+    return poll
+
+
+def one_run(model: RemoteTransformer, chance: random.Random) -> None:
+    """A prompt of random size, length, batch and kind; sometimes cancelled, sometimes with a LoRA."""
+    size = {"height": 2 * chance.randint(4, 14), "width": 2 * chance.randint(4, 12), "batch": chance.randint(1, 2)}
+    x, timestep, tensors = tiny.inputs(tiny.FLUX, text=chance.randint(1, 40), seed=chance.randint(0, 10**6), **size)
+    model.begin_timeline()
+    if chance.random() < 0.2:
+        up = torch.randn(128, 2) * chance.random()
+        model.adapt(chance.random(), [Delta("img_in.weight", up, torch.randn(2, 64), 1.0)], nobody)
+    kind, steps = chance.choice(("calls", "bands", "bands", "cancelled", "refused")), chance.randint(2, 4)
+    prompt = Prompt(tensors, {}, 1.0)
+    if kind == "calls":
+        for _ in range(2):
+            model.predict(x, timestep, tensors, nobody)
+    elif kind == "bands":
+        sample_in_bands(model, x, linear_sigmas(steps), prompt, chance.randint(1, 4), 1)
+    elif kind == "cancelled":
+        with suppress(Cancelled):
+            sample_in_bands(model, x, linear_sigmas(50), prompt, 2, 1, cancelling(chance.randint(0, 3)))
+    else:
+        x[0, 0, 0, 0] = float("nan")
+        with pytest.raises(ValueError, match="latent_image"):
+            model.predict(x, timestep, tensors, nobody)
+    if chance.random() < 0.3:
+        model.timeline(nobody)
+
+
+class Books:
+    """What the client has, and each rank: blocks of Python's memory, tensors, threads and open files; bytes."""
+
+    def __init__(self, pids: tuple[int, ...]):
+        gc.collect()
+        self.ranks = [private_bytes((pid,)) for pid in pids]
+        self.blocks = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*parallel_backend*")])
+        self.tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        self.threads = threading.active_count()
+        self.files = [psutil.Process(pid).num_fds() for pid in (os.getpid(), *pids)]
+
+    def growth(self, before: "Books") -> list[float]:
+        """By rank."""
+        return [now / then - 1 for now, then in zip(self.ranks, before.ranks, strict=True)]
+
+    def more_blocks(self, before: "Books") -> int:
+        return sum(line.count_diff for line in self.blocks.compare_to(before.blocks, "lineno"))
+
+
+def run_many(pool: Pool, path: Path, degrees: Degrees, runs: int, settled: int) -> tuple[Books, Books]:
+    model = RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nobody)
+    chance = random.Random(7)
+    tracemalloc.start()
+    try:
+        for number in range(runs):
+            if number == settled:
+                before = Books(pool.pids)
+            one_run(model, chance)
+        model.predict(*tiny.inputs(tiny.FLUX), nobody)  # what was cancelled is over
+        return before, Books(pool.pids)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2)], ids=str)
+def test_memory_is_flat(flux_file, measured, degrees):
+    with closing(Pool(("cpu", "cpu"))) as pool:
+        before, after = run_many(pool, flux_file, degrees, RUNS, SETTLED)
+    for growth in after.growth(before):
+        measured(f"growth of a rank's memory in {RUNS - SETTLED} runs", growth)
+    measured("more blocks of Python's memory in the client", after.more_blocks(before))
+    assert max(after.growth(before)) < LIMIT
+    assert after.more_blocks(before) < LEAKED_BLOCKS
+    assert after.tensors <= before.tensors + 20
+    assert after.threads == before.threads
+    assert after.files == before.files
+
+
+@pytest.mark.slow
+def test_a_leak_would_be_seen(flux_file, monkeypatch):
+    """The control: a rank that keeps 1 MB of every run, and a client that keeps its calls."""
+    monkeypatch.setattr(launch, "main", failing_rank.leaking)
+    kept, make = [], RemoteTransformer.call
+    monkeypatch.setattr(RemoteTransformer, "call", lambda self, *a, **named: kept.append(c := make(self, *a, **named)) or c)
+    with closing(Pool(("cpu", "cpu"))) as pool:
+        before, after = run_many(pool, flux_file, Degrees(pipe=2), 160, SETTLED)
+    assert min(after.growth(before)) > LIMIT
+    assert after.more_blocks(before) > LEAKED_BLOCKS
+    assert after.tensors > before.tensors + 20
+
+
+def test_what_belongs_to_a_dropped_conditioning_goes_with_it(remote):
+    """In the ranks: they report their memory by what they hold, so this looks at the engine in this process."""
+    from tests.families.cases import all_cases
+    from tests.rank.test_module_cache import Runs
+
+    case = next(case for case in all_cases() if case.name == "flux-dev")
+    path = remote(Degrees()).checkpoint.path
+    runs = Runs(case, path)
+    with runs.run():
+        for number in range(3):
+            list(runs.call(number, runs.bands, 1))
+            list(runs.call(number, runs.bands, 2))
+        kept = runs.engine.once._kept
+        assert {key[0] for outputs in kept.values() for key in outputs} == {1, 2}
+        runs.engine.drop_conditioning(1)
+        assert {key[0] for outputs in kept.values() for key in outputs} == {2}
+        assert {key[1] for key in runs.engine.buffers} == {2}
+
+
+def test_a_run_that_was_cancelled_while_ranks_are_asked_is_closed(remote, monkeypatch):
+    model = remote(Degrees(pipe=2))
+    told, tell = [], model.pool.tell
+    monkeypatch.setattr(model.pool, "tell", lambda message: (told.append(message), tell(message)))
+
+    def cancel() -> None:
+        raise Cancelled
+
+    def busy() -> None:
+        x, timestep, tensors = tiny.inputs(tiny.FLUX, height=64, width=64)
+        conditioning = model.conditioning(model.family.patching.grid(x.shape), tensors)
+        model.post(model.call(model.family.patching.pack(x), timestep, conditioning, run=0))
+
+    busy()
+    with pytest.raises(Cancelled):
+        BandedRun(model, (Span(0, 16),), (2, 16, 16, 12), True, poll=cancel)
+    opened, closed = (
+        [message.run for message in told if type(message).__name__ == name] for name in ("OpenRun", "CloseRun")
+    )
+    assert opened == closed != []
+    assert not model._memory._runs
+
+
+# What is left on disk and in shared memory.
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """For all temporary files of this process and its ranks: other pools of the machine have theirs elsewhere."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def shared_memory(pids: tuple[int, ...]) -> set[Path]:
+    """Segments that bear the number of one of these processes, as torch's do."""
+    folder = Path("/dev/shm")
+    numbers = {str(pid) for pid in pids}
+    return {path for path in folder.glob("*") if numbers & set(re.split(r"\D+", path.name))}
+
+
+@pytest.mark.parametrize("degrees", [Degrees(ulysses=2), Degrees(pipe=2)], ids=str)
+@pytest.mark.parametrize("killed", [False, True])
+def test_nothing_is_left_after_a_pool_was_closed_or_lost_a_rank(flux_file, own_folder, degrees, killed):
+    pool = Pool(("cpu", "cpu"))
+    pids = pool.pids
+    model = RemoteTransformer(pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", nobody)
+    given = tiny.inputs(tiny.FLUX)
+    model.predict(*given, nobody)
+    assert [path.name[:13] for path in own_folder.iterdir()] == ["parallel-dit-"]  # the control: there is something
+    if killed:
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(RankError, match="killed by signal 9"):
+            while True:
+                model.predict(*given, nobody)
+    pool.close()
+    assert list(own_folder.iterdir()) == []
+    assert shared_memory((os.getpid(), *pids)) == set()

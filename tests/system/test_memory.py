@@ -1,0 +1,84 @@
+"""Ranks together hold one model, not one each."""
+
+import json
+import struct
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.families import FAMILIES
+from parallel_backend.wire.lifecycle import Unload, Unloaded
+from tests.support import tiny
+
+pytestmark = pytest.mark.alone
+
+CONFIG = tiny.FLUX | {
+    "num_layers": 4,
+    "num_single_layers": 16,
+    "attention_head_dim": 128,
+    "num_attention_heads": 7,
+    "axes_dims_rope": (16, 56, 56),
+}
+RANKS = 4
+LIMIT = 1.3
+CHUNK = 1 << 24
+
+
+def write_random(path: Path, config: dict) -> int:
+    """A Flux of this configuration, written piece by piece, so that the test itself never holds it. Its bytes."""
+    import diffusers
+
+    with torch.device("meta"):
+        model = diffusers.FluxTransformer2DModel(**config)
+    header, at = {}, 0
+    for key, value in to_original(FAMILIES["flux"], config, model.state_dict()).items():
+        header[key] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [at, at + value.nbytes]}
+        at += value.nbytes
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    noise = (torch.randn(CHUNK // 4, generator=torch.Generator().manual_seed(0)) * 0.02).numpy().tobytes()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        for start in range(0, at, CHUNK):
+            file.write(noise[: min(CHUNK, at - start)])
+    return at
+
+
+def private_bytes(pids: tuple[int, ...]) -> int:
+    """Memory that belongs to these processes alone: the mapped file, which all of them share, does not count."""
+    return sum(psutil.Process(pid).memory_full_info().uss for pid in pids)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(psutil.virtual_memory().available < 8e9, reason="needs 8 GB of free memory")
+@pytest.mark.parametrize("degrees", [Degrees(pipe=RANKS), Degrees(tensor=RANKS)], ids=str)
+def test_the_ranks_hold_one_model_between_them(pools, tmp_path, measured, degrees):
+    path = tmp_path / "large.safetensors"
+    size = write_random(path, CONFIG)
+    try:
+        assert size > 0.9e9
+        pool = pools(RANKS)
+        pools.forget(RANKS)
+        pool.ask(Unload(), Unloaded).result(timeout=60)
+        before = private_bytes(pool.pids)
+        model = RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
+        growth = private_bytes(pool.pids) - before
+        measured("memory of all ranks / size of the file", growth / size)
+        assert 0.9 * size < growth <= LIMIT * size
+        assert size <= sum(model.weight_bytes) <= 1.05 * size  # every rank has the small time embedding
+        assert max(model.weight_bytes) < 0.5 * size
+        given = tiny.inputs(CONFIG, batch=1)
+        assert model.predict(*given, lambda: None).isfinite().all()
+        peak = private_bytes(pool.pids) - before
+        assert peak <= LIMIT * size
+        pool.ask(Unload(), Unloaded).result(timeout=60)
+        left = private_bytes(pool.pids) - before
+        measured("memory left after unloading / size of the file", left / size)
+        assert left < 0.3 * size  # what the first model made each process import stays; its weights do not
+    finally:
+        path.unlink()

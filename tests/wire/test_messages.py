@@ -1,0 +1,301 @@
+"""The encoding of messages: everything that is sent arrives equal, and nothing that arrives can do more than be refused."""
+
+import contextlib
+import dataclasses
+import json
+import threading
+from multiprocessing import Pipe
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_backend.core.spans import Span
+from parallel_backend.wire import encoding
+from parallel_backend.wire import messages as m
+from parallel_backend.wire.channel import FRAME_BYTES, Channel
+from tests.campaigns.fuzz import messages
+
+TENSORS = {
+    "fp32": torch.randn(2, 3, generator=torch.Generator().manual_seed(0)),
+    "fp64": torch.tensor([1 / 3, float("inf")], dtype=torch.float64),
+    "bf16": torch.tensor([[1.0, -2.5, 3.140625]], dtype=torch.bfloat16),
+    "fp16": torch.arange(5, dtype=torch.float16),
+    "int64": torch.tensor([2**62, -1]),
+    "int32": torch.tensor([[7]], dtype=torch.int32),
+    "bool": torch.tensor([True, False, True]),
+    "empty": torch.empty(2, 0, 5),
+    "scalar": torch.tensor(0.5),
+    "scalar bf16": torch.tensor(0.5, dtype=torch.bfloat16),
+    "transposed": torch.arange(6.0).view(2, 3).T,
+    "a slice": torch.arange(20.0).view(4, 5)[1:3, ::2],
+}
+
+MESSAGES = [
+    m.Ready(3),
+    m.Load("/a folder/ü.safetensors", "bf16", (1, 2, 1, 1, 2, 1), "none", (1.0,), (Span(0, 3), Span(3, 8)), "auto"),
+    m.Loading(1, 0.25),
+    m.Loaded(1, 2**40, ("a.weight", "a.bias")),
+    m.Unload(),
+    m.Unloaded(0),
+    m.DropAdapters(),
+    m.Adapt("a.weight", TENSORS["bf16"], TENSORS["fp32"], -0.5),
+    m.Adapt("a.bias", TENSORS["scalar"], None, 1.0),
+    m.Rescale((0.5, 1e-9)),
+    m.AdaptersSent(6),
+    m.Adapted(1, 6, 2**40),
+    m.PutConditioning(7, (8, 6), 0, 3, 2, TENSORS),
+    m.PutConditioning(8, (8, 6), 12, 0, 1, {}),
+    m.DropConditioning(7),
+    m.Step(1, 2, 7, Span(4, 8), False, True, False, Span(0, 1), TENSORS["fp32"], {}, (), None),
+    m.Step(
+        1, 0, 7, Span(0, 8), True, False, True, Span(0, 0), torch.zeros(0), {"a.1": 0}, (torch.ones(1, 2, 3),), torch.ones(1)
+    ),
+    *(m.Output(1, 5, tensor) for tensor in TENSORS.values()),
+    m.OpenRun(3, True),
+    m.CloseRun(4),
+    m.Probe("/a folder/ü", "fp32", (64, 16)),
+    m.Probed(1, {"blocks": (0.25, 1e-9)}, (0.5, 0.0), None),
+    m.RunStats(0, 4, 10, 0.25, 0.5, 1e-9, {"pipe": 2**40, "ulysses": 0}, 5, 6),
+    m.PutDecoder("ü-1", TENSORS),
+    m.Decode(2**127, "ü-1", TENSORS["bf16"], 2**40),
+    m.Decoded(1, 2**127, TENSORS["bf16"], False, {"rows": 2**40}),
+    m.Decoded(0, 0, None, True, {}),
+    m.ReadMemory(2**40),
+    m.Memory(1, 2**40, "ü GPU-1", 2**40, 5, 0, None),
+    m.Memory(0, 0, "", None, 0, 0, 2**40),
+    m.FindNotFinite(3),
+    m.NotFiniteFound(1, 3, 2**40, ("a.weight",), ()),
+    m.NotFiniteFound(0, 3, None, (), ("a", "b")),
+    m.Failure(1, "loading", True, "OSError: ü", 'Traceback\n  File "a"'),
+    m.Failure(1, "micro-step 12", False, "", ""),
+    m.BeginTimeline(),
+    m.ReadTimeline(9),
+    m.Timeline(1, 9, TENSORS["fp64"], TENSORS["int64"], 2**40),
+    m.RunStats(0, 4, 10, 0.25, 0.5, 1e-9, {}, 5, 6, {"blocks.0": m.BlockStats(0.125, {"ring": 7})}),
+    m.BlockStats(0.125, {}),
+    m.ProbeLinks((1, 2**20)),
+    m.LinksProbed(0, "a device", 2**34, None, {1: ((1, 1e-5), (2**20, 0.25))}, {1: True}, 0.125),
+    m.Stop(),
+    m.Beat(1, "micro-step 12", 2**40, True),
+]
+
+
+def equal(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    if dataclasses.is_dataclass(a):
+        return type(a) is type(b) and all(equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+def through_a_pipe(*messages):
+    ours, theirs = Pipe(duplex=True)
+    sender, receiver = Channel(ours), Channel(theirs)
+    thread = threading.Thread(target=lambda: [sender.send(message) for message in messages])
+    thread.start()
+    received = [receiver.receive() for _ in messages]
+    thread.join()
+    sender.close()
+    with pytest.raises((EOFError, OSError)):
+        receiver.receive()
+    receiver.close()
+    return received
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_round_trip(message):
+    assert equal(through_a_pipe(message)[0], message)
+
+
+def test_many_in_a_row_stay_in_step():
+    assert equal(tuple(through_a_pipe(*MESSAGES)), tuple(MESSAGES))
+
+
+def test_every_type_is_tried():
+    types = {cls for cls in vars(m).values() if dataclasses.is_dataclass(cls)} - {Span}
+    assert {type(message) for message in MESSAGES} == types
+
+
+def test_the_comparison_sees_a_difference():
+    assert not equal(m.Output(1, 5, torch.zeros(2)), m.Output(1, 5, torch.zeros(2, dtype=torch.bfloat16)))
+    load = next(message for message in MESSAGES if isinstance(message, m.Load))
+    assert not equal(load, dataclasses.replace(load, stage_blocks=(Span(0, 3), Span(3, 9))))
+
+
+def refused_or_read(header: bytes) -> None:
+    assert messages.decode(header) in ("refused", "read")
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_or_read(header):
+    refused_or_read(header)
+
+
+@given(st.randoms(use_true_random=False))
+def test_any_damaged_header_is_refused_or_read(rng):
+    refused_or_read(messages.header(rng, MESSAGES))
+
+
+def test_deep_nesting_is_refused():
+    with pytest.raises(m.BadMessage):
+        m.decode_header(b"[" * 100_000 + b"]" * 100_000)
+
+
+def output(dtype, shape) -> bytes:
+    return json.dumps(["Output", 0, 1, [dtype, shape]]).encode()
+
+
+@pytest.mark.parametrize("shape", [[2**34], [2**16, 2**16, 2**16], [2**70], [-1], [-1, -1], [1.5], ["1"], [True], 7, None])
+def test_tensors_too_large_or_of_no_size_are_refused(shape):
+    with pytest.raises(m.BadMessage, match="Output: "):
+        m.decode_header(output("float32", shape))
+
+
+@pytest.mark.parametrize("shape", [[0, 2**65], [0, 2**62, 2**62], [2**62, 2**62, 0], [0] * 9])
+def test_empty_tensors_with_axes_beyond_torchs_are_refused(shape):
+    """They have no bytes, so no limit on bytes sees them; torch raises a RuntimeError for their strides."""
+    with pytest.raises(m.BadMessage):
+        m.decode_header(output("float32", shape))
+
+
+def test_a_message_is_bounded_as_a_whole():
+    """Its tensors together, and their number: each of them is small enough."""
+    size = encoding.MAX_TENSOR_BYTES // 4
+
+    def decoder(*shapes: list[int]) -> bytes:
+        return json.dumps(["PutDecoder", "a", [[str(i), ["bool", shape]] for i, shape in enumerate(shapes)]]).encode()
+
+    assert len(m.decode_header(decoder(*([size],) * 4))[1]) == 4
+    with pytest.raises(m.BadMessage, match="bytes"):
+        m.decode_header(decoder(*([size],) * 4, [1]))
+    assert len(m.decode_header(decoder(*([],) * encoding.MAX_TENSORS))[1]) == encoding.MAX_TENSORS
+    with pytest.raises(m.BadMessage, match="tensors"):
+        m.decode_header(decoder(*([],) * (encoding.MAX_TENSORS + 1)))
+
+
+def test_a_header_alone_takes_no_memory_for_tensors():
+    message, (pending,) = m.decode_header(output("float32", [2**31]))
+    assert pending.nbytes == 2**33
+    assert message.value is pending.tensor
+    assert pending.tensor.untyped_storage().nbytes() == 0
+
+
+WRONG = {
+    "text for a number": ["Ready", "0"],
+    "a truth value for a number": ["Ready", True],
+    "a number for a truth value": ["OpenRun", 1, 1],
+    "a float for a whole number": ["Ready", 0.0],
+    "below 0": ["Ready", -1],
+    "beyond 128 bits": ["Ready", 2**128],
+    "not finite": ["Loading", 0, float("nan")],
+    "endless": ["Loading", 0, float("inf")],
+    "nothing for something": ["DropConditioning", None],
+    "a field too few": ["Loading", 0],
+    "a field too many": ["Ready", 0, 0],
+    "no list of fields": ["Ready"],
+    "a span that ends before it starts": ["Load", "a", "fp32", [1], "none", [1.0], [[3, 2]], "auto", [], False, "full"],
+    "a span of three": ["Load", "a", "fp32", [1], "none", [1.0], [[1, 2, 3]], "auto", [], False, "full"],
+    "a pair of one": ["Probe", "a", "fp32", [32]],
+    "a key twice": ["Probed", 0, [["a", [1.0]], ["a", [1.0]]], [1.0, 1.0], None],
+    "an object for a dict": ["Probed", 0, {"a": [1.0]}, [1.0, 1.0], None],
+    "a tensor for a number": ["Ready", ["float32", [1]]],
+    "a number for a tensor": ["Output", 0, 1, 3],
+    "a dtype that is none": ["Output", 0, 1, ["object", [1]]],
+    "a dtype that no message has": ["Output", 0, 1, ["float8_e4m3fn", [1]]],
+    "no such type": ["Unready", 0],
+    "a type that is no message": ["object"],
+    "no name": [0, 0],
+    "nothing": [],
+    "an object": {"$type": "Ready", "rank": 0},
+    "a text": "Ready",
+}
+
+
+@pytest.mark.parametrize("header", WRONG.values(), ids=WRONG)
+def test_every_field_is_held_to_its_type(header):
+    with pytest.raises(m.BadMessage):
+        m.decode_header(json.dumps(header).encode())
+
+
+SOUND = {"0": ["Ready", 0], "None": ["Probed", 0, [["a", [1.0]]], [1.0, 1.0], None], "span": ["Span", 2, 2]}
+
+
+@pytest.mark.parametrize("header", SOUND.values(), ids=SOUND)
+def test_the_same_forms_with_sound_values_are_read(header):
+    m.decode_header(json.dumps(header).encode())
+
+
+UNSENT = [
+    m.Ready(True),
+    m.Ready(-1),
+    m.Loading(0, float("nan")),
+    m.OpenRun(1, 1),
+    m.Output(0, 1, torch.zeros(1, dtype=torch.complex64)),
+    m.Output(0, 1, None),
+    m.Probe("a", "fp32", (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("message", UNSENT, ids=repr)
+def test_what_would_be_refused_is_not_sent(message):
+    with pytest.raises(AssertionError, match="cannot cross processes"):
+        m.encode(message)
+
+
+def test_a_type_that_has_no_encoding_is_no_message():
+    @dataclasses.dataclass(frozen=True)
+    class Anything:
+        value: object
+
+    with pytest.raises(TypeError, match="cannot be the type of a message's field"):
+        encoding.Encoding([Anything])
+
+
+def test_a_tensor_of_several_frames_arrives_whole():
+    large = torch.arange(FRAME_BYTES // 2 + 3, dtype=torch.int32)
+    assert large.nbytes > 2 * FRAME_BYTES
+    assert equal(through_a_pipe(m.Output(0, 1, large))[0], m.Output(0, 1, large))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        3,
+        16,
+    ],
+)
+def test_a_tensor_of_the_wrong_length_is_refused(sent):
+    ours, theirs = Pipe(duplex=True)
+    ours.send_bytes(m.encode(m.Output(0, 1, torch.zeros(2)))[0])
+    ours.send_bytes(bytes(sent))
+    with pytest.raises(m.BadMessage):
+        Channel(theirs).receive()
+    ours.close()
+    theirs.close()
+
+
+def test_a_header_too_long_is_refused():
+    ours, theirs = Pipe(duplex=True)
+
+    def send():
+        with contextlib.suppress(OSError):  # the other end may be closed before all of it has gone
+            ours.send_bytes(b" " * (encoding.MAX_HEADER_BYTES + 1))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with pytest.raises(m.BadMessage, match="a frame of more than"):
+        Channel(theirs).receive()
+    theirs.close()
+    thread.join()
+    ours.close()
+
+
+def test_what_is_no_plain_value_does_not_cross():
+    with pytest.raises(AssertionError, match="cannot cross processes"):
+        m.encode(m.Ready(object()))
