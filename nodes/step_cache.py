@@ -1,5 +1,6 @@
 """Parallel Step Cache: its setting travels in the MODEL's transformer_options, its state lives as long as one sampling."""
 
+from .model.diffusion_model import remote_stub
 from .model.step_cache import CacheSettings, with_step_cache
 from .ui.input_checks import checked
 from .ui.widgets import CATEGORY, threshold
@@ -42,7 +43,5 @@ class ParallelStepCache:
         }
 
     def apply(self, model, threshold, start_percent, end_percent):
-        from .model.diffusion_model import remote_stub  # which imports this module
-
         remote_stub(model)
         return (with_step_cache(model, CacheSettings(threshold, start_percent, end_percent)),)

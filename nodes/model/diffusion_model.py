@@ -26,7 +26,6 @@ from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .controlnet import residuals
 from .lora import NativeWeights, Patch
 from .native_names import NativeNames
-from .patcher import RemoteModelPatcher
 from .step_cache import SamplingCache
 
 HARMLESS = ("crossattn_controlnet",)
@@ -67,7 +66,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.patches: dict[str, list[Patch]] = {}
         self.patches_uuid: UUID | None = None
         self.cache: SamplingCache | None = None
-        self.patcher: Callable[[], RemoteModelPatcher | None] = lambda: None
+        self.patcher: Callable[[], comfy.model_patcher.ModelPatcher | None] = lambda: None
         self.idle: str | None = None
         self.dtype = compute_dtype(key.dtype, torch.device(device_kind(key.devices[0])))
         self.patch_size = checkpoint.family.patching.side

@@ -320,7 +320,7 @@ def test_poll_runs_on_the_calling_thread_and_samples_in_inference_mode(model):
         return run_bands(run, sample, lambda: seen.add(threading.get_ident()), lambda: seen.add(threading.get_ident()))
 
     def sample(band):
-        time.sleep(3 * bands.POLL_SECONDS)
+        time.sleep(3 * POLL_SECONDS)
         return band, torch.is_inference_mode_enabled(), threading.get_ident()
 
     results = ends(everything)
