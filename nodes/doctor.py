@@ -19,7 +19,7 @@ from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import calibrated
 from .ui.devices import all_gpus, is_auto, named_devices
 from .ui.host import check_cancelled
-from .ui.input_checks import checked
+from .ui.input_checks import validate
 from .ui.widgets import CATEGORY, cfg_scale
 
 
@@ -48,7 +48,7 @@ def advised_config(findings: Findings, stub: RemoteDiffusionModel) -> ParallelCo
     )
 
 
-@checked()
+@validate()
 class ParallelDoctor:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("STRING", "PARALLEL_CONFIG")

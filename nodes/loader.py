@@ -20,7 +20,7 @@ from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
 from .sampling.pipefusion import apply_pipefusion
 from .ui.devices import choose_devices, possible_devices
-from .ui.input_checks import checked, fitted, shown
+from .ui.input_checks import coerce, short, validate
 from .ui.widgets import CATEGORY, degree
 
 BUNDLED = "quickstart-digits (bundled)"
@@ -57,10 +57,10 @@ def model_path(name: str) -> Path:
             folder = Path(os.path.normpath(Path(base) / name))  # symbolic links may lead elsewhere, names may not
             if folder.is_relative_to(os.path.normpath(base)) and (folder / "config.json").is_file():
                 return folder
-    raise ValueError(f"model_name: {shown(name)} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
+    raise ValueError(f"model_name: {short(name)} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
 
 
-@checked("model_name")
+@validate("model_name")
 class ParallelDiTLoader:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("MODEL",)
@@ -157,7 +157,7 @@ class ParallelDiTLoader:
         compile=False,
         degrees=AS_SET,
     ):
-        model_name = fitted("model_name", model_name, "STRING", {})
+        model_name = coerce("model_name", model_name, "STRING", {})
         config = ParallelConfig() if parallel_config is None else parallel_config
         if not isinstance(config, ParallelConfig):
             raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from parallel_backend.core.degrees import PATCH_MODES, TRANSFER_DTYPES
 
-from .ui.input_checks import checked
+from .ui.input_checks import validate
 from .ui.widgets import CATEGORY, degree
 
 
@@ -22,7 +22,7 @@ class ParallelConfig:
     transfer_dtype: str = "full"
 
 
-@checked()
+@validate()
 class UlyssesConfig:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("PARALLEL_CONFIG",)

@@ -5,7 +5,7 @@ import comfy.samplers
 
 from .model.step_cache import CacheSettings, with_step_cache
 from .sampling.pipefusion import apply_pipefusion
-from .ui.input_checks import checked
+from .ui.input_checks import validate
 from .ui.widgets import CATEGORY, cfg_scale, threshold
 
 SETTINGS = {
@@ -43,7 +43,7 @@ OPTIONAL_SETTINGS = {
 }
 
 
-@checked()
+@validate()
 class ApplyPipeFusion:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("MODEL",)
@@ -59,7 +59,7 @@ class ApplyPipeFusion:
         return (apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate)[0],)
 
 
-@checked()
+@validate()
 class PipeFusionSampler:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("LATENT", "STRING")

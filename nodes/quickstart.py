@@ -3,11 +3,11 @@
 from parallel_backend.quickstart.codec import decode
 from parallel_backend.quickstart.prompt import encode_prompt
 
-from .ui.input_checks import checked
+from .ui.input_checks import validate
 from .ui.widgets import CATEGORY
 
 
-@checked()
+@validate()
 class QuickstartPrompt:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("CONDITIONING",)
@@ -24,7 +24,7 @@ class QuickstartPrompt:
         return ([[context, {"pooled_output": pooled}]],)
 
 
-@checked()
+@validate()
 class QuickstartDecode:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("IMAGE",)

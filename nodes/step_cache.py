@@ -2,11 +2,11 @@
 
 from .model.diffusion_model import remote_stub
 from .model.step_cache import CacheSettings, with_step_cache
-from .ui.input_checks import checked
+from .ui.input_checks import validate
 from .ui.widgets import CATEGORY, threshold
 
 
-@checked()
+@validate()
 class ParallelStepCache:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("MODEL",)

@@ -11,14 +11,14 @@ from parallel_backend.client.reports.trace import nothing_has_run, read_trace, w
 from parallel_backend.client.reports.trace_picture import draw
 
 from .ui.host import check_cancelled
-from .ui.input_checks import checked, shown
+from .ui.input_checks import short, validate
 from .ui.widgets import ANY, CATEGORY
 
 LONGEST_NAME = 200
 """Characters; a number and an ending are added."""
 
 
-@checked()
+@validate()
 class ParallelTrace:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("IMAGE", "STRING")
@@ -73,7 +73,7 @@ class ParallelTrace:
             path = Path(folder) / f"{name}_{number:05}_.json"
             write_chrome_trace(found, path)
         except OSError as error:
-            text = f"filename_prefix: {shown(filename_prefix)} cannot be written ({error.strerror}). Use another name."
+            text = f"filename_prefix: {short(filename_prefix)} cannot be written ({error.strerror}). Use another name."
             raise ValueError(text) from error
         report = f"{found}\n{path} opens in chrome://tracing and ui.perfetto.dev"
         return {**PreviewImage().save_images(image), "result": (image, report)}
@@ -83,6 +83,6 @@ def check_prefix(prefix: str, output: str) -> None:
     """ValueError for a name that is none, or that leads out of the folder `output`."""
     path = os.path.normpath(os.path.join(output, prefix))
     if not prefix.strip() or "\0" in prefix or len(os.path.basename(path)) > LONGEST_NAME:
-        raise ValueError(f"filename_prefix: {shown(prefix)} is no name for a file. Use one such as parallel_dit_trace.")
+        raise ValueError(f"filename_prefix: {short(prefix)} is no name for a file. Use one such as parallel_dit_trace.")
     if os.path.commonpath((os.path.normpath(output), path)) != os.path.normpath(output) or os.path.isabs(prefix):
-        raise ValueError(f"filename_prefix: {shown(prefix)} leads out of ComfyUI's output folder. Use a name inside it.")
+        raise ValueError(f"filename_prefix: {short(prefix)} leads out of ComfyUI's output folder. Use a name inside it.")

@@ -19,14 +19,14 @@ from parallel_backend.processes.pool import Pool
 
 from .ui.devices import all_gpus, is_auto, named_devices
 from .ui.host import check_cancelled
-from .ui.input_checks import checked
+from .ui.input_checks import validate
 from .ui.node_text import say
 from .ui.widgets import CATEGORY
 
 log = logging.getLogger(__name__)
 
 
-@checked()
+@validate()
 class ParallelVAEDecode:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("IMAGE",)

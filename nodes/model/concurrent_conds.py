@@ -39,19 +39,19 @@ class Evaluation:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Evaluation":
         return self  # ComfyUI copies transformer_options; the evaluation is one
 
-    def home(self, entries: int) -> int:
+    def first_replica(self, entries: int) -> int:
         """For a call of so many batch entries: how many the calls before it have, see RemoteTransformer.conditioning."""
         before, self._entries = self._entries, self._entries + entries
         return before
 
-    def go_on(self) -> None:
+    def start_next(self) -> None:
         """Evaluate the next part, if there is one: the model call of the part before is on its way."""
         if self._parts:
             self._parts.popleft()()
 
     def run(self) -> None:
         while self._parts:  # more than once only where a part has no model call
-            self.go_on()
+            self.start_next()
 
 
 def add_side_by_side(patcher: comfy.model_patcher.ModelPatcher) -> None:

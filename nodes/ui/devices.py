@@ -6,7 +6,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import names_ray, ray_devices
 from parallel_backend.core.validate import check_devices, check_ranks
 
-from .input_checks import shown
+from .input_checks import short
 
 
 def choose_devices(text: str, degrees: Degrees) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ def named_devices(text: str) -> tuple[str, ...]:
     known = {"cpu", *all_gpus()}
     for name in devices:
         if name not in known:
-            raise ValueError(f"devices: {shown(name)} is no device of this machine, which has {', '.join(sorted(known))}.")
+            raise ValueError(f"devices: {short(name)} is no device of this machine, which has {', '.join(sorted(known))}.")
     return devices
 
 

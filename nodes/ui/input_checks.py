@@ -14,7 +14,7 @@ SHOWN = 60
 """Characters of a value that an error repeats."""
 
 
-def checked(*others: str) -> Callable[[Node], Node]:
+def validate(*others: str) -> Callable[[Node], Node]:
     """Class decorator: the node's function gets values of its inputs' types and within their limits, or is not called.
 
     ValueError, beginning with the input's name, for anything else. `others`: inputs that the node checks itself.
@@ -40,7 +40,7 @@ def checked(*others: str) -> Callable[[Node], Node]:
             for name, (kind, options) in inputs().items():
                 if name in bound.arguments:
                     absent = bound.arguments[name] is None and signature.parameters[name].default is None
-                    bound.arguments[name] = None if absent else fitted(name, bound.arguments[name], kind, options)
+                    bound.arguments[name] = None if absent else coerce(name, bound.arguments[name], kind, options)
             return function(*bound.args, **bound.kwargs)
 
         setattr(node, node.FUNCTION, call)
@@ -49,17 +49,17 @@ def checked(*others: str) -> Callable[[Node], Node]:
     return adopt
 
 
-def fitted(name: str, value: Any, kind: Any, options: dict[str, Any]) -> Any:
+def coerce(name: str, value: Any, kind: Any, options: dict[str, Any]) -> Any:
     """The value as an input of this type takes it. ValueError, beginning with `name`, for one that it does not."""
     if isinstance(kind, list):
         if not isinstance(value, str) or value not in kind:
-            raise ValueError(f"{name}: {shown(value)} is none of {', '.join(map(str, kind[:20]))}.")
+            raise ValueError(f"{name}: {short(value)} is none of {', '.join(map(str, kind[:20]))}.")
         return value
     check = CHECKS.get(kind)
     return value if check is None else check(name, value, options)
 
 
-def shown(value: Any) -> str:
+def short(value: Any) -> str:
     text = repr(value) if isinstance(value, (str, float, bool, type(None))) else type(value).__name__
     if isinstance(value, int) and abs(value) < 10**SHOWN:
         text = str(value)
@@ -72,23 +72,23 @@ def _number(name: str, value: Any, options: dict[str, Any], whole: bool) -> int 
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if number != number or abs(number) == math.inf or (whole and number != int(number)):
-        raise ValueError(f"{name}: {shown(value)} is no {'whole ' * whole}number.")
+        raise ValueError(f"{name}: {short(value)} is no {'whole ' * whole}number.")
     least, most = options.get("min", -math.inf), options.get("max", math.inf)
     if not least <= number <= most:
-        raise ValueError(f"{name}: {shown(number)} is out of its limits, {least} to {most}.")
+        raise ValueError(f"{name}: {short(number)} is out of its limits, {least} to {most}.")
     return int(number) if whole else float(number)
 
 
 def _flag(name: str, value: Any, _options: dict[str, Any]) -> bool:
     if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
-    raise ValueError(f"{name}: {shown(value)} is neither true nor false.")
+    raise ValueError(f"{name}: {short(value)} is neither true nor false.")
 
 
 def _text(name: str, value: Any, _options: dict[str, Any]) -> str:
     if isinstance(value, str):
         return value
-    raise ValueError(f"{name}: {shown(value)} is no text.")
+    raise ValueError(f"{name}: {short(value)} is no text.")
 
 
 def _latent(name: str, value: Any, _options: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_SETTING = 1 << 20
 MAX_LIST = 1 << 10
 MAX_TEXT = 1 << 10
-MOST = {  # of settings that tables are made from
+MAX_BY_SETTING = {  # of settings that tables are made from
     "sample_size": 512,
     "sample_height": 512,
     "sample_width": 512,
@@ -38,7 +38,7 @@ def check_settings(name: str, settings: Mapping[str, Any], defaults: Mapping[str
     every layer needs one.
     """
     for setting, value in settings.items():
-        most = tensors if setting.endswith("layers") else MOST.get(setting, MAX_SETTING)
+        most = tensors if setting.endswith("layers") else MAX_BY_SETTING.get(setting, MAX_SETTING)
         if not _plausible(value, defaults.get(setting), most):
             raise ValueError(
                 f"model_name: {name} says that its {setting} is {str(value)[:80]}, which no model of this kind has. Its "

@@ -43,7 +43,7 @@ BLOCKS = {  # values per block, bytes per block
 }
 """GGUF's types that can be expanded."""
 
-PIECE = 1 << 22
+CHUNK_VALUES = 1 << 22
 """Values that are expanded at once: the arithmetic is in float32 and makes several copies."""
 
 
@@ -87,8 +87,8 @@ class Blocks:
         """[rows, n] uint8 -> [rows, columns] in `dtype`: the format's arithmetic in float32, rounded once."""
         values, size = BLOCKS[self.kind]
         out = torch.empty(packed.shape[0], self.columns(packed.shape[1]), dtype=dtype, device=packed.device)
-        places = out.view(-1, values).split(PIECE // values)
-        for place, blocks in zip(places, packed.view(-1, size).split(PIECE // values), strict=True):
+        places = out.view(-1, values).split(CHUNK_VALUES // values)
+        for place, blocks in zip(places, packed.view(-1, size).split(CHUNK_VALUES // values), strict=True):
             place.copy_(_expand_blocks(self.kind)(blocks, values, size, torch.float32))
         return out
 

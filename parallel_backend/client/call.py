@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from parallel_backend.core.spans import Span, split
-from parallel_backend.core.token_order import Stream
+from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.processes.pool import again
 
 
@@ -15,21 +15,21 @@ from parallel_backend.processes.pool import again
 class Conditioning:
     """Tensors that a set of calls shares, as the ranks know them by `id`. Batch is the first axis of each.
 
-    `home`: the replica that has the first of their entries; its K/V buffers are there.
+    `first_replica`: the replica that has the first of their entries; its K/V buffers are there.
     """
 
     id: int
     grid: tuple[int, ...]
-    stream: Stream
+    stream: TokenOrder
     text_tokens: int
     batch: int
     tensors: dict[str, torch.Tensor]
-    home: int = 0
+    first_replica: int = 0
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
-        """Its entries by replica: consecutive ones, the larger shares from `home` on."""
+        """Its entries by replica: consecutive ones, the larger shares from `first_replica` on."""
         parts = split(Span(0, self.batch), replicas)
-        return tuple(parts[(replica - self.home) % replicas] for replica in range(replicas))
+        return tuple(parts[(replica - self.first_replica) % replicas] for replica in range(replicas))
 
     def matches(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> bool:
         return (
@@ -72,12 +72,12 @@ def fail(future: Future, error: Exception) -> None:
         future.set_exception(again(error))
 
 
-class Assembly:
+class PartialOutput:
     """The output of a call while its parts arrive. Parts are (entries, tokens) of [B, n, c], by micro-step and rank."""
 
     def __init__(self, call: Call):
         self.call, self.missing, self.value = call, 0, None
-        self.spoilt = False  # a part was not finite: the call is going to fail, with what the ranks know of it
+        self.nonfinite = False  # a part was not finite: the call is going to fail, with what the ranks know of it
 
     def put(self, entries: Span, rows: Span, part: torch.Tensor) -> bool:
         """True when this was the last part."""
@@ -93,6 +93,6 @@ class PostedStep:
     """One replica's micro-step. `entries` counts within the call, `local` within the replica's conditioning."""
 
     seq: int
-    assembly: Assembly
+    assembly: PartialOutput
     entries: Span
     local: Span

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from parallel_backend.client.placement.memory_check import Fitting, Room, rooms
+from parallel_backend.client.placement.memory_check import DeviceMemory, MemoryCheck, device_memories
 from parallel_backend.client.placement.memory_model import KV_COPIES, Request
 from parallel_backend.families import Family
 from parallel_backend.processes.failure_text import out_of_memory
@@ -20,15 +20,15 @@ REQUESTS_KEPT = 8
 class MemoryGuard:
     """For one model on the ranks of `pool`. `numbers`: gives each question its own."""
 
-    def __init__(self, pool: Pool, fitting: Fitting, family: Family, numbers: Iterator[int]):
+    def __init__(self, pool: Pool, fitting: MemoryCheck, family: Family, numbers: Iterator[int]):
         self.pool, self.fitting, self.family, self._numbers = pool, fitting, family, numbers
         self._runs: dict[int, _Run] = {}
-        self._found: tuple[Room, ...] | None = None  # for exact calls, since `begin`
+        self._found: tuple[DeviceMemory, ...] | None = None  # for exact calls, since `begin`
         self._admitted: set[Request] = set()
 
     def check_weights(self, poll: Poll) -> None:
         """Before loading. ValueError if a rank has no room for its weights."""
-        self.fitting.check_weights(self._rooms(poll))
+        self.fitting.check_weights(self._device_memories(poll))
 
     def begin(self) -> None:
         """A sampling run begins: what is free may have changed since the last one."""
@@ -45,13 +45,13 @@ class MemoryGuard:
         if request in self._admitted:
             return
         if self._found is None:
-            self._found = self._rooms(poll)
+            self._found = self._device_memories(poll)
         self.fitting.check((request,), self._found)
         self._admitted.add(request)
 
     def watch(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
         """A run in `bands` begins, whose calls `check` looks at."""
-        self._runs[run] = _Run(self._rooms(poll), bands, KV_COPIES if extrapolate else 1)
+        self._runs[run] = _Run(self._device_memories(poll), bands, KV_COPIES if extrapolate else 1)
 
     def check(self, run: int, conditioning: Conditioning) -> None:
         """Before a call of a run: ValueError if what it keeps and computes with this conditioning too cannot fit.
@@ -76,14 +76,14 @@ class MemoryGuard:
         first, *rest = str(error).split("\n", 1)
         return RankError("\n".join((first, advice, *rest)))
 
-    def _rooms(self, poll: Poll) -> tuple[Room, ...]:
-        return rooms(self.pool.devices, wait_for(self.pool.ask(ReadMemory(next(self._numbers)), Memory), poll))
+    def _device_memories(self, poll: Poll) -> tuple[DeviceMemory, ...]:
+        return device_memories(self.pool.devices, wait_for(self.pool.ask(ReadMemory(next(self._numbers)), Memory), poll))
 
 
 class _Run:
     """`found`: what was free when it began; `kept`, `bands`: see memory_model.Request; `requests`: by conditioning."""
 
-    def __init__(self, found: tuple[Room, ...], bands: int, kept: int):
+    def __init__(self, found: tuple[DeviceMemory, ...], bands: int, kept: int):
         self.found, self.bands, self.kept = found, bands, kept
         self.requests: dict[int, Request] = {}
 
@@ -96,7 +96,7 @@ def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands:
         conditioning.text_tokens,
         family.image_padding(conditioning.grid),
         conditioning.batch,
-        conditioning.home,
+        conditioning.first_replica,
         max((tensor.shape[1] for name, tensor in conditioning.tensors.items() if _is_text(name, tensor, family)), default=0),
         kept,
         bands,

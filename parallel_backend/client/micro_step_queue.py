@@ -9,7 +9,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span, split
 from parallel_backend.wire import messages as m
 
-from .call import Assembly, Call, PostedStep
+from .call import Call, PartialOutput, PostedStep
 
 
 class MicroSteps:
@@ -32,18 +32,18 @@ class MicroSteps:
         self._newest = newest  # number of the newest micro-step, sent or waiting
         self._window = degrees.pipe + 1
         self._waiting: list[deque[PostedStep]] = [deque() for _ in range(degrees.batch)]
-        self._flying: list[dict[int, PostedStep]] = [{} for _ in range(degrees.batch)]
+        self._in_flight: list[dict[int, PostedStep]] = [{} for _ in range(degrees.batch)]
         # By replica, the ranks that give out its micro-steps' outputs; by micro-step, those whose part is still to come.
-        self._givers = [
+        self._output_ranks = [
             frozenset(degrees.ranks(replica, degrees.pipe - 1, index)[0] for index in range(degrees.sequence))
             for replica in range(degrees.batch)
         ]
-        self._owing: dict[int, set[int]] = {}
+        self._awaited_ranks: dict[int, set[int]] = {}
         self._width: int | None = None  # of an output's tokens, as the first of them has it
 
     def post(self, call: Call) -> None:
         """Queue the call's micro-steps, and send what the window allows."""
-        assembly = Assembly(call)
+        assembly = PartialOutput(call)
         whole = call.tokens == call.conditioning.stream.span
         for replica, entries in enumerate(call.conditioning.shares(self._degrees.batch)):
             # An exact call fills the pipeline with its batch entries: nothing else could overlap in it.
@@ -62,7 +62,7 @@ class MicroSteps:
             waiting.clear()
             waiting.extend(kept)
 
-    def take(self, output: m.Output, finite: bool) -> tuple[Assembly, bool, bool] | None:
+    def take(self, output: m.Output, finite: bool) -> tuple[PartialOutput, bool, bool] | None:
         """Put a rank's part in its place, and send what the window now allows. `finite`: whether all its values are.
 
         What it is a part of, whether that is complete now, and whether this part is the first of it that is not finite.
@@ -70,30 +70,30 @@ class MicroSteps:
         and for one of another shape.
         """
         at = self._degrees.coordinate(output.rank)
-        flying = self._flying[at.batch]
+        flying = self._in_flight[at.batch]
         step = flying.get(output.seq)
         if step is None and output.seq <= self._newest:
             return None
-        if step is None or output.rank not in self._owing[output.seq]:
+        if step is None or output.rank not in self._awaited_ranks[output.seq]:
             raise m.BadMessage(f"an output of micro-step {output.seq}, which nobody waits for")
         assembly = step.assembly
         rows = self._shard(assembly.call, self._degrees.sequence_index(at))
         self._check(output.value, len(step.entries), len(rows))
         complete = assembly.put(step.entries, rows, output.value)
-        spoilt = not finite and not assembly.spoilt
-        assembly.spoilt |= spoilt
-        self._owing[output.seq].remove(output.rank)
-        if not self._owing[output.seq]:
-            del self._owing[output.seq], flying[output.seq]
+        nonfinite = not finite and not assembly.nonfinite
+        assembly.nonfinite |= nonfinite
+        self._awaited_ranks[output.seq].remove(output.rank)
+        if not self._awaited_ranks[output.seq]:
+            del self._awaited_ranks[output.seq], flying[output.seq]
             self._fill(at.batch)
-        return assembly, complete, spoilt
+        return assembly, complete, nonfinite
 
     def end(self) -> list[Call]:
         """Forget all; the calls that had not ended."""
-        steps = [step for queue in (*self._waiting, *(flying.values() for flying in self._flying)) for step in queue]
-        for queue in (*self._waiting, *self._flying):
+        steps = [step for queue in (*self._waiting, *(flying.values() for flying in self._in_flight)) for step in queue]
+        for queue in (*self._waiting, *self._in_flight):
             queue.clear()
-        self._owing.clear()
+        self._awaited_ranks.clear()
         return list({id(step.assembly): step.assembly.call for step in steps}.values())
 
     def _fill(self, replica: int) -> None:
@@ -101,11 +101,11 @@ class MicroSteps:
 
         The window keeps every stage busy and one micro-step ahead, and no more: what is sent cannot be called back.
         """
-        waiting, flying = self._waiting[replica], self._flying[replica]
+        waiting, flying = self._waiting[replica], self._in_flight[replica]
         while waiting and len(flying) < self._window:
             step = waiting.popleft()
             flying[step.seq] = step
-            self._owing[step.seq] = set(self._givers[replica])
+            self._awaited_ranks[step.seq] = set(self._output_ranks[replica])
             self._send(replica, step)
 
     def _check(self, value: torch.Tensor, entries: int, tokens: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.fingerprint import fingerprint
 from parallel_backend.client.placement.balance import balance
-from parallel_backend.client.placement.memory_check import Fitting, devices_for
+from parallel_backend.client.placement.memory_check import MemoryCheck, devices_for
 from parallel_backend.core.degrees import SEQUENCE_AXES, WIDGETS, Degrees
 from parallel_backend.core.devices import on_ray
 from parallel_backend.core.finite import all_finite
@@ -32,7 +32,7 @@ from .lora import Delta, Deltas
 from .memory_guard import MemoryGuard
 from .micro_step_queue import MicroSteps
 from .not_finite import NotFiniteError, check_conditioning, check_latent, explanation
-from .scatter import Sender
+from .scatter import Scatter
 from .step_cache import Forecast, StepCache
 
 CONDITIONINGS_KEPT = 8
@@ -87,12 +87,12 @@ class RemoteTransformer:
         progress("loading", 0.0)
         found = balance(pool, checkpoint, degrees, dtype, stage_split, poll)
         self.stage_blocks, self.patch_shares, self.stage_costs = found.stage_blocks, found.patch_shares, found.stage_costs
-        fitting = Fitting(checkpoint, degrees, self.stage_blocks, dtype, pool.devices, devices_for(pool.devices))
+        fitting = MemoryCheck(checkpoint, degrees, self.stage_blocks, dtype, pool.devices, devices_for(pool.devices))
         self._memory = MemoryGuard(pool, fitting, family, self._runs)
         if not only:
             self._memory.check_weights(poll)
         self.cut = SequenceCut(self.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
-        self._sender = Sender(checkpoint, degrees, self.stage_blocks, self.cut, pool)
+        self._sender = Scatter(checkpoint, degrees, self.stage_blocks, self.cut, pool)
         load = m.Load(
             str(checkpoint.path),
             dtype,
@@ -161,17 +161,18 @@ class RemoteTransformer:
         residuals: Residuals | None = None,
         cache: StepCache | None = None,
         may_forecast: bool = True,
-        home: int = 0,
-        meanwhile: Callable[[], None] = lambda: None,
+        first_replica: int = 0,
+        on_posted: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """Model output for the whole latent `x` [B, C, H, W] at `timestep` [B]; same shape and device as `x`.
 
-        Exact, but in naive patch mode, and where the run's `cache` forecasts it. `home`: see `conditioning`. `meanwhile` is
+        Exact, but in naive patch mode, and where the run's `cache` forecasts it. `first_replica`: see
+        `conditioning`. `on_posted` is
         called once the call is on its way, before it is waited for: it may make other calls.
         """
         patching = self.family.patching
         grid = patching.grid(x.shape)
-        conditioning = self.conditioning(grid, tensors, home)
+        conditioning = self.conditioning(grid, tensors, first_replica)
         entry = None if cache is None else cache.call(conditioning.id, float(timestep.max()), may_forecast)
         if isinstance(entry, Forecast):
             return entry.output().to(x.device)
@@ -179,7 +180,7 @@ class RemoteTransformer:
         call = self.call(patching.pack(x), timestep, conditioning, run=0, overlap=overlap, residuals=residuals)
         self.post(call)
         try:
-            meanwhile()
+            on_posted()
             tokens = wait_for(call.future, poll)
         except BaseException:
             self._abandon(lambda other: other is call)
@@ -214,11 +215,11 @@ class RemoteTransformer:
             )
         return Call(x, timestep.float().cpu(), conditioning, tokens, with_text, run, stale, bool(overlap), residuals or {})
 
-    def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], home: int = 0) -> Conditioning:
+    def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int = 0) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet.
 
         A sampler passes the same values again at each step, in new tensors: they are compared, not identified.
-        `home`: replica (counted on past the last one) whose turn it is; it and those behind it get the larger shares.
+        `first_replica`: first replica to receive entries, modulo the replica count. The first ones get the larger shares.
         ValueError if the model has no positions for so large a `grid`.
         """
         side = self.family.max_side(self.checkpoint.config)
@@ -229,11 +230,11 @@ class RemoteTransformer:
                 f"latent_image: {columns} x {rows} is too large for this model, whose positions end at {limit} x {limit} "
                 "latent pixels. Use a smaller latent."
             )
-        home %= self.degrees.batch
+        first_replica %= self.degrees.batch
         with self._lock:
             self._check()
             for known in reversed(self._conditionings):
-                if known.home == home and known.matches(grid, tensors):
+                if known.first_replica == first_replica and known.matches(grid, tensors):
                     return known
             check_conditioning(tensors)
             names = [name for name in self.family.token_tensors if name in tensors]
@@ -244,7 +245,7 @@ class RemoteTransformer:
                 self.family.image_padding(grid) + (self.family.padded(tensors[names[0]].shape[1]) if names else 0),
                 len(next(iter(tensors.values()))),
                 {name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
-                home,
+                first_replica,
             )
             self._sender.conditioning(conditioning)
             self._conditionings.append(conditioning)
@@ -338,10 +339,10 @@ class RemoteTransformer:
             found = self._micro_steps.take(output, finite)
         if found is None:
             return
-        assembly, complete, spoilt = found
-        if spoilt:
+        assembly, complete, nonfinite = found
+        if nonfinite:
             self._find_cause(assembly.call, output.seq)
-        elif complete and not assembly.spoilt:
+        elif complete and not assembly.nonfinite:
             assembly.call.future.set_result(assembly.value)
 
     def _find_cause(self, call: Call, seq: int) -> None:

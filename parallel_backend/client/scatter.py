@@ -11,7 +11,7 @@ from parallel_backend.wire import messages as m
 from .call import Conditioning, PostedStep, Residuals
 
 
-class Sender:
+class Scatter:
     """`stage_blocks`: the blocks of each stage. `cut`: a stage's tokens over its sequence ranks."""
 
     def __init__(

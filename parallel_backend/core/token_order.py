@@ -15,7 +15,7 @@ from .spans import Span, split
 
 
 @dataclass(frozen=True)
-class Stream:
+class TokenOrder:
     """`image`: tokens of the picture, in rows of `row`; `references`: tokens of all reference pictures together."""
 
     image: int

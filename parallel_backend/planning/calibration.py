@@ -19,7 +19,7 @@ from parallel_backend.wire.messages import LinksProbed
 from .cost_model import Job
 from .links import SIZES, fit
 from .machine import Device, Links, Machine, pairs_of, through
-from .workload import Subject
+from .workload import Workload
 
 ROWS = {"cuda": (64, 16), "cpu": (32, 8)}
 """Of image tokens: a GPU is not filled by less, and a CPU would take minutes for more."""
@@ -29,7 +29,7 @@ VERSION = 1
 """Of what a calibration is; an older file does not count."""
 
 
-def job_of(checkpoint: Checkpoint, subject: Subject) -> Job:
+def job_of(checkpoint: Checkpoint, subject: Workload) -> Job:
     """`subject` as a run of this checkpoint."""
     return Job(subject, joint_text(checkpoint))
 

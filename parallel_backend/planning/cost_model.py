@@ -14,7 +14,7 @@ from parallel_backend.wire.diagnosis import Probed
 from .machine import BlockCost, Machine
 from .modes import Mode
 from .prediction import pipeline_seconds
-from .workload import Subject
+from .workload import Workload
 
 BEFORE = 0.75
 """Share of Ulysses' bytes that travel before attention, as queries, keys and values in one message; the rest after it."""
@@ -29,7 +29,7 @@ class Job:
     `text_in_bands`: with every band, as xDiT runs it; here it runs with the first one alone.
     """
 
-    subject: Subject
+    subject: Workload
     joint: bool = True
     text_in_bands: bool = False
 

@@ -12,9 +12,9 @@ from parallel_backend.wire.lifecycle import Unload, Unloaded
 
 from .links import HostFree, look_at
 from .modes import Mode, needed, possible
-from .prediction import Prediction, Situation
+from .prediction import Prediction, Rehearsals
 from .rehearsal import rehearse
-from .workload import Subject
+from .workload import Workload
 
 AS_GOOD = 1.03
 """Modes within this factor of the fastest count as equally fast: the simplest of them is advised."""
@@ -29,7 +29,7 @@ class Findings:
     cannot be, and why. `advice`: None if nothing fits.
     """
 
-    situation: Situation
+    situation: Rehearsals
     predictions: tuple[Prediction, ...]
     refused: dict[Degrees, str]
     advice: Prediction | None
@@ -42,7 +42,7 @@ class Findings:
 def examine(
     pool: Pool,
     checkpoint: Checkpoint,
-    subject: Subject,
+    subject: Workload,
     attention: str,
     host_free: HostFree,
     poll: Poll,
@@ -57,13 +57,13 @@ def examine(
 def measure(
     pool: Pool,
     checkpoint: Checkpoint,
-    subject: Subject,
+    subject: Workload,
     modes: list[Mode],
     attention: str,
     host_free: HostFree,
     poll: Poll,
     progress: Progress = lambda _done, _total: None,
-) -> Situation:
+) -> Rehearsals:
     """All that these modes, and one rank, are predicted from."""
     wait_for(pool.ready, poll)
     machine = look_at(pool, host_free, poll)
@@ -71,7 +71,7 @@ def measure(
     # CPU ranks have no device of their own: what else the machine does, or its clock, must not fall on one mode alone.
     cuts += cuts[::-1] if machine.on_cpus else []
     total, done = 1 + sum(map(len, cuts)), itertools.count(1)
-    situation = Situation(subject, machine, {})
+    situation = Rehearsals(subject, machine, {})
 
     def advance() -> None:
         progress(next(done), total)
@@ -87,7 +87,7 @@ def measure(
     return situation
 
 
-def conclude(situation: Situation) -> Findings:
+def conclude(situation: Rehearsals) -> Findings:
     """Predictions and advice."""
     world = len(situation.machine.devices)
     modes, refused = possible(situation.subject, world) if world > 1 else ([], {})
@@ -107,7 +107,7 @@ def advise(predictions: list[Prediction]) -> Prediction | None:
     return min(as_good, key=lambda f: (f.mode.device is None, not f.mode.exact, f.mode.bands, f.seconds))
 
 
-def _uneven(situation: Situation) -> bool:
+def _uneven(situation: Rehearsals) -> bool:
     """Whether the devices' speeds differ by more than noise."""
     totals = [sum(times.values()) for times in situation.block_seconds()]
     return max(totals) > ALIKE * min(totals)

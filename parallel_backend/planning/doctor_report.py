@@ -6,7 +6,7 @@ from parallel_backend.wire.messages import LinksProbed
 from .doctor import AS_GOOD, Findings
 from .links import Machine
 from .modes import Mode
-from .prediction import Prediction, Situation, gigabytes
+from .prediction import Prediction, Rehearsals, gigabytes
 
 SHOWN = 10
 """So many modes are listed, and those of a single degree however slow they are."""
@@ -47,7 +47,7 @@ def _listed(widgets: dict[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in widgets.items())
 
 
-def _subject(situation: Situation) -> str:
+def _subject(situation: Rehearsals) -> str:
     subject = situation.subject
     return (
         f"{subject.name}: {subject.kind}, {subject.dtype}, {len(subject.blocks)} blocks, {_size(subject.weight_bytes)} of "
@@ -77,7 +77,7 @@ def _device(found: LinksProbed) -> str:
     return f"{found.name}, {gigabytes(found.free_bytes)} free of {gigabytes(found.total_bytes)}"
 
 
-def _blocks(situation: Situation) -> str:
+def _blocks(situation: Rehearsals) -> str:
     seconds, blocks = situation.block_seconds(), situation.subject.blocks
     lines = [
         f"{name} ({blocks.count(name)} like it): {', '.join(f'{1000 * rank[name]:.3g}' for rank in seconds)} ms"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from parallel_backend.core.degrees import AXES, WIDGETS, Degrees
 from parallel_backend.core.validate import factors
 
-from .workload import Subject
+from .workload import Workload
 
 BANDS_PER_STAGE = (1, 2, 4)
 """As pipeline_model.choose_bands has them."""
@@ -30,7 +30,7 @@ class Mode:
         """How one stage of one replica is cut."""
         return replace(self.degrees, batch=1, pipe=1)
 
-    def entries(self, subject: Subject) -> int:
+    def entries(self, subject: Workload) -> int:
         """Of the batch, for the replica that has most."""
         return math.ceil(subject.entries / self.degrees.batch)
 
@@ -56,7 +56,7 @@ class CallKind:
     alone: bool = False
 
 
-def possible(subject: Subject, world: int) -> tuple[list[Mode], dict[Degrees, str]]:
+def possible(subject: Workload, world: int) -> tuple[list[Mode], dict[Degrees, str]]:
     """Every mode that `world` devices, more than one, can be used in; other degrees, and why not."""
     modes, refused = [], {}
     for sizes in factors(world, len(AXES)):
@@ -85,7 +85,7 @@ def possible(subject: Subject, world: int) -> tuple[list[Mode], dict[Degrees, st
     return modes, refused
 
 
-def needed(modes: list[Mode], subject: Subject) -> list[CallKind]:
+def needed(modes: list[Mode], subject: Workload) -> list[CallKind]:
     """What these modes, and one rank, are worked out from; smaller ones first, so that memory peaks grow."""
     kinds = {alone(): None, CallKind(Degrees(), 1): None, CallKind(Degrees(), subject.entries): None}
     for mode in modes:
@@ -97,10 +97,10 @@ def alone() -> CallKind:
     return CallKind(Degrees(), 1, alone=True)
 
 
-def exact_call(mode: Mode, subject: Subject) -> CallKind:
+def exact_call(mode: Mode, subject: Workload) -> CallKind:
     """A micro-step of one: a pipeline is filled with the batch's entries one by one."""
     return CallKind(mode.cut, 1 if mode.degrees.pipe > 1 else mode.entries(subject), buffered=not mode.exact)
 
 
-def banded_call(mode: Mode, subject: Subject) -> CallKind:
+def banded_call(mode: Mode, subject: Workload) -> CallKind:
     return CallKind(mode.cut, mode.entries(subject), mode.bands, buffered=True, stale=True)

@@ -15,7 +15,7 @@ from parallel_backend.wire.diagnosis import Probed
 from .links import Machine
 from .modes import CallKind, Mode, alone, banded_call, exact_call
 from .rehearsal import AROUND, Cost, Rehearsed
-from .workload import Subject
+from .workload import Workload
 
 ENDS_SHARE = 0.5
 """Of what is around the blocks, the part that one stage does: embedding and head are apart, the rest is on every stage."""
@@ -40,10 +40,10 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Situation:
+class Rehearsals:
     """All that predictions come from."""
 
-    subject: Subject
+    subject: Workload
     machine: Machine
     rehearsed: dict[CallKind, Rehearsed]
     _stages: dict[Degrees, tuple[Span, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)

@@ -9,7 +9,7 @@ from parallel_backend.core.validate import check_model
 from .cost_model import Job
 from .links import Link
 from .machine import BlockCost, Device, Links, Machine, alike, pairs_of
-from .workload import Subject
+from .workload import Workload
 
 GB = 10**9
 BF16 = 2
@@ -72,7 +72,7 @@ class Model:
         def check(degrees: Degrees) -> None:
             check_model(degrees, heads=self.heads, blocks=self.layers)
 
-        subject = Subject(
+        subject = Workload(
             name=name,
             kind=name,
             dtype="bf16",

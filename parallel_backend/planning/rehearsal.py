@@ -19,7 +19,7 @@ from parallel_backend.processes.pool import Poll, Pool
 from parallel_backend.wire.sampling import RunStats
 
 from .modes import CallKind
-from .workload import Subject
+from .workload import Workload
 
 AROUND = ""
 """Stands where a block's name does for all that is not in a block."""
@@ -82,7 +82,7 @@ class _Measured:
 def rehearse(
     pool: Pool,
     checkpoint: Checkpoint,
-    subject: Subject,
+    subject: Workload,
     kinds: list[CallKind],
     attention: str,
     measured_shares: bool,

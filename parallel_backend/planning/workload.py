@@ -17,7 +17,7 @@ from parallel_backend.families.base.step_inputs import Shapes
 
 
 @dataclass(frozen=True)
-class Subject:
+class Workload:
     """A model and a sampling run of it.
 
     `shape`: of the latent; `entries`: of the batch at a model call, pictures x prompts; `prompt`: tokens of each.
@@ -69,7 +69,7 @@ class Subject:
 
 def subject_of(
     checkpoint: Checkpoint, dtype: str, device: str, shape: tuple[int, ...], entries: int, steps: int, prompt: int
-) -> Subject:
+) -> Workload:
     """`shape`: [B, C, (T,) H, W] of the latent. ValueError if it has no frames, where the model is one for video."""
     family, config = checkpoint.family, checkpoint.config
     grid = family.patching.grid(shape)
@@ -94,7 +94,7 @@ def subject_of(
             unsupported=family.unsupported,
         )
 
-    return Subject(
+    return Workload(
         checkpoint.path.name,
         family.name,
         dtype,

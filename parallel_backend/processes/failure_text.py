@@ -22,7 +22,7 @@ def out_of_memory(text: str) -> bool:
 
 
 def last_seen(doing: str) -> str:
-    """`doing`: see lifecycle.Beat; empty for a rank that was never seen."""
+    """`doing`: see lifecycle.HeartbeatMessage; empty for a rank that was never seen."""
     return f", last seen {doing if doing == IDLE else f'in {doing}'}" if doing else ""
 
 

@@ -221,7 +221,7 @@ class Pool:
             if self._verdict is not None and not self._closing:
                 self._fail(self._verdict)
             elif self._failed_at is not None and not self._closing:
-                self._blame()
+                self._report_failure()
 
     def _take(self, rank: int) -> bool:
         """Receive a message and hand it on; False where the connection has ended."""
@@ -253,7 +253,7 @@ class Pool:
         elif isinstance(message, m.Failure):
             self._failures.append(message)
             self._failed_at = self._failed_at or time.monotonic()
-        elif not isinstance(message, m.Beat):
+        elif not isinstance(message, m.HeartbeatMessage):
             key = (type(message), getattr(message, "run", None))
             with self._lock:
                 if key not in self._gathers:
@@ -292,10 +292,10 @@ class Pool:
             verdict = self.watchdog.tick(min(now - last, 2 * tick), awaited, blocked)
             last = now
             if verdict is not None and self._failed_at is None:
-                return self._condemn(verdict)
+                return self._report_hang(verdict)
         return None
 
-    def _condemn(self, verdict: Verdict) -> RankError:
+    def _report_hang(self, verdict: Verdict) -> RankError:
         if verdict.hung:
             for rank in range(len(self.devices)):
                 self.ranks.dump(rank)
@@ -304,7 +304,7 @@ class Pool:
         logs = [self.ranks.log_tail(rank) for rank in verdict.ranks]
         return RankError(explained(f"{names} {verdict.text}", "", logs, self.logs))
 
-    def _blame(self) -> None:
+    def _report_failure(self) -> None:
         """Once the root cause is known, or waiting for it is over: end the pool with an error that names it."""
         reported = {failure.rank for failure in self._failures}
         ended = {rank: how for rank in range(len(self.devices)) if (how := self.ranks.how_ended(rank)) is not None}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from parallel_backend.core.devices import on_ray
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.tcp import Reception, at_end, hang_up
+from parallel_backend.wire.tcp import Listener, is_closed, shutdown
 
 from .entry import main
 from .local import LocalRanks, Plan, Ranks, clean_main_module
@@ -60,7 +60,7 @@ class RayRanks:
         self._silent_since: dict[int, float] = {}
         self._pids: tuple[int, ...] = ()
         self._killing = threading.Lock()
-        self._reception: Reception | None = None
+        self._reception: Listener | None = None
         self._store: dist.TCPStore | None = None
         context = multiprocessing.get_context("spawn")
         self._news, theirs = context.Pipe()
@@ -88,7 +88,7 @@ class RayRanks:
         self._read_news()
         if rank in self._how:
             return self._how[rank]
-        if not at_end(self.channels[rank].connection):
+        if not is_closed(self.channels[rank].connection):
             return None
         if time.monotonic() - self._silent_since.setdefault(rank, time.monotonic()) < GRACE_SECONDS:
             return None
@@ -103,13 +103,13 @@ class RayRanks:
 
     def join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not all(at_end(channel.connection) for channel in self.channels):
+        while time.monotonic() < deadline and not all(is_closed(channel.connection) for channel in self.channels):
             time.sleep(0.02)
 
     def kill(self) -> None:
         with self._killing:
             for channel in self.channels:
-                hang_up(channel.connection)  # a rank ends with its connection, whatever it is doing
+                shutdown(channel.connection)  # a rank ends with its connection, whatever it is doing
             if self._reception is not None:
                 self._reception.close()
             self._store = None
@@ -125,7 +125,7 @@ class RayRanks:
         self.names = tuple(f"{name} on {at}" for name, at in zip(plan.devices, placed["placed"], strict=True))
         host = LOOPBACK if set(placed["placed"]) == {placed["here"]} else placed["here"]
         key = secrets.token_bytes(KEY_BYTES)
-        self._reception = Reception(host, key, len(plan.devices))
+        self._reception = Listener(host, key, len(plan.devices))
         listener = socket.create_server((host, 0))  # the store would listen on every address
         rendezvous = listener.getsockname()
         self._store = dist.TCPStore(

@@ -51,7 +51,7 @@ class Watchdog:
         """The rank whose message the receiving thread is inside of."""
         self._lock = threading.Lock()
         self._all = tuple(range(ranks))
-        self._beats: list[m.Beat | None] = [None] * ranks
+        self._beats: list[m.HeartbeatMessage | None] = [None] * ranks
         self._silent = [0.0] * ranks
         self._ready: set[int] = set()
         self._starting, self._shown = 0.0, 0
@@ -88,7 +88,7 @@ class Watchdog:
         with self._lock:
             self._silent[rank] = 0.0
             match message:
-                case m.Beat():
+                case m.HeartbeatMessage():
                     self._beats[rank] = message
                     return
                 case m.Ready():

@@ -10,7 +10,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.step_inputs import StepInputs
-from parallel_backend.rank.stage.meta_model import skeleton
+from parallel_backend.rank.stage.meta_model import meta_model
 from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, Probed
 
 REPEATS = 5
@@ -72,7 +72,7 @@ def _measure(
 ) -> list[dict[str, float]]:
     """For each grid: seconds by block list, and under AROUND of the forward without its blocks."""
     family, config = checkpoint.family, checkpoint.config
-    model = skeleton(family, config)
+    model = meta_model(family, config)
     lists = [spec.name for spec in family.block_lists if not spec.prologue]
     for name in lists:
         setattr(model, name, nn.ModuleList(list(getattr(model, name))[:1]))

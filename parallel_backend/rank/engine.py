@@ -15,14 +15,14 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
-from parallel_backend.core.token_order import Stream
+from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCE_POSITIONS, REFERENCES, TEXT_MASK, Rows, StepInputs
 from parallel_backend.families.parts.shared_modules import computed_once
-from parallel_backend.rank.attention.context import AttentionContext, StepView
+from parallel_backend.rank.attention.context import AttentionContext, AttentionStep
 from parallel_backend.rank.attention.kernels import choose_kernel
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.linear_attention import install_linear
-from parallel_backend.rank.attention.parallel_attention import install_seams
+from parallel_backend.rank.attention.parallel_attention import install_parallel_attention
 from parallel_backend.rank.comm.mesh import close_axes, make_axes
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.comm.transfer_codec import codec_for
@@ -30,11 +30,11 @@ from parallel_backend.rank.comm.transfers import Elapsed, Traffic
 from parallel_backend.rank.stage.block_slots import StageDone
 from parallel_backend.rank.stage.build import build_stage, keep_timestep_exact
 from parallel_backend.rank.stage.lora import Adapters
-from parallel_backend.rank.stage.module_cache import Once
+from parallel_backend.rank.stage.module_cache import ModuleCache
 from parallel_backend.rank.stage.stand_ins import own_blocks
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
 from parallel_backend.wire.diagnosis import NotFiniteFound, Timeline
-from parallel_backend.wire.heartbeat import Pulse
+from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.loading import Load
 from parallel_backend.wire.sampling import OpenRun, Output, PutConditioning, RunStats, Step
 from parallel_backend.wire.timeline_kinds import OUTSIDE, WORK, StepLabel
@@ -55,7 +55,7 @@ class Conditioning:
     """What a PutConditioning message left on the rank; `tensors` are on its device, in the compute dtype."""
 
     grid: tuple[int, ...]
-    stream: Stream
+    stream: TokenOrder
     text_tokens: int
     batch: int
     tensors: dict[str, torch.Tensor]
@@ -72,14 +72,14 @@ class Engine:
         load: Load,
         slowdown: float,
         progress: Callable[[float], None],
-        pulse: Pulse | None = None,
+        pulse: Heartbeat | None = None,
     ):
         """Loads the rank's own part of the checkpoint. Collective over all ranks (it builds the mesh's groups).
 
         `slowdown`: see RankSettings. `progress`: see fill_weights. `pulse` is told of every block and wait.
         """
         self.rank, self.device, self.slowdown = rank, device, slowdown
-        self.pulse = pulse = pulse or Pulse()
+        self.pulse = pulse = pulse or Heartbeat()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         checkpoint = open_checkpoint(load.path)
@@ -109,9 +109,9 @@ class Engine:
         kernel = choose_kernel(load.attention, device, load.dtype)
         codec = codec_for(load.transfer_dtype)
         self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.drops_mask, codec)
-        install_seams(stage.attention, self.context)
+        install_parallel_attention(stage.attention, self.context)
         install_linear(stage.attention, self.context)
-        self.once = Once(self.model, computed_once(family))
+        self.once = ModuleCache(self.model, computed_once(family))
         self.compiler = self._compiler(checkpoint, degrees.world) if load.compile else None
         self.watch = BlockWatch(self.model, load.only, self.traffic, slowdown)
         for block in own_blocks(self.model, family.block_lists).values():
@@ -260,7 +260,7 @@ class Engine:
         text, image = self._shards(step)
         own_text, own_image = text[self.place], image[self.place]
         text_mask = conditioning.tensors.get(TEXT_MASK)
-        self.context.step = StepView(
+        self.context.step = AttentionStep(
             conditioning.text_tokens,
             text,
             image,
@@ -304,7 +304,7 @@ class Engine:
         return output
 
     def _with_references(
-        self, x: torch.Tensor, tensors: dict[str, torch.Tensor], stream: Stream, image: Span
+        self, x: torch.Tensor, tensors: dict[str, torch.Tensor], stream: TokenOrder, image: Span
     ) -> torch.Tensor:
         """[b, m, C] of the picture's tokens -> [b, n, C] of `image`; as it is where the model is given whole tensors."""
         x = x.to(self.device, self.dtype)
@@ -317,7 +317,7 @@ class Engine:
         out[:, ~own] = tensors[REFERENCES][:, places[~own] - stream.image]
         return out
 
-    def _residuals(self, step: Step, stream: Stream, image: Span) -> dict[str, torch.Tensor]:
+    def _residuals(self, step: Step, stream: TokenOrder, image: Span) -> dict[str, torch.Tensor]:
         """Block -> [b, n, hidden]; what is added to reference tokens is zero."""
         if not step.residuals:
             return {}

@@ -24,7 +24,7 @@ from parallel_backend.rank.stage.lora import parameter_names
 from parallel_backend.rank.vae.decoder import BandedDecoder
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.heartbeat import Pulse, send_beats
+from parallel_backend.wire.heartbeat import Heartbeat, send_heartbeats
 from parallel_backend.wire.rank_settings import RankSettings
 
 from .allocator import give_back, keep_freed
@@ -65,7 +65,7 @@ class Worker:
     `check_store`: see process_group.join.
     """
 
-    def __init__(self, settings: RankSettings, channel: Channel, pulse: Pulse, check_store: Callable[[], None]):
+    def __init__(self, settings: RankSettings, channel: Channel, pulse: Heartbeat, check_store: Callable[[], None]):
         self.settings, self.channel, self.pulse, self._check_store = settings, channel, pulse, check_store
         self.device = torch.device(settings.device)
         self.engine: Engine | None = None
@@ -215,9 +215,9 @@ class Worker:
 def run(settings: RankSettings, connection: Connection) -> None:
     """A rank's whole life: join the others, serve, and report what went wrong."""
     torch.set_num_threads(settings.threads)
-    channel, pulse = Channel(connection), Pulse()
+    channel, pulse = Channel(connection), Heartbeat()
     beats = (pulse, settings.rank, channel, settings.beat)
-    threading.Thread(target=send_beats, args=beats, name="beats", daemon=True).start()
+    threading.Thread(target=send_heartbeats, args=beats, name="beats", daemon=True).start()
     try:
         if settings.device.startswith("cuda"):
             torch.cuda.set_device(settings.device)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .channel import Channel
-from .lifecycle import START_UP, Beat
+from .lifecycle import START_UP, HeartbeatMessage
 
 
 @dataclass
-class Pulse:
+class Heartbeat:
     """Written by the rank's main thread alone.
 
     `doing`: in the words of an error. `waiting`: the rank stands still for another one, in a transfer.
@@ -35,9 +35,9 @@ class Pulse:
         self.progress += 1
 
 
-def send_beats(pulse: Pulse, rank: int, channel: Channel, seconds: float) -> None:
-    """A thread's whole life: a Beat every so many seconds, whatever the main thread does."""
+def send_heartbeats(pulse: Heartbeat, rank: int, channel: Channel, seconds: float) -> None:
+    """A thread's whole life: a HeartbeatMessage every so many seconds, whatever the main thread does."""
     with contextlib.suppress(OSError):  # the client is gone, and the control thread ends this process
         while True:
-            channel.send(Beat(rank, pulse.doing, pulse.progress, pulse.waiting))
+            channel.send(HeartbeatMessage(rank, pulse.doing, pulse.progress, pulse.waiting))
             time.sleep(seconds)

@@ -15,8 +15,8 @@ START_UP, IDLE = "start-up", "idle"
 
 
 @dataclass(frozen=True)
-class Beat:
-    """Rank -> client, about every second as long as the process runs: see heartbeat.Pulse."""
+class HeartbeatMessage:
+    """Rank -> client, about every second as long as the process runs: see heartbeat.Heartbeat."""
 
     rank: int
     doing: str

@@ -27,14 +27,26 @@ from .encoding import BadMessage as BadMessage
 from .encoding import Encoding
 from .lifecycle import IDLE as IDLE
 from .lifecycle import START_UP as START_UP
-from .lifecycle import Beat, Failure, Ready, Stop, Unload, Unloaded
+from .lifecycle import Failure, HeartbeatMessage, Ready, Stop, Unload, Unloaded
 from .loading import Adapt, Adapted, AdaptersSent, DropAdapters, Load, Loaded, Loading, Rescale
 from .sampling import BlockStats, CloseRun, DropConditioning, OpenRun, Output, PutConditioning, RunStats, Step
 
 _TYPES = {
     cls.__name__: cls
     for cls in (
-        *(Ready, Beat, Probe, Probed, Load, Loading, Loaded, Unload, Unloaded, PutConditioning, DropConditioning),
+        *(
+            Ready,
+            HeartbeatMessage,
+            Probe,
+            Probed,
+            Load,
+            Loading,
+            Loaded,
+            Unload,
+            Unloaded,
+            PutConditioning,
+            DropConditioning,
+        ),
         *(DropAdapters, Adapt, Rescale, AdaptersSent, Adapted),
         *(PutDecoder, Decode, Decoded),
         *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),

@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 HELLO = struct.Struct("!II")
 """What a rank says first: its number and its process's."""
 HANDSHAKE_SECONDS = 10.0
-STRANGERS = 32
+MAX_UNAUTHENTICATED = 32
 """So many callers may be without proof at a time; more have to wait."""
 LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Caller:
+class Peer:
     """A rank that has dialled in. `pid`: on its own machine."""
 
     pid: int
@@ -42,20 +42,20 @@ def dial(address: tuple[str, int], key: bytes, rank: int) -> Connection:
     return connection
 
 
-class Reception:
+class Listener:
     """Lets the ranks of one pool in, each once. Listens at `address` until it is closed."""
 
     def __init__(self, host: str, key: bytes, world: int):
         self._key, self._world = key, world
-        self._callers: dict[int, Caller] = {}
+        self._callers: dict[int, Peer] = {}
         self._lock = threading.Lock()
-        self._strangers = threading.Semaphore(STRANGERS)
+        self._strangers = threading.Semaphore(MAX_UNAUTHENTICATED)
         self._closed = False
-        self._socket = socket.create_server((host, 0), backlog=world + STRANGERS)
+        self._socket = socket.create_server((host, 0), backlog=world + MAX_UNAUTHENTICATED)
         self._socket.settimeout(LOOK_SECONDS)
         self.address: tuple[str, int] = self._socket.getsockname()
 
-    def receive(self, seconds: float, look: Callable[[], None]) -> list[Caller]:
+    def receive(self, seconds: float, look: Callable[[], None]) -> list[Peer]:
         """All ranks, in order, once the last has dialled in. Theirs from now on: whoever gets them closes them.
 
         `look` runs in between, and raises to give up. TimeoutError names the ranks that have not come within `seconds`.
@@ -92,7 +92,7 @@ class Reception:
     def _greet(self, stranger: socket.socket, address: tuple[str, int]) -> None:
         """A thread for each, with a limit, so that a silent one keeps nobody waiting."""
         connection = Connection(stranger.detach())
-        alarm = threading.Timer(HANDSHAKE_SECONDS, hang_up, (connection,))
+        alarm = threading.Timer(HANDSHAKE_SECONDS, shutdown, (connection,))
         alarm.daemon = True
         alarm.start()
         try:
@@ -103,7 +103,7 @@ class Reception:
             with self._lock:
                 if self._closed or rank >= self._world or rank in self._callers:
                     raise AuthenticationError(f"rank {rank} is not expected")
-                self._callers[rank] = Caller(pid, connection)
+                self._callers[rank] = Peer(pid, connection)
         except (AuthenticationError, OSError, EOFError, ValueError, AssertionError, struct.error) as error:
             log.warning("Parallel DiT: a connection from %s to the ranks' port was refused: %r", address[0], error)
             alarm.cancel()
@@ -113,7 +113,7 @@ class Reception:
             self._strangers.release()
 
 
-def at_end(connection: Connection) -> bool:
+def is_closed(connection: Connection) -> bool:
     """Whether the other end has closed, and all that it sent has been read. Never waits."""
     try:
         if not connection.poll(0):
@@ -124,7 +124,7 @@ def at_end(connection: Connection) -> bool:
         return True
 
 
-def hang_up(connection: Connection) -> None:
+def shutdown(connection: Connection) -> None:
     """End the conversation both ways. From any thread, and unlike `close` this lets go whoever is blocked in it."""
     with contextlib.suppress(OSError), socket_of(connection) as ours:  # or it has ended by itself
         ours.shutdown(socket.SHUT_RDWR)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.checkpoints.packed_formats import BLOCKS, PIECE, Blocks, Fp8
+from parallel_backend.checkpoints.packed_formats import BLOCKS, CHUNK_VALUES, Blocks, Fp8
 from parallel_backend.checkpoints.reader import reading
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Shard, Span
@@ -426,7 +426,7 @@ def test_expanding_to_half_precision_rounds_once(dtype):
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_large_weights_are_expanded_piece_by_piece(monkeypatch, kind):
     blocks = torch.from_numpy(to_blocks(np.random.default_rng(0).normal(size=(24, 512)).astype(np.float32), kind))
-    assert PIECE > 24 * 512
+    assert CHUNK_VALUES > 24 * 512
     at_once = Blocks(kind).expand(blocks, torch.float32)
     monkeypatch.setattr("parallel_backend.checkpoints.packed_formats.PIECE", 5 * 256)
     assert torch.equal(Blocks(kind).expand(blocks, torch.float32), at_once)

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.client.call import Call, Conditioning
-from parallel_backend.client.pipefusion import banded_run as bands
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.placement.pipeline_model import MicroStep, micro_steps
@@ -21,6 +20,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.patching import Patching
+from parallel_backend.processes.pool import POLL_SECONDS
 
 SHAPE = (1, 16, 12, 4)  # 6 rows of 2 tokens
 PATCHING = Patching()
@@ -59,7 +59,7 @@ class FakeModel:
     def watch_memory(self, run, bands, extrapolate, poll) -> None:
         pass
 
-    def conditioning(self, grid, tensors, home=0) -> Conditioning:
+    def conditioning(self, grid, tensors, first_replica=0) -> Conditioning:
         for known in self._known:
             if known.matches(grid, tensors):
                 return known

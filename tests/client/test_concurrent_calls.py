@@ -25,21 +25,21 @@ def prompts(batch: int = 1):
 
 
 @pytest.mark.parametrize(("batch", "home", "expected"), [(1, 0, [1, 0]), (1, 1, [0, 1]), (1, 2, [1, 0]), (3, 1, [1, 1])])
-def test_a_call_begins_on_its_home_replica(remote, flux_model, batch, home, expected):
+def test_a_call_begins_on_its_home_replica(remote, flux_model, batch, first_replica, expected):
     model = remote(Degrees(batch=2))
     micro_steps(model)
     x, timestep, (tensors, _) = prompts(batch)
-    output = model.predict(x, timestep, tensors, lambda: None, home=home)
+    output = model.predict(x, timestep, tensors, lambda: None, first_replica=first_replica)
     assert micro_steps(model) == expected
     assert torch.equal(output, model.predict(x, timestep, tensors, lambda: None))
     assert tiny.relative(output, tiny.reference(flux_model, x, timestep, tensors)) <= 1e-5
 
 
 @pytest.mark.parametrize(("home", "shares"), [(0, [2, 1]), (1, [1, 2]), (2, [2, 1])])
-def test_the_larger_share_goes_to_the_home_replica(remote, home, shares):
+def test_the_larger_share_goes_to_the_home_replica(remote, first_replica, shares):
     model = remote(Degrees(batch=2))
     x, _, (tensors, _) = prompts(3)
-    conditioning = model.conditioning(model.family.patching.grid(x.shape), tensors, home)
+    conditioning = model.conditioning(model.family.patching.grid(x.shape), tensors, first_replica)
     assert [len(entries) for entries in conditioning.shares(2)] == shares
 
 
@@ -52,7 +52,7 @@ def test_a_call_made_meanwhile_is_under_way_before_the_first_is_waited_for(remot
 
     def second() -> None:
         assert len(posted) == 1
-        outputs.append(model.predict(x, timestep, long, lambda: None, home=1))
+        outputs.append(model.predict(x, timestep, long, lambda: None, first_replica=1))
 
     def hold_back(call) -> None:
         """The first call reaches the ranks with the second one: whoever waited for it first would wait for ever."""
@@ -63,7 +63,7 @@ def test_a_call_made_meanwhile_is_under_way_before_the_first_is_waited_for(remot
 
     model.post = hold_back
     try:
-        first = model.predict(x, timestep, short, lambda: None, meanwhile=second)
+        first = model.predict(x, timestep, short, lambda: None, on_posted=second)
     finally:
         del model.post
     assert torch.equal(first, apart[0])
@@ -83,8 +83,8 @@ def test_what_is_raised_meanwhile_ends_the_call(remote):
         raise Cancelled
 
     with pytest.raises(Cancelled):
-        model.predict(x, timestep, short, lambda: None, meanwhile=cancel)
-    assert torch.equal(model.predict(x, timestep, long, lambda: None, home=1), expected)
+        model.predict(x, timestep, short, lambda: None, on_posted=cancel)
+    assert torch.equal(model.predict(x, timestep, long, lambda: None, first_replica=1), expected)
 
 
 def guided_in_bands(model, together: bool, warm_up: int, steps: int = 4, bands: int = 2) -> tuple[torch.Tensor, list[int]]:
@@ -101,10 +101,12 @@ def guided_in_bands(model, together: bool, warm_up: int, steps: int = 4, bands: 
         for sigma, following in itertools.pairwise(sigmas):
             found = {}
 
-            def predict(index: int, meanwhile, latent=latent, sigma=sigma, found=found) -> None:
+            def predict(index: int, on_posted, latent=latent, sigma=sigma, found=found) -> None:
                 tensors, exact = (short, long)[index], float(sigma) > limit
-                home = index if together else 0
-                found[index] = run.predict(band, latent, sigma.repeat(1), tensors, exact, home=home, meanwhile=meanwhile)
+                first_replica = index if together else 0
+                found[index] = run.predict(
+                    band, latent, sigma.repeat(1), tensors, exact, first_replica=first_replica, on_posted=on_posted
+                )
 
             if together:
                 predict(0, lambda predict=predict: predict(1, lambda: None))
@@ -158,7 +160,7 @@ def test_ending_a_run_with_two_calls_of_a_band_unanswered(remote, monkeypatch):
                 run.predict(band, latent, timestep, long, True)
             ends.append(band)
 
-        run.predict(band, latent, timestep, short, True, meanwhile=second)
+        run.predict(band, latent, timestep, short, True, on_posted=second)
 
     with pytest.raises(Cancelled):
         run_bands(run, sample, lambda: None, poll)

@@ -16,7 +16,7 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.memory_guard import MemoryGuard, request_of
 from parallel_backend.client.pipefusion.banded_run import BandedRun
 from parallel_backend.client.placement.memory_advice import Capacity, changes, even_stages
-from parallel_backend.client.placement.memory_check import Fitting, Room, rooms
+from parallel_backend.client.placement.memory_check import DeviceMemory, MemoryCheck, device_memories
 from parallel_backend.client.placement.memory_model import KV_COPIES, Request, memory_of, model_sizes
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
@@ -131,10 +131,10 @@ def test_buffers_of_prompts_of_different_length(remote):
     long = tiny.inputs(tiny.FLUX, batch=1, text=9)[2]
     run = BandedRun(model, (Span(0, x.shape[2]),), tuple(x.shape), True)
     requests = []
-    for call, (home, tensors) in itertools.product(range(2), enumerate((short, long))):
-        run.predict(0, x, torch.tensor([1 - call / 10]), tensors, False, home=home)
-    for home, tensors in enumerate((short, long)):
-        conditioning = model.conditioning(run.grid, tensors, home)
+    for call, (first_replica, tensors) in itertools.product(range(2), enumerate((short, long))):
+        run.predict(0, x, torch.tensor([1 - call / 10]), tensors, False, first_replica=first_replica)
+    for first_replica, tensors in enumerate((short, long)):
+        conditioning = model.conditioning(run.grid, tensors, first_replica)
         requests.append(request_of(conditioning, model.family, KV_COPIES, 1))
     stats = model.close_run(run.run, nobody)
     found = model._memory.fitting.memory(tuple(requests))
@@ -241,24 +241,24 @@ def test_ranks_of_one_place_share_it():
         m.Memory(3, 1, "c", None, 0, 0, None),
     ]
     devices = ("cuda:0", "cuda:1", "cuda:0", "cpu")
-    assert rooms(devices, answers) == (
-        Room("cuda:0", (0, 2), 12 * GB, 4 * GB, 24 * GB),
-        Room("cuda:1", (1,), 5 * GB, GB, 8 * GB),
-        Room("cpu", (3,), None, 0, None),
+    assert device_memories(devices, answers) == (
+        DeviceMemory("cuda:0", (0, 2), 12 * GB, 4 * GB, 24 * GB),
+        DeviceMemory("cuda:1", (1,), 5 * GB, GB, 8 * GB),
+        DeviceMemory("cpu", (3,), None, 0, None),
     )
 
 
 # What does not fit.
 
 
-def gpus(*free: int | None, held: int = 0, total: int = 24 * GB) -> tuple[Room, ...]:
-    return tuple(Room(f"cuda:{rank}", (rank,), size, held, total) for rank, size in enumerate(free))
+def gpus(*free: int | None, held: int = 0, total: int = 24 * GB) -> tuple[DeviceMemory, ...]:
+    return tuple(DeviceMemory(f"cuda:{rank}", (rank,), size, held, total) for rank, size in enumerate(free))
 
 
-def fitting(flux_file, degrees: Degrees, more: int = 1, dtype: str = "fp32") -> Fitting:
+def fitting(flux_file, degrees: Degrees, more: int = 1, dtype: str = "fp32") -> MemoryCheck:
     spans = even_stages(8, degrees.pipe)
     devices = tuple(f"cuda:{rank}" for rank in range(degrees.world))
-    return Fitting(open_checkpoint(flux_file), degrees, spans, dtype, devices, more)
+    return MemoryCheck(open_checkpoint(flux_file), degrees, spans, dtype, devices, more)
 
 
 LARGE = Request((512, 512), 0, 512, 0, 2, kept=2, bands=8)
@@ -296,7 +296,7 @@ def test_an_estimate_only_warns_and_only_once(flux_file, caplog):
 def test_ranks_of_one_machine_need_it_together(flux_file):
     two = fitting(flux_file, Degrees(pipe=2))
     needed = [memory.certain for memory in two.memory((LARGE,))]
-    room = Room("cpu", (0, 1), sum(needed) + 1, 0, None)
+    room = DeviceMemory("cpu", (0, 1), sum(needed) + 1, 0, None)
     two.check((LARGE,), (room,))
     with pytest.raises(ValueError, match="more on this machine, for 2 ranks"):
         two.check((LARGE,), (replace(room, free=sum(needed) - 1),))
@@ -403,7 +403,9 @@ def test_a_run_that_cannot_fit_is_refused_and_the_next_one_works(remote, flux_mo
     model.begin_timeline()
     sent = Messages(model.pool, monkeypatch).asked
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryGuard, "_rooms", lambda self, poll: (Room("cpu", (0, 1), 1000, 10 * GB, None),))
+        patch.setattr(
+            MemoryGuard, "_device_memories", lambda self, poll: (DeviceMemory("cpu", (0, 1), 1000, 10 * GB, None),)
+        )
         with pytest.raises(ValueError, match=r"latent_image: this run needs about .* MB more on this machine, for 2 ranks"):
             if in_bands:
                 sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), 2, 1)
@@ -435,7 +437,7 @@ def test_a_latent_beyond_all_memory_is_refused_before_anything_is_allocated(remo
 def test_weights_that_do_not_fit_are_refused_before_they_are_sent(pools, flux_file, monkeypatch):
     pool = pools(2)
     pools.forget(2)
-    monkeypatch.setattr(MemoryGuard, "_rooms", lambda self, poll: (Room("cpu", (0, 1), 1000, 1000, None),))
+    monkeypatch.setattr(MemoryGuard, "_device_memories", lambda self, poll: (DeviceMemory("cpu", (0, 1), 1000, 1000, None),))
     sent = Messages(pool, monkeypatch).asked
     with pytest.raises(ValueError, match=r"model_name: the weights of tiny\.safetensors take"):
         RemoteTransformer(pool, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody, "even")

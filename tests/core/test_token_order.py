@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.core.spans import Span, split
-from parallel_backend.core.token_order import Stream
+from parallel_backend.core.token_order import TokenOrder
 
 STREAMS = st.builds(
-    lambda rows, row, references: Stream(rows * row, row, references),
+    lambda rows, row, references: TokenOrder(rows * row, row, references),
     *(st.integers(1, 9), st.integers(1, 7), st.integers(0, 60)),
 )
 
@@ -46,5 +46,5 @@ def test_bands_of_rows_cover_the_stream_with_their_rows(stream, bands):
 
 @pytest.mark.parametrize("references", [0, 5])
 def test_without_references_nothing_moves(references):
-    places = Stream(12, 4, references).places(Span(0, 12 + references))
+    places = TokenOrder(12, 4, references).places(Span(0, 12 + references))
     assert torch.equal(places, torch.arange(12 + references)) == (references == 0)

@@ -20,9 +20,9 @@ from parallel_backend.planning.doctor import conclude, examine, measure
 from parallel_backend.planning.doctor_report import describe, settings
 from parallel_backend.planning.links import SIZES, Link, Machine, fit
 from parallel_backend.planning.modes import CallKind, Mode, banded_call, needed, possible
-from parallel_backend.planning.prediction import Situation, pipeline_seconds
+from parallel_backend.planning.prediction import Rehearsals, pipeline_seconds
 from parallel_backend.planning.rehearsal import AROUND, Cost, Rehearsed, rehearse
-from parallel_backend.planning.workload import Subject, subject_of
+from parallel_backend.planning.workload import Workload, subject_of
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.wire.messages import LinksProbed
@@ -34,10 +34,10 @@ NVLINK, PCIE, ETHERNET = Link(1e-5, 200e9), Link(2e-5, 12e9), Link(1e-4, 0.3e9)
 DISPLACED = Degrees(patch=2, patch_mode="displaced")
 
 
-def subject(**changes) -> Subject:
+def subject(**changes) -> Workload:
     """Flux-dev at 1024 x 1024 in bf16, without its distillation: 57 blocks of one kind, 24 heads, two prompts."""
     heads, blocks = changes.pop("heads", 24), changes.pop("count", 57)
-    known = Subject(
+    known = Workload(
         name="big.safetensors",
         kind="flux",
         dtype="bf16",
@@ -75,7 +75,7 @@ def machine(speeds: Sequence[float], link: Link = NVLINK, free: float | Sequence
     )
 
 
-def rehearsed(what: Subject, on: Machine, kind: CallKind, block: float = 0.02) -> Rehearsed:
+def rehearsed(what: Workload, on: Machine, kind: CallKind, block: float = 0.02) -> Rehearsed:
     """By the textbook (docs/modes.md): a block takes `block` seconds, its transfers what their bytes need on the link.
 
     Ring and old keys travel beside the computing. A smaller micro-step is a little less efficient.
@@ -107,9 +107,9 @@ def rehearsed(what: Subject, on: Machine, kind: CallKind, block: float = 0.02) -
     return Rehearsed(cost, cost, 0.002, {"blocks.0": moved, AROUND: {}}, (buffers,) * world, (2 * GB,) * world)
 
 
-def situation(what: Subject, on: Machine) -> Situation:
+def situation(what: Workload, on: Machine) -> Rehearsals:
     modes, _ = possible(what, len(on.devices)) if len(on.devices) > 1 else ([], {})
-    return Situation(what, on, {kind: rehearsed(what, on, kind) for kind in needed(modes, what)})
+    return Rehearsals(what, on, {kind: rehearsed(what, on, kind) for kind in needed(modes, what)})
 
 
 def test_of_two_rehearsals_the_less_disturbed_counts():
@@ -352,7 +352,7 @@ def test_the_report_names_every_mode(world):
 # On real ranks.
 
 
-def tiny_subject(flux_file, entries: int = 2, steps: int = 4) -> Subject:
+def tiny_subject(flux_file, entries: int = 2, steps: int = 4) -> Workload:
     return subject_of(open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 16, 12), entries, steps, 8)
 
 
@@ -372,7 +372,7 @@ def examined(pools, flux_file, once):
     return examine(pools(2), open_checkpoint(flux_file), tiny_subject(flux_file), "sdpa", lambda: None, lambda: None)
 
 
-def real_run(pools, flux_file, situation: Situation, mode: Mode, steps: int):
+def real_run(pools, flux_file, situation: Rehearsals, mode: Mode, steps: int):
     """What the ranks report of a run of this mode, its stages cut as predicted."""
     stages = "even"
     if mode.degrees.pipe > 1:
@@ -387,7 +387,7 @@ def real_run(pools, flux_file, situation: Situation, mode: Mode, steps: int):
     return model, sample_in_bands(model, x, sigmas, prompt, mode.bands, warm_up=1)[1]
 
 
-def check_run(situation: Situation, prediction, stats, model, steps: int) -> None:
+def check_run(situation: Rehearsals, prediction, stats, model, steps: int) -> None:
     """What each rank sent along each axis, to the byte, and what it held."""
     exact, later = situation.step_bytes(prediction.mode, exact=True), prediction.step_bytes
     for rank, what in enumerate(stats):

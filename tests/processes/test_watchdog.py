@@ -31,7 +31,7 @@ from parallel_backend.processes.rank_log import STACK_LINES, TAIL_LINES, new_log
 from parallel_backend.processes.watchdog import Verdict, Watchdog
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.tcp import hang_up
+from parallel_backend.wire.tcp import shutdown
 from tests.processes.test_failures import wait_until_gone
 from tests.support import acting_rank, tiny
 from tests.system.test_memory import CONFIG, write_random
@@ -68,7 +68,7 @@ class Played:
 
     def beat(self, rank: int, doing: str = m.IDLE, done: int = 0, waiting: bool = False) -> None:
         self.progress[rank] += done
-        self.dog.heard(rank, m.Beat(rank, doing, self.progress[rank], waiting))
+        self.dog.heard(rank, m.HeartbeatMessage(rank, doing, self.progress[rank], waiting))
 
     def second(self, awaited=(), blocked=(False, False), turned: bool = True, seconds: float = 1.0) -> Verdict | None:
         self.dog.turns += turned
@@ -282,14 +282,14 @@ class PipeRanks:
         self.names, self.pids, self.ends = plan.devices, (), {}
         self._mute = threading.Event()
         for rank in range(len(pairs)):
-            self.theirs[rank].send(m.Beat(rank, m.IDLE, 0, False))
+            self.theirs[rank].send(m.HeartbeatMessage(rank, m.IDLE, 0, False))
             self.theirs[rank].send(m.Ready(rank))
             threading.Thread(target=self._beat, args=(rank, plan.beat), daemon=True).start()
 
     def _beat(self, rank: int, seconds: float) -> None:
         with contextlib.suppress(OSError):
             while self.alive[rank]:
-                self.theirs[rank].send(m.Beat(rank, "micro-step 7", 0, rank == 0))
+                self.theirs[rank].send(m.HeartbeatMessage(rank, "micro-step 7", 0, rank == 0))
                 time.sleep(seconds)
 
     def how_ended(self, rank: int) -> str | None:
@@ -307,7 +307,7 @@ class PipeRanks:
     def kill(self) -> None:
         self.alive = [False] * len(self.alive)
         for channel in self.theirs:
-            hang_up(channel.connection)
+            shutdown(channel.connection)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from parallel_backend.rank import worker as worker_module
 from parallel_backend.rank.worker import Worker
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.heartbeat import Pulse
+from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.rank_settings import RankSettings
 
 pytestmark = pytest.mark.alone
@@ -72,7 +72,9 @@ def worker(monkeypatch, tmp_path):
     monkeypatch.setattr(worker_module, "REST_SECONDS", 0.01)
 
     def make(device: str = "cpu") -> Worker:
-        made = Worker(RankSettings(0, (device,), tmp_path / "store", 1, timedelta(1), 1.0), Mute(), Pulse(), lambda: None)
+        made = Worker(
+            RankSettings(0, (device,), tmp_path / "store", 1, timedelta(1), 1.0), Mute(), Heartbeat(), lambda: None
+        )
         made.given_back = []
         monkeypatch.setattr(worker_module, "give_back", lambda: made.given_back.append(1))
         return made

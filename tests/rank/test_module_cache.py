@@ -12,9 +12,9 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families.base.step_inputs import REFERENCES
-from parallel_backend.families.parts.shared_modules import Per, computed_once
+from parallel_backend.families.parts.shared_modules import CacheScope, computed_once
 from parallel_backend.rank.engine import Engine
-from parallel_backend.rank.stage.module_cache import AnswersOnce, _expression
+from parallel_backend.rank.stage.module_cache import CachedModule, _expression
 from parallel_backend.wire import messages as m
 from tests.families.cases import all_cases
 
@@ -121,7 +121,7 @@ def test_they_are_just_those_that_give_the_same_in_every_band(runs, nothing_kept
     model, planned = runs.engine.model, {}
     for name, module in model.named_modules():
         per = next((per for pattern, per in plan.items() if pattern.fullmatch(name)), None)
-        assert isinstance(module, AnswersOnce) == (per is not None), name
+        assert isinstance(module, CachedModule) == (per is not None), name
         if per is not None:
             planned[name] = per
     assert planned
@@ -130,8 +130,10 @@ def test_they_are_just_those_that_give_the_same_in_every_band(runs, nothing_kept
         runs_of = [outputs[number, band] for number in (1, 2) for band in range(BANDS)]
         first, second, later, _ = runs_of
         if name in planned:
-            alike = {Per.CALL: (first, second), Per.PROMPT: (first, later), Per.BAND: (first, later)}[planned[name]]
-            assert same(*alike) and (planned[name] is not Per.PROMPT or same(first, second)), name
+            alike = {CacheScope.CALL: (first, second), CacheScope.PROMPT: (first, later), CacheScope.BAND: (first, later)}[
+                planned[name]
+            ]
+            assert same(*alike) and (planned[name] is not CacheScope.PROMPT or same(first, second)), name
         elif name and same(first, second) and any(t.numel() for t in tensors_of(first)):
             inside = any(name.startswith(f"{other}.") for other in planned)
             weights = max((p.numel() for p in model.get_submodule(name).parameters()), default=0)
@@ -156,7 +158,7 @@ def test_each_is_computed_once(runs, monkeypatch):
     plan = {_expression(pattern): per for pattern, per in computed_once(runs.family).items()}
     handles = []
     for name, module in runs.engine.model.named_modules():
-        if isinstance(module, AnswersOnce):
+        if isinstance(module, CachedModule):
             count = lambda *_args, name=name: counts.update({name: counts[name] + 1})  # noqa: E731
             handles.append(module.register_forward_hook(count))
     with runs.run():
@@ -164,12 +166,12 @@ def test_each_is_computed_once(runs, monkeypatch):
         whole = dict(counts)
         for number in (1, 2):
             list(runs.call(number, runs.bands))
-    assert not any(values for per in Per for values in once._kept[per].values()), "a run that is over leaves nothing"
+    assert not any(values for per in CacheScope for values in once._kept[per].values()), "a run that is over leaves nothing"
     for handle in handles:
         handle.remove()
     for name, number in counts.items():
         per = next(per for pattern, per in plan.items() if pattern.fullmatch(name))
-        assert number == whole[name] * {Per.CALL: 3, Per.PROMPT: 1, Per.BAND: 1 + BANDS}[per], name
+        assert number == whole[name] * {CacheScope.CALL: 3, CacheScope.PROMPT: 1, CacheScope.BAND: 1 + BANDS}[per], name
 
 
 def test_the_comparison_sees_another_call_s_modulation(runs, monkeypatch):
@@ -179,7 +181,7 @@ def test_the_comparison_sees_another_call_s_modulation(runs, monkeypatch):
     monkeypatch.setattr(runs.engine.once, "begin", lambda step, whole: begin(at_zero(step), whole))
     found = runs.everything((1,))
     with_time = any(
-        isinstance(module, AnswersOnce) and module.once_per is Per.CALL and "attn2" not in name
+        isinstance(module, CachedModule) and module.once_per is CacheScope.CALL and "attn2" not in name
         for name, module in runs.engine.model.named_modules()
     )
     assert with_time != all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -187,7 +189,7 @@ def test_the_comparison_sees_another_call_s_modulation(runs, monkeypatch):
 
 def test_a_lora_changes_what_was_kept(runs, monkeypatch):
     """In the middle of a run, which ComfyUI never does, but at the same timestep as before it."""
-    names = [name for name, module in runs.engine.model.named_modules() if isinstance(module, AnswersOnce)]
+    names = [name for name, module in runs.engine.model.named_modules() if isinstance(module, CachedModule)]
     parameter = next(
         name
         for name, value in runs.engine.model.named_parameters()

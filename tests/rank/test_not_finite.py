@@ -224,8 +224,8 @@ def test_inputs_are_refused_by_name_before_they_are_sent(remote, what, bad, band
     model = remote(Degrees(pipe=2))
     x, timestep, tensors = tiny.inputs(tiny.FLUX)
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    spoilt = {"x": x, "time": timestep, **tensors}[what]
-    spoilt.view(-1)[-1] = bad
+    nonfinite = {"x": x, "time": timestep, **tensors}[what]
+    nonfinite.view(-1)[-1] = bad
     sent, send = [], model.pool.send
     model.pool.send = lambda rank, message: (sent.append(type(message)), send(rank, message))
     name = {"x": "latent_image: the latent", "time": "sigmas: "}.get(

@@ -12,7 +12,7 @@ from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands
-from parallel_backend.rank.attention.context import StepView
+from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.comm.mesh import lines_along
 from parallel_backend.rank.stage_ops import Op, stage_ops
 from tests.support import tiny
@@ -46,7 +46,7 @@ def test_every_token_has_one_place_in_the_buffer(degrees, text, image, bands, te
     positions, everyone = [], range(degrees.sequence)
     for band, tokens in enumerate(split(Span(0, image), bands)):
         words = cut.text(text if band == 0 else 0)
-        step = StepView(text, words, cut.image(tokens), Span(0, 1), None, text_first=text_first)
+        step = AttentionStep(text, words, cut.image(tokens), Span(0, 1), None, text_first=text_first)
         pieces = step.pieces(everyone)
         rows = [row for span, _ in pieces for row in range(span.start, span.stop)]
         assert rows == list(range(sum(step.lengths)))

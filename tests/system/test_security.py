@@ -14,7 +14,7 @@ import pytest
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.rank.comm import mesh
+from parallel_backend.rank.comm import process_group
 from tests.support import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,11 +160,11 @@ def test_local_ranks_tell_both_libraries_to_stay_on_loopback(monkeypatch, given)
     """Unless the user has chosen another interface."""
     code = (
         "import datetime, os, pathlib, tempfile\n"
-        "from parallel_backend import mesh\n"
-        "mesh.dist.init_process_group = lambda *a, **k: None\n"
+        "from parallel_backend.rank.comm import process_group\n"
+        "process_group.dist.init_process_group = lambda *a, **k: None\n"
         "store = pathlib.Path(tempfile.mkdtemp()) / 'store'\n"
         "store.touch()\n"
-        "mesh.join(0, ('cpu',), store, datetime.timedelta(seconds=1))\n"
+        "process_group.join(0, ('cpu',), store, datetime.timedelta(seconds=1))\n"
         "print(os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_SOCKET_IFNAME'])\n"
     )
     chosen = {} if given is None else {"GLOO_SOCKET_IFNAME": given, "NCCL_SOCKET_IFNAME": given}
@@ -172,5 +172,5 @@ def test_local_ranks_tell_both_libraries_to_stay_on_loopback(monkeypatch, given)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=others | chosen, capture_output=True, text=True, check=True
     )
-    loopback = mesh.LOOPBACK[sys.platform]
+    loopback = process_group.LOOPBACK[sys.platform]
     assert done.stdout.split() == ([given, given] if given else [loopback, f"={loopback}"])

@@ -21,7 +21,7 @@ from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.lifecycle import Ready
 from parallel_backend.wire.messages import BadMessage
 from parallel_backend.wire.sampling import Output
-from parallel_backend.wire.tcp import HELLO, Reception, at_end, dial
+from parallel_backend.wire.tcp import HELLO, Listener, dial, is_closed
 
 HOST = "127.0.0.1"
 
@@ -32,8 +32,8 @@ def key() -> bytes:
 
 
 @pytest.fixture
-def reception(key) -> Iterator[Reception]:
-    reception = Reception(HOST, key, 2)
+def reception(key) -> Iterator[Listener]:
+    reception = Listener(HOST, key, 2)
     yield reception
     reception.close()
 
@@ -58,7 +58,7 @@ class Rank:
         return self
 
 
-def receive(reception: Reception, seconds: float = 30.0):
+def receive(reception: Listener, seconds: float = 30.0):
     return reception.receive(seconds, lambda: None)
 
 
@@ -116,7 +116,7 @@ def test_garbage_is_refused_and_ranks_still_get_in(reception, key, said):
         connection.close()
 
 
-@pytest.mark.parametrize("silent", [3, dialling.STRANGERS], ids=["a few", "as many as may"])
+@pytest.mark.parametrize("silent", [3, dialling.MAX_UNAUTHENTICATED], ids=["a few", "as many as may"])
 def test_silent_callers_are_hung_up_on_and_ranks_get_in(reception, key, monkeypatch, silent):
     monkeypatch.setattr(dialling, "HANDSHAKE_SECONDS", 1.0)
     silent = [socket.create_connection(reception.address) for _ in range(silent)]
@@ -145,7 +145,7 @@ def test_a_rank_that_is_not_expected_is_refused(reception, key, number):
     with pytest.raises((EOFError, OSError)):
         refused.recv_bytes()
     refused.close()
-    assert not at_end(first.join().connection)
+    assert not is_closed(first.join().connection)
     first.connection.close()
 
 
@@ -179,7 +179,7 @@ def test_pickles_are_no_messages(reception, key):
 
 def test_giving_up_and_closing_leave_no_socket(key):
     before = listening()
-    reception = Reception(HOST, key, 2)
+    reception = Listener(HOST, key, 2)
     port = reception.address[1]
     assert port in listening()
     assert reception.address[0] == HOST
@@ -203,14 +203,14 @@ def test_giving_up_and_closing_leave_no_socket(key):
 
 def test_the_end_shows_once_all_is_read():
     ours, theirs = multiprocessing.Pipe()
-    assert not at_end(ours)
+    assert not is_closed(ours)
     theirs.send_bytes(b"last words")
     theirs.close()
-    assert not at_end(ours)
+    assert not is_closed(ours)
     assert ours.recv_bytes() == b"last words"
-    assert at_end(ours)
+    assert is_closed(ours)
     ours.close()
-    assert at_end(ours)
+    assert is_closed(ours)
 
 
 def test_packets_go_out_at_once(reception, key):
@@ -236,7 +236,7 @@ def test_hanging_up_lets_go_who_is_blocked_in_a_send(reception, key):
 
     threading.Thread(target=send, daemon=True).start()
     assert not ended.wait(0.3)
-    dialling.hang_up(callers[0].connection)
+    dialling.shutdown(callers[0].connection)
     assert ended.wait(30)
     for connection in (*(caller.connection for caller in callers), *(rank.join().connection for rank in ranks)):
         connection.close()

@@ -48,7 +48,7 @@ class _Request:
     exact: bool
     residuals: Residuals
     may_forecast: bool
-    home: int
+    first_replica: int
     future: Future = field(default_factory=Future)
 
 
@@ -111,16 +111,17 @@ class BandedRun:
         poll: Poll | None = None,
         residuals: Residuals | None = None,
         may_forecast: bool = True,
-        home: int = 0,
-        meanwhile: Callable[[], None] = lambda: None,
+        first_replica: int = 0,
+        on_posted: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """The model's output for the band's latent `x`. Blocks; raises what `abort` or `poll` raised, or RankError.
 
         Bands need no `poll`: each of them waking up many times a second would take the cores that CPU ranks compute on, and
-        whoever looks for Cancel aborts them. `home`, `meanwhile`: see RemoteTransformer.predict. All bands give the same
-        `home` in the same call.
+        whoever looks for Cancel aborts them. `first_replica`, `on_posted`: see RemoteTransformer.predict. All
+        bands give the same
+        `first_replica` in the same call.
         """
-        request = _Request(band, x, timestep, tensors, exact, residuals or {}, may_forecast, home)
+        request = _Request(band, x, timestep, tensors, exact, residuals or {}, may_forecast, first_replica)
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -128,7 +129,7 @@ class BandedRun:
             self._open.append(request)
             self._calls[band] += 1
             self._post_what_can_go()
-        meanwhile()
+        on_posted()
         return request.future.result() if poll is None else wait_for(request.future, poll)
 
     def finish(self, band: int) -> None:
@@ -166,7 +167,7 @@ class BandedRun:
             elif not torch.equal(request.timestep, self._turn_timestep):
                 self.abort(NotLocal("the bands are at different timesteps"))
                 return
-            conditioning = self.model.conditioning(self.grid, request.tensors, request.home)
+            conditioning = self.model.conditioning(self.grid, request.tensors, request.first_replica)
             exact = request.exact or (self.warm_up and conditioning.id not in self._known)
             if band == 0 and self._is_forecast(call, request, conditioning, exact):
                 self._turn = (call + 1, 0)

@@ -21,12 +21,12 @@ from .memory_model import USABLE_MEMORY, Memory, Request, memory_of, model_sizes
 
 log = logging.getLogger(__name__)
 
-LESS = 0.75
+TARGET_SHARE = 0.75
 """Of what a run was thought to take that ran out of memory: what to change it to."""
 
 
 @dataclass(frozen=True)
-class Room:
+class DeviceMemory:
     """A memory that `ranks` share, on `device`: bytes `free` to them, None where unknown, and `held` by their model."""
 
     device: str
@@ -47,13 +47,13 @@ class Room:
         return "this machine" if len(self.ranks) == 1 else f"this machine, for {len(self.ranks)} ranks"
 
 
-def rooms(devices: Sequence[str], answers: Sequence[Free]) -> tuple[Room, ...]:
+def device_memories(devices: Sequence[str], answers: Sequence[Free]) -> tuple[DeviceMemory, ...]:
     """What the ranks, in their order, said of their memory."""
     places: dict[str, list[Free]] = {}
     for answer in answers:
         places.setdefault(answer.place, []).append(answer)
     return tuple(
-        Room(
+        DeviceMemory(
             devices[found[0].rank],
             tuple(answer.rank for answer in found),
             # What a process has in reserve serves itself alone, but each of them is about to take more than that.
@@ -65,8 +65,8 @@ def rooms(devices: Sequence[str], answers: Sequence[Free]) -> tuple[Room, ...]:
     )
 
 
-class Fitting:
-    """For one model on its ranks. `spans`: the blocks of each stage. `more`: devices that this machine has.
+class MemoryCheck:
+    """For one model on its ranks. `spans`: the blocks of each stage. `device_count`: devices that this machine has.
 
     `last`: what was asked last, for an error that comes later.
     """
@@ -78,12 +78,12 @@ class Fitting:
         spans: tuple[Span, ...],
         dtype: str,
         devices: tuple[str, ...],
-        more: int,
+        device_count: int,
     ):
         self.checkpoint, self.degrees, self.spans, self.dtype = checkpoint, degrees, spans, dtype
         self.sizes = model_sizes(checkpoint, dtype, devices[0])
-        self.devices, self.more = devices, more
-        self.last: tuple[tuple[Request, ...], tuple[Room, ...]] | None = None
+        self.devices, self.device_count = devices, device_count
+        self.last: tuple[tuple[Request, ...], tuple[DeviceMemory, ...]] | None = None
         self._warned: tuple[Request, ...] | None = None
 
     def memory(self, requests: tuple[Request, ...]) -> list[Memory]:
@@ -91,7 +91,7 @@ class Fitting:
         ranks = range(self.degrees.world)
         return [memory_of(self.sizes, self.degrees, self.spans, rank, requests) for rank in ranks]
 
-    def check_weights(self, found: Sequence[Room]) -> None:
+    def check_weights(self, found: Sequence[DeviceMemory]) -> None:
         """Before loading, in place of what the ranks hold now. ValueError if the weights are more than there is room for."""
         self.last = (), tuple(found)
         needed = self.memory(())
@@ -100,11 +100,12 @@ class Fitting:
             if room.free is not None and size > room.free + room.held:
                 raise ValueError(
                     f"model_name: the weights of {self.checkpoint.path.name} take {_size(size)} on {room.name}, where "
-                    f"{_size(room.free + room.held)}{_of(room)} is free with {self.degrees} and weight_dtype {self.dtype}. "
+                    f"{_size(room.free + room.held)}{_place(room)} is free with {self.degrees} and weight_dtype "
+                    f"{self.dtype}. "
                     f"{self._instead((), _usable(found))}"
                 )
 
-    def check(self, requests: tuple[Request, ...], found: tuple[Room, ...]) -> None:
+    def check(self, requests: tuple[Request, ...], found: tuple[DeviceMemory, ...]) -> None:
         """Before a run, the weights in place. ValueError if it cannot fit; a warning, once, if it is not likely to."""
         self.last = requests, found
         needed = self.memory(requests)
@@ -132,15 +133,15 @@ class Fitting:
             + ("" if room.free is None else f", {_size(room.free + room.held)} was there for it")
             for room in found
         )
-        less = [(room, LESS * sum(needed[rank].total for rank in room.ranks)) for room in found]
+        less = [(room, TARGET_SHARE * sum(needed[rank].total for rank in room.ranks)) for room in found]
         return f"The run was expected to take: {each}. {self._instead(requests, less)}"
 
-    def _said(self, own: Sequence[Memory], room: Room) -> str:
+    def _said(self, own: Sequence[Memory], room: DeviceMemory) -> str:
         size = sum(one.total - one.weights for one in own)
         weights = sum(one.weights for one in own)
         return (
             f"this run needs about {_size(size)} more on {room.name} ({self._parts(own)}), where {_size(room.free)}"
-            f"{_of(room)} is free beside {_size(weights)} of weights."
+            f"{_place(room)} is free beside {_size(weights)} of weights."
         )
 
     def _parts(self, own: Sequence[Memory], weights: bool = False) -> str:
@@ -151,17 +152,19 @@ class Fitting:
         }
         return ", ".join(f"{_size(size)} {what}" for what, size in sizes.items() if size)
 
-    def _instead(self, requests: tuple[Request, ...], limits: Sequence[tuple[Room, float]]) -> str:
+    def _instead(self, requests: tuple[Request, ...], limits: Sequence[tuple[DeviceMemory, float]]) -> str:
         """`limits`: bytes that the ranks of each room may have."""
         shares = tuple(limit / len(room.ranks) for room, limit in limits for _ in room.ranks)
         capacity = Capacity(shares, together=len(limits) == 1 and not limits[0][0].of_gpu)
-        ways = changes(self.checkpoint, self.dtype, self.devices[0], self.sizes, self.degrees, requests, capacity, self.more)
+        ways = changes(
+            self.checkpoint, self.dtype, self.devices[0], self.sizes, self.degrees, requests, capacity, self.device_count
+        )
         if not ways:
             return "No single change makes it fit: use more devices, or larger ones."
         return f"It would fit with {', '.join(ways[:-1])}{' or ' * (len(ways) > 1)}{ways[-1]}."
 
 
-def _usable(found: Sequence[Room]) -> list[tuple[Room, float]]:
+def _usable(found: Sequence[DeviceMemory]) -> list[tuple[DeviceMemory, float]]:
     return [(room, USABLE_MEMORY * (room.free + room.held)) for room in found if room.free is not None]
 
 
@@ -171,7 +174,7 @@ def devices_for(used: tuple[str, ...]) -> int:
     return max(len(used), torch.cuda.device_count() if local else 0)
 
 
-def _of(room: Room) -> str:
+def _place(room: DeviceMemory) -> str:
     return "" if room.total is None else f" of {_size(room.total)}"
 
 

@@ -87,7 +87,7 @@ class ModelSizes:
 @dataclass(frozen=True)
 class Request:
     """Model calls for one conditioning, as far as memory goes. `grid`: the picture's tokens along its axes; `text`: tokens,
-    of which `padding` are the image's (Family.padded). `entries`: of the batch; those of replica `home` come first.
+    of which `padding` are the image's (Family.padded). `entries`: of the batch; those of replica `first_replica` come first.
 
     `looked_at`: tokens that blocks look at by cross attention. `kept`: sets of keys and values that a run keeps from call to
     call, 0 for exact calls. `bands`: that it is cut into.
@@ -98,7 +98,7 @@ class Request:
     text: int
     padding: int
     entries: int
-    home: int = 0
+    first_replica: int = 0
     looked_at: int = 0
     kept: int = 0
     bands: int = 1
@@ -109,7 +109,7 @@ class Request:
 
     def entries_on(self, degrees: Degrees, at: Coordinate) -> int:
         """As call.Conditioning.shares has them."""
-        return len(split(Span(0, self.entries), degrees.batch)[(at.batch - self.home) % degrees.batch])
+        return len(split(Span(0, self.entries), degrees.batch)[(at.batch - self.first_replica) % degrees.batch])
 
 
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:

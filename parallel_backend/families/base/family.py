@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallel_backend.core.spans import Span
-from parallel_backend.core.token_order import Stream
+from parallel_backend.core.token_order import TokenOrder
 
 from .patching import Patching
 from .step_inputs import Config, Cut, Shapes, StepInputs
@@ -169,9 +169,9 @@ class Family:
         """Tokens that the class adds to the image."""
         return self.padded(math.prod(grid)) - math.prod(grid)
 
-    def stream(self, grid: tuple[int, ...], references: int = 0) -> Stream:
+    def stream(self, grid: tuple[int, ...], references: int = 0) -> TokenOrder:
         """The order of a request's image tokens."""
-        return Stream(math.prod(grid), self.patching.row_tokens(grid), references)
+        return TokenOrder(math.prod(grid), self.patching.row_tokens(grid), references)
 
     def owned(self, config: Config, span: Span) -> dict[str, range]:
         """`span` counts the blocks of all lists through; block list -> which of its own blocks fall into it.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from parallel_backend.core.spans import Span
-from parallel_backend.core.token_order import Stream
+from parallel_backend.core.token_order import TokenOrder
 
 Config = dict[str, Any]
 """Constructor arguments of the family's diffusers class."""
@@ -48,7 +48,7 @@ class StepInputs:
     timestep: torch.Tensor
     tensors: dict[str, torch.Tensor]
     grid: tuple[int, ...]
-    stream: Stream
+    stream: TokenOrder
     image: Span
     text: Span
     text_tokens: int = 0

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from parallel_backend.families.base.family import Family
 
 
-class Per(Enum):
+class CacheScope(Enum):
     """Which micro-steps have a module's output in common; they have the same conditioning and batch entries in any case."""
 
     CALL = "call"  # those at one timestep
@@ -41,14 +41,14 @@ _CROSS_ATTENTION = "attn2"
 _TEXT_KEYS = ("to_k", "to_v", "norm_k", "add_k_proj", "add_v_proj", "norm_added_k")
 
 
-def computed_once(family: "Family") -> Mapping[str, Per]:
+def computed_once(family: "Family") -> Mapping[str, CacheScope]:
     """Module names, as patterns -> how often each is computed. Not every family has all of them."""
-    found = dict.fromkeys((*_TIMES, *_MODULATION), Per.CALL) | dict.fromkeys(_TEXT, Per.PROMPT)
+    found = dict.fromkeys((*_TIMES, *_MODULATION), CacheScope.CALL) | dict.fromkeys(_TEXT, CacheScope.PROMPT)
     if family.whole_latent:  # every band's forward gets the whole text and grid
-        found |= {"context_embedder": Per.CALL, "rope": Per.PROMPT}
+        found |= {"context_embedder": CacheScope.CALL, "rope": CacheScope.PROMPT}
     else:
-        found |= {"pos_embed": Per.BAND, "rope": Per.BAND}
+        found |= {"pos_embed": CacheScope.BAND, "rope": CacheScope.BAND}
     if all(_CROSS_ATTENTION not in spec.attention for spec in family.block_lists):
         # Of all blocks at once these are too much to be kept for a whole run: 0.4 GB in a Wan of 14 B.
-        found |= {f"*.{_CROSS_ATTENTION}.{name}": Per.CALL for name in _TEXT_KEYS}
+        found |= {f"*.{_CROSS_ATTENTION}.{name}": CacheScope.CALL for name in _TEXT_KEYS}
     return found

@@ -1,4 +1,4 @@
-"""What parallel attention must know: AttentionContext of the loaded model, and StepView of the micro-step under way."""
+"""What parallel attention must know: AttentionContext of the loaded model, and AttentionStep of the micro-step under way."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from .kv_buffer import KVBuffer, Piece
 
 
 @dataclass
-class StepView:
+class AttentionStep:
     """What attention must know of the micro-step under way; the same on all ranks of a stage.
 
     `text`, `image`: the micro-step's tokens by sequence rank (sequence.SequenceCut), both counted from their stream's
@@ -38,7 +38,7 @@ class StepView:
     _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
 
     @cached_property
-    def of_image(self) -> "StepView":
+    def of_image(self) -> "AttentionStep":
         """The same micro-step for layers that attend over the image alone, with its padding."""
         padding = tuple(text.before(self.image_padding) for text in self.text)
         return replace(self, text_tokens=self.image_padding, text=padding, text_mask=None, _masks={})
@@ -94,7 +94,7 @@ class AttentionContext:
         self.naive = degrees.naive
         self.drops_mask = drops_mask  # see Family
         self.kernel, self.traffic, self.codec = kernel, traffic, codec
-        self.step: StepView | None = None
+        self.step: AttentionStep | None = None
 
     # Sequence ranks are counted patch, ring, ulysses, so each of these is a range.
 

@@ -45,7 +45,7 @@ class LayerBuffer:
     def nbytes(self) -> int:
         return (self.keys.nbytes + self.values.nbytes) * (1 if self.last is None else 2)
 
-    def enter(self, call: int, ratio: float) -> None:
+    def extrapolate(self, call: int, ratio: float) -> None:
         """Once per call: estimate its keys and values from those of the last two."""
         self.call = call
         fresh = (self.keys, self.values)
@@ -61,7 +61,7 @@ class LayerBuffer:
             self.keys[entries.slice, positions.slice] = keys[:, rows.slice]
             self.values[entries.slice, positions.slice] = values[:, rows.slice]
 
-    def land(self) -> None:
+    def commit_received(self) -> None:
         """Wait for what other ranks sent during the last call, and put it in its place."""
         for arrival in self.arriving:
             for (keys, values), pieces in zip(arrival.gathering.wait(), arrival.pieces, strict=True):
@@ -125,13 +125,13 @@ class KVBuffer:
             shape = (self.batch, text_tokens + self.image_tokens, *keys.shape[2:])
             self.layers[layer] = LayerBuffer(keys.new_empty(shape), values.new_empty(shape), self._call)
         buffer = self.layers[layer]
-        buffer.land()
+        buffer.commit_received()
         if self.extrapolate and buffer.call != self._call:
-            buffer.enter(self._call, self._ratio)
+            buffer.extrapolate(self._call, self._ratio)
         buffer.write(keys, values, pieces, entries)
         stop = max(text_tokens + self.filled, *(positions.stop for _, positions in pieces))
         return buffer.keys[entries.slice, :stop], buffer.values[entries.slice, :stop]
 
-    def expect(self, layer: int, arriving: Arriving) -> None:
+    def add_pending(self, layer: int, arriving: Arriving) -> None:
         """From the next call on, this layer has what is arriving."""
         self.layers[layer].arriving.append(arriving)

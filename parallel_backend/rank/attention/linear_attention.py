@@ -14,7 +14,7 @@ from parallel_backend.core.spans import Span
 from parallel_backend.families.base.family import LINEAR, NEIGHBOURS
 from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 
-from .context import AttentionContext, StepView
+from .context import AttentionContext, AttentionStep
 
 EPSILON = 1e-15
 
@@ -76,13 +76,13 @@ class Neighbourhood:
     def _place(self) -> int:
         return self.context.ring.index * self.context.ulysses.size + self.context.ulysses.index
 
-    def _window(self, step: StepView) -> Span:
+    def _window(self, step: AttentionStep) -> Span:
         """The tokens of whole rows around the rank's, inside the picture."""
         here, rows = step.image[self._place], step.image[-1].stop // step.row
         first, last = max(0, here.start // step.row - 1), min(rows, -(-here.stop // step.row) + 1)
         return Span(first * step.row, last * step.row)
 
-    def _edges(self, own: torch.Tensor, step: StepView) -> list[tuple[Span, torch.Tensor]]:
+    def _edges(self, own: torch.Tensor, step: AttentionStep) -> list[tuple[Span, torch.Tensor]]:
         """Every rank's tokens that others may need: those within a row and a column of its shard's ends."""
         context, traffic = self.context, self.context.traffic
         edges = [_edges_of(span, step.row + 1) for span in step.image]

@@ -1,4 +1,5 @@
-"""The one place where attention is parallel: diffusers' dispatcher, given a `Seam` by the layer's processor, lands here.
+"""The one place where attention is parallel: diffusers' dispatcher, given a `ParallelAttention` by the layer's
+processor, lands here.
 
 Order of composition: Ulysses all-to-all in; keys and values of the other ring and patch ranks, or the ring; the K/V
 buffer; the attention kernel; all-to-all out. Queries and keys arrive normalised and with rotary embedding applied,
@@ -14,7 +15,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from parallel_backend.families.base.family import IMAGE, JOINT
 from parallel_backend.rank.comm.collectives import start_gather
 
-from .context import AttentionContext, StepView
+from .context import AttentionContext, AttentionStep
 from .kv_buffer import Arriving
 from .ring import ring_attention
 from .sdpa_redirect import SdpaProcessor
@@ -31,7 +32,7 @@ LEAST_WORK = 1 << 14
 
 
 @dataclass(frozen=True)
-class Seam:
+class ParallelAttention:
     """Rides in a processor's `_parallel_config`: says which layer is calling, and where the micro-step is described."""
 
     context: AttentionContext
@@ -76,7 +77,7 @@ class Seam:
             finish()
         return out
 
-    def _groups(self, step: StepView, query: torch.Tensor) -> int:
+    def _groups(self, step: AttentionStep, query: torch.Tensor) -> int:
         """In how many parts the rank's heads are attended to, so that those of one travel beside the other's attention."""
         heads = query.shape[2] // self.context.ulysses.size
         groups = HEAD_GROUPS[query.device.type]
@@ -84,7 +85,7 @@ class Seam:
         whole = not step.overlap or step.buffer is not None or heads < groups
         return 1 if whole or (query.is_cuda and work < LEAST_WORK) else groups
 
-    def _attend_fresh(self, step: StepView, query, key, value, scale) -> torch.Tensor:
+    def _attend_fresh(self, step: AttentionStep, query, key, value, scale) -> torch.Tensor:
         """Everything that is attended to was computed in this call."""
         context = self.context
         patch, ring = context.patch, context.ring
@@ -103,7 +104,7 @@ class Seam:
             query, key, value, lengths, masks, context.kernel.attend_lse, scale, step.overlap, ring, context.traffic
         )
 
-    def _attend_buffered(self, step: StepView, query, key, value, scale) -> torch.Tensor:
+    def _attend_buffered(self, step: AttentionStep, query, key, value, scale) -> torch.Tensor:
         """Fresh keys and values go into the buffer, which holds those of the tokens that do not run now.
 
         The ring does not rotate here: a rotation of the whole buffer for each band would move M times as much. Each
@@ -129,11 +130,11 @@ class Seam:
                 own = range(len(step.lengths))
         keys, values = step.buffer.update(self.layer, key, value, step.pieces(own), step.entries, step.text_tokens)
         if arriving is not None:
-            step.buffer.expect(self.layer, arriving)
+            step.buffer.add_pending(self.layer, arriving)
         return context.kernel.attend(query, keys, values, step.buffer_mask(keys.shape[1]), scale)
 
 
-def _tokens(step: StepView, ranks: range) -> int:
+def _tokens(step: AttentionStep, ranks: range) -> int:
     return sum(step.lengths[rank] for rank in ranks)
 
 
@@ -141,7 +142,7 @@ def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:
     return None if masks[0] is None else torch.cat(masks, dim=1)
 
 
-def install_seams(modules: list[tuple[torch.nn.Module, str]], context: AttentionContext) -> None:
+def install_parallel_attention(modules: list[tuple[torch.nn.Module, str]], context: AttentionContext) -> None:
     """Give each attention module, in order, a seam of its own and route diffusers' native backend through it.
 
     Calls without a seam (another model in the process) keep diffusers' own behaviour. Idempotent.
@@ -149,11 +150,11 @@ def install_seams(modules: list[tuple[torch.nn.Module, str]], context: Attention
     for layer, (module, over) in enumerate((module, over) for module, over in modules if over in (JOINT, IMAGE)):
         if not hasattr(module.processor, "_parallel_config"):
             module.processor = SdpaProcessor(module.processor)
-        module.processor._parallel_config = Seam(context, layer, over)
+        module.processor._parallel_config = ParallelAttention(context, layer, over)
         module.processor._attention_backend = AttentionBackendName.NATIVE
     registry = _AttentionBackendRegistry._backends
     native = registry[AttentionBackendName.NATIVE]
-    if getattr(native, "seam_aware", False):
+    if getattr(native, "knows_parallel_attention", False):
         return
 
     def dispatch(query, key, value, attn_mask=None, scale=None, _parallel_config=None, **options):
@@ -161,5 +162,5 @@ def install_seams(modules: list[tuple[torch.nn.Module, str]], context: Attention
             return native(query, key, value, attn_mask=attn_mask, scale=scale, _parallel_config=_parallel_config, **options)
         return _parallel_config.attend(query, key, value, scale, attn_mask)
 
-    dispatch.seam_aware = True
+    dispatch.knows_parallel_attention = True
     registry[AttentionBackendName.NATIVE] = dispatch

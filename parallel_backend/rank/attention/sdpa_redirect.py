@@ -22,11 +22,11 @@ class SdpaProcessor:
         self.__call__ = processor.__call__
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        with SdpaToSeam(self._parallel_config):
+        with SdpaRedirect(self._parallel_config):
             return self.processor(*arguments, **named)
 
 
-class SdpaToSeam(TorchFunctionMode):
+class SdpaRedirect(TorchFunctionMode):
     def __init__(self, seam: Any):
         super().__init__()
         self.seam = seam

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from parallel_backend.wire.heartbeat import Pulse
+from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
 
 from .recorder import Recorder
@@ -74,9 +74,9 @@ class Traffic:
     collectives that nothing runs beside. `pulse`: of the rank, which is told of every wait.
     """
 
-    def __init__(self, device: torch.device, pulse: Pulse | None = None):
+    def __init__(self, device: torch.device, pulse: Heartbeat | None = None):
         self.clock = Clock(device)
-        self.pulse = pulse or Pulse()
+        self.pulse = pulse or Heartbeat()
         self.bytes_sent: Counter[str] = Counter()
         self.under_way, self.waited = Elapsed(self.clock), Elapsed(self.clock)
         self.recorder = Recorder(self.clock.now if self.clock.on_stream else None)

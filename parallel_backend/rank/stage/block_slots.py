@@ -29,7 +29,7 @@ class StageDone(Exception):
 
 
 @dataclass
-class Flow:
+class StageIO:
     """The micro-step under way, told by the engine. `received`: [b, t + n, hidden], text first, None on the first stage.
 
     `arriving`, `leaving`: "<list>.<index>" of the blocks whose outputs come from the stage before and go to the one behind
@@ -89,10 +89,10 @@ class Flow:
         return torch.cat((hidden, *(self.outputs[block] for block in self.leaving))) if self.leaving else hidden
 
 
-class Slot:
+class BlockSlot:
     """How one place in a block list is called: binds arguments by name, cuts them down, puts results back."""
 
-    def __init__(self, spec: BlockList, flow: Flow, block_class: type[nn.Module], index: int, count: int):
+    def __init__(self, spec: BlockList, flow: StageIO, block_class: type[nn.Module], index: int, count: int):
         self.spec, self.flow, self.name = spec, flow, f"{spec.name}.{index}"
         self.first, self.last = index == 0, index == count - 1
         self.signature = inspect.signature(block_class.forward)
@@ -167,7 +167,7 @@ class Slot:
         return self.results(text, image + residual)
 
     def fill_text(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A block's arguments, with one token where there is no text. Attention leaves it out (Seam.attend)."""
+        """A block's arguments, with one token where there is no text. Attention leaves it out (ParallelAttention.attend)."""
         if self.flow.rows is not None and self.flow.text_tokens == 0:
             given[self.spec.text] = F.pad(given[self.spec.text], (0, 0, 0, 1))
         return given

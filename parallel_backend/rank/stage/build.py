@@ -19,9 +19,9 @@ from parallel_backend.core.spans import Span
 from parallel_backend.families import Family
 from parallel_backend.families.base.step_inputs import GUIDANCE
 
-from .block_slots import Flow
-from .meta_model import skeleton
-from .stand_ins import Absent, fill_slots
+from .block_slots import StageIO
+from .meta_model import meta_model
+from .stand_ins import Placeholder, fill_slots
 from .tensor_parallel import TensorPlan
 from .weights import fill_weights
 
@@ -35,7 +35,7 @@ class Stage:
 
     model: nn.Module
     attention: list[tuple[nn.Module, str]]
-    flow: Flow
+    flow: StageIO
 
 
 def build_stage(
@@ -56,7 +56,7 @@ def build_stage(
     family, config = checkpoint.family, checkpoint.config
     first, last = span.start == 0, span.stop == family.block_count(config)
     dtype = compute_dtype(dtype_name, device)
-    model = skeleton(family, config)
+    model = meta_model(family, config)
     owned = family.owned(config, span)
     skipped = (() if first else family.prologue) + (() if last else family.epilogue)
     # The state dict, not the parameters: a table of positions may be a buffer. As loaded it counts as a parameter.
@@ -80,12 +80,12 @@ def build_stage(
         # A refiner's blocks are simply none, other modules' outputs are looked at for their shape.
         module = getattr(model, name)
         if isinstance(module, nn.ModuleDict):
-            absent = nn.ModuleDict({key: Absent(width, dtype, device) for key in module})
+            absent = nn.ModuleDict({key: Placeholder(width, dtype, device) for key in module})
         else:
-            absent = nn.ModuleList() if isinstance(module, nn.ModuleList) else Absent(width, dtype, device)
+            absent = nn.ModuleList() if isinstance(module, nn.ModuleList) else Placeholder(width, dtype, device)
         setattr(model, name, absent)
     arriving, leaving = (() if end else family.carried(config, at) for end, at in ((first, span.start), (last, span.stop)))
-    flow, attention = Flow(family.text_first, arriving, leaving), []
+    flow, attention = StageIO(family.text_first, arriving, leaving), []
     for spec in family.block_lists:
         attention += fill_slots(model, spec, flow, owned[spec.name], family.whole_latent, only)
     return Stage(model, attention, flow)

@@ -1,10 +1,10 @@
 """torch.compile of a stage's blocks: a graph for each block class and shape, as by diffusers' `compile_repeated_blocks`.
 
 A block's own hooks (block_slots.py) stay outside. What inside it reaches beyond its own tokens, or is no arithmetic that a
-compiler could better, is one opaque operation each: attention (the layer's Seam), layers with a hook of tensor parallelism,
-packed weights, linear attention, what is computed once for many micro-steps (module_cache.py). An operation says its
-place in the block, and finds the module there when it runs. So all blocks of a class share their graphs, and no graph knows
-a layer's number, a transfer or a K/V buffer.
+compiler could better, is one opaque operation each: attention (the layer's ParallelAttention), layers with a hook of tensor
+parallelism, packed weights, linear attention, what is computed once for many micro-steps (module_cache.py). An operation
+says its place in the block, and finds the module there when it runs. So all blocks of a class share their graphs, and no
+graph knows a layer's number, a transfer or a K/V buffer.
 
 All operations say that they write to one tensor, which keeps them in the order of the code: a compiler may order
 independent ones as it likes, and ranks with shards of different shapes would meet in different transfers.
@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 from parallel_backend.rank.attention.linear_attention import SharedLinearAttention
-from parallel_backend.rank.attention.parallel_attention import Seam
-from parallel_backend.rank.attention.sdpa_redirect import SdpaProcessor, SdpaToSeam
+from parallel_backend.rank.attention.parallel_attention import ParallelAttention
+from parallel_backend.rank.attention.sdpa_redirect import SdpaProcessor, SdpaRedirect
 
 from .linear import PackedLinear, RankLinear
-from .module_cache import AnswersOnce
+from .module_cache import CachedModule
 from .tensor_parallel import SharedRMSNorm
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ WORKERS = 8
 class Places:
     """The modules that the operations of one block stand for, by name in the block."""
 
-    seams: dict[str, Seam] = field(default_factory=dict)
+    seams: dict[str, ParallelAttention] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
 
@@ -57,7 +57,7 @@ _places: ContextVar[Places] = ContextVar("places of the block under way")
     schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) order, str name, float? scale) -> Tensor",
 )
 def attend(query, key, value, order, name, scale):
-    """Seam.attend of the block's attention module `name`: three [B, s, H, D] -> [B, s, H, D]."""
+    """ParallelAttention.attend of the block's attention module `name`: three [B, s, H, D] -> [B, s, H, D]."""
     return _places.get().seams[name].attend(query, key, value, scale).contiguous()
 
 
@@ -80,10 +80,10 @@ def _(x, order, name, width):
     return x.new_empty(x.shape if width is None else (*x.shape[:-1], width))
 
 
-class GraphSeam:
-    """In a Seam's place. A plain class: of a frozen dataclass torch compares every field, and the layer is one."""
+class GraphAttention:
+    """In a ParallelAttention's place. No frozen dataclass: torch compares its every field, and the layer is one."""
 
-    def __init__(self, seam: Seam, name: str, order: torch.Tensor):
+    def __init__(self, seam: ParallelAttention, name: str, order: torch.Tensor):
         self.name, self.order, self.drops_mask = name, order, seam.context.drops_mask
 
     def attend(
@@ -94,7 +94,7 @@ class GraphSeam:
         scale: float | None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As Seam.attend."""
+        """As ParallelAttention.attend."""
         assert mask is None or self.drops_mask, "this family's own forward passes an attention mask"
         return torch.ops.parallel_dit.attend(query, key, value, self.order, self.name, scale)
 
@@ -126,7 +126,7 @@ def _traceable(kind: type) -> type:
 
     @functools.wraps(kind.__call__)  # diffusers passes on the arguments that it finds in the signature
     def __call__(self, *arguments, **named):
-        with SdpaToSeam(self._parallel_config):
+        with SdpaRedirect(self._parallel_config):
             return kind.__call__(self, *arguments, **named)
 
     return type(kind.__name__, (kind,), {"__call__": __call__})
@@ -159,12 +159,12 @@ class Compiler:
         places = Places()
         for name, module in block.named_modules():
             processor = getattr(module, "processor", None)
-            if isinstance(seam := getattr(processor, "_parallel_config", None), Seam):
+            if isinstance(seam := getattr(processor, "_parallel_config", None), ParallelAttention):
                 places.seams[name] = seam
                 if isinstance(processor, SdpaProcessor):
                     module.processor = object.__new__(_traceable(type(processor.processor)))
                     vars(module.processor).update(vars(processor.processor))
-                module.processor._parallel_config = GraphSeam(seam, name, self._order)
+                module.processor._parallel_config = GraphAttention(seam, name, self._order)
             elif name and self._stays_outside(module, processor):
                 places.modules[name] = module
                 module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
@@ -183,7 +183,7 @@ class Compiler:
     @staticmethod
     def _stays_outside(module: nn.Module, processor: Any) -> bool:
         """Whether a module has transfers or hooks, which torch would trace anew for every block, or expands its weight."""
-        own = isinstance(module, (PackedLinear, SharedRMSNorm, AnswersOnce)) or isinstance(processor, SharedLinearAttention)
+        own = isinstance(module, (PackedLinear, SharedRMSNorm, CachedModule)) or isinstance(processor, SharedLinearAttention)
         return own or bool(module._forward_hooks or module._forward_pre_hooks)
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from torch import nn
 from parallel_backend.families import Family
 
 
-def skeleton(family: Family, config: dict[str, Any]) -> nn.Module:
+def meta_model(family: Family, config: dict[str, Any]) -> nn.Module:
     """The family's class with its parameters on the meta device.
 
     Buffers and other tensors are real: constructors compute tables of positions and frequencies, which no file has.

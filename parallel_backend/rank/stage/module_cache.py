@@ -12,25 +12,25 @@ from typing import Any
 
 from torch import nn
 
-from parallel_backend.families.parts.shared_modules import Per
+from parallel_backend.families.parts.shared_modules import CacheScope
 from parallel_backend.wire.sampling import Step
 
 from .stand_ins import STAND_INS
 
-KEPT = {Per.CALL: 1, Per.PROMPT: 2, Per.BAND: 32}
+KEPT = {CacheScope.CALL: 1, CacheScope.PROMPT: 2, CacheScope.BAND: 32}
 """For so many of them outputs are kept. Two prompts: positive and negative, where they are two calls."""
 
 Outputs = dict[tuple[nn.Module, int], Any]
 """By module and number of its call within a micro-step: some are asked for the text and for the image."""
 
 
-class Once:
+class ModuleCache:
     """What the modules of one rank's model gave in earlier micro-steps."""
 
-    def __init__(self, model: nn.Module, plan: Mapping[str, Per]):
+    def __init__(self, model: nn.Module, plan: Mapping[str, CacheScope]):
         """From now on the modules of `plan` (see families.once) answer from what is kept."""
-        self._kept: dict[Per, OrderedDict[tuple[Hashable, ...], Outputs]] = {per: OrderedDict() for per in Per}
-        self.current: dict[Per, Outputs] = {}  # of the micro-step under way
+        self._kept: dict[CacheScope, OrderedDict[tuple[Hashable, ...], Outputs]] = {per: OrderedDict() for per in CacheScope}
+        self.current: dict[CacheScope, Outputs] = {}  # of the micro-step under way
         self.calls: Counter[nn.Module] = Counter()  # in it
         patterns = [(_expression(pattern), per) for pattern, per in plan.items()]
         for name, module in model.named_modules():
@@ -42,9 +42,9 @@ class Once:
     def begin(self, step: Step, whole: bool) -> None:
         """A micro-step. A `whole` call is only one, so that nothing is kept for others of it."""
         prompt = (step.conditioning, step.entries)
-        keys = {Per.PROMPT: prompt, Per.BAND: (*prompt, step.tokens, step.with_text)}
+        keys = {CacheScope.PROMPT: prompt, CacheScope.BAND: (*prompt, step.tokens, step.with_text)}
         if not whole:
-            keys[Per.CALL] = (*prompt, step.timestep.numpy().tobytes())
+            keys[CacheScope.CALL] = (*prompt, step.timestep.numpy().tobytes())
         self.end()
         for per, key in keys.items():
             kept = self._kept[per]
@@ -76,11 +76,11 @@ def _expression(pattern: str) -> re.Pattern:
     return re.compile(re.escape(pattern).replace(r"\*", star))
 
 
-class AnswersOnce:
+class CachedModule:
     """Mixed into a module's class. Its output must not be changed in place by whoever gets it."""
 
-    once: Once
-    once_per: Per
+    once: ModuleCache
+    once_per: CacheScope
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         known = self.once.current.get(self.once_per)
@@ -96,4 +96,4 @@ class AnswersOnce:
 @functools.cache
 def _answering_once(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the same name: adapters and diffusers tell classes by it."""
-    return type(base.__name__, (AnswersOnce, base), {})
+    return type(base.__name__, (CachedModule, base), {})

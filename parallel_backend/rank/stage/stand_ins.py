@@ -8,13 +8,13 @@ from torch import nn
 
 from parallel_backend.families.base.family import BlockList
 
-from .block_slots import Flow, Slot, StageDone
+from .block_slots import BlockSlot, StageDone, StageIO
 
 
-class Before(nn.Module):
+class Upstream(nn.Module):
     """In the place of a block of the stages before."""
 
-    def __init__(self, slot: Slot):
+    def __init__(self, slot: BlockSlot):
         super().__init__()
         self.slot = slot
 
@@ -27,10 +27,10 @@ class Before(nn.Module):
         return slot.leave(text, image) if slot.last and flow.rows is not None else slot.results(text, image)
 
 
-class After(nn.Module):
+class Downstream(nn.Module):
     """In the place of a block of the stages after."""
 
-    def __init__(self, slot: Slot):
+    def __init__(self, slot: BlockSlot):
         super().__init__()
         self.slot = slot
 
@@ -38,10 +38,10 @@ class After(nn.Module):
         raise StageDone(*self.slot.streams(self.slot.arguments(args, kwargs)))
 
 
-class Passed(nn.Module):
+class Skipped(nn.Module):
     """In the place of one of the stage's own blocks that a rehearsal leaves out: hands on what it is given."""
 
-    def __init__(self, slot: Slot):
+    def __init__(self, slot: BlockSlot):
         super().__init__()
         self.slot = slot
 
@@ -51,7 +51,7 @@ class Passed(nn.Module):
         return slot.leave(text, image) if slot.last and slot.flow.rows is not None else slot.results(text, image)
 
 
-class Absent(nn.Module):
+class Placeholder(nn.Module):
     """In the place of a prologue module on a later stage: zeros of the hidden width, of which only the shape is used."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device):
@@ -65,7 +65,7 @@ class Absent(nn.Module):
         return self.empty.new_zeros(*value.shape[:-1], self.width)
 
 
-STAND_INS = (Before, After, Passed, Absent)
+STAND_INS = (Upstream, Downstream, Skipped, Placeholder)
 
 
 def own_blocks(model: nn.Module, specs: Sequence[BlockList]) -> dict[str, nn.Module]:
@@ -75,7 +75,7 @@ def own_blocks(model: nn.Module, specs: Sequence[BlockList]) -> dict[str, nn.Mod
 
 
 def fill_slots(
-    model: nn.Module, spec: BlockList, flow: Flow, own: range, whole_latent: bool, only: Collection[str] = ()
+    model: nn.Module, spec: BlockList, flow: StageIO, own: range, whole_latent: bool, only: Collection[str] = ()
 ) -> list[tuple[nn.Module, str]]:
     """Put stand-ins around blocks `own` of a list; (attention module, which tokens it is over) of those, in order.
 
@@ -84,13 +84,13 @@ def fill_slots(
     blocks = getattr(model, spec.name)
     attention = []
     for index, block in enumerate(blocks):
-        slot = Slot(spec, flow, type(block), index, len(blocks))
+        slot = BlockSlot(spec, flow, type(block), index, len(blocks))
         if index in own and only and not spec.prologue and slot.name not in only:
-            blocks[index] = Passed(slot)
+            blocks[index] = Skipped(slot)
         elif index in own:
             slot.own(block, whole_latent)
             modules = dict(block.named_modules())
             attention += [(modules[name], over) for name, over in spec.attention.items() if name in modules]
         else:
-            blocks[index] = Before(slot) if index < own.start else After(slot)
+            blocks[index] = Upstream(slot) if index < own.start else Downstream(slot)
     return attention

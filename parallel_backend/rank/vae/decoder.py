@@ -12,7 +12,7 @@ from parallel_backend.core.spans import Span, split
 from parallel_backend.rank.comm.collectives import start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
-from parallel_backend.wire.heartbeat import Pulse
+from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.messages import Decode, Decoded, PutDecoder
 
 from .banded_layers import Bands
@@ -24,7 +24,7 @@ GROUPS = 32
 class BandedDecoder:
     """Rank `rank`'s part in a decoder on all of the pool's ranks. Each of its calls is collective over them."""
 
-    def __init__(self, put: PutDecoder, rank: int, world: int, device: torch.device, pulse: Pulse | None = None):
+    def __init__(self, put: PutDecoder, rank: int, world: int, device: torch.device, pulse: Heartbeat | None = None):
         self.name, self.rank, self.device = put.name, rank, device
         self.dtype = put.tensors[f"{DECODER}conv_in.weight"].dtype
         self.traffic = Traffic(device, pulse)

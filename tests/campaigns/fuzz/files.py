@@ -18,7 +18,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_model
 from parallel_backend.planning import calibration_file as cache
-from parallel_backend.rank.stage.meta_model import skeleton
+from parallel_backend.rank.stage.meta_model import meta_model
 from tests.families.cases import all_cases
 
 from . import damage
@@ -213,7 +213,7 @@ def opened(path: Path) -> str:
         return "refused"
     look_at(checkpoint)
     try:
-        model = skeleton(checkpoint.family, checkpoint.config)
+        model = meta_model(checkpoint.family, checkpoint.config)
     except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError, AssertionError, AttributeError, ImportError):
         return "refused by a rank"  # which names itself in the error
     return "opened" if set(checkpoint.recipe) <= set(model.state_dict()) else "refused by a rank"

@@ -12,7 +12,7 @@ from parallel_backend.processes.local import LocalRanks, Plan
 from parallel_backend.processes.pool import Pool, RankError, wait_for
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.tcp import hang_up
+from parallel_backend.wire.tcp import shutdown
 
 from . import damage, messages
 from .runner import Case
@@ -91,7 +91,7 @@ class Played:
     def _play(self) -> None:
         try:
             self._answers.send(m.Ready(0))
-            self._answers.send(m.Beat(0, m.IDLE, 0, False))
+            self._answers.send(m.HeartbeatMessage(0, m.IDLE, 0, False))
             self._theirs._send(self.data)
             while not isinstance(self._answers.receive(), m.Unload):
                 pass
@@ -112,7 +112,7 @@ class Played:
         pass
 
     def kill(self) -> None:
-        hang_up(self._theirs)  # closed by two threads at once, it might be another connection that the second closes
+        shutdown(self._theirs)  # closed by two threads at once, it might be another connection that the second closes
 
 
 def into_client(examples: list[Any]):
