@@ -147,7 +147,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         tensors = family.conditioning(config, {"context": context, **given})
         added = residuals(family, config, control, tuple(x.shape))
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
-        turn = {"home": evaluation.first_replica(len(x)), "on_posted": evaluation.start_next}
+        turn = {"first_replica": evaluation.first_replica(len(x)), "on_posted": evaluation.start_next}
         band: Band | None = options.get(BAND_KEY)
         allowed = self.cache is not None and self.cache.may_forecast(options)
         if band is None:
