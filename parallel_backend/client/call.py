@@ -77,6 +77,7 @@ class PartialOutput:
 
     def __init__(self, call: Call):
         self.call, self.missing, self.value = call, 0, None
+        self.first_seq = 0  # number of the call's first micro-step
         self.nonfinite = False  # a part was not finite: the call is going to fail, with what the ranks know of it
 
     def put(self, entries: Span, rows: Span, part: torch.Tensor) -> bool:

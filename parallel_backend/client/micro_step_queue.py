@@ -44,6 +44,7 @@ class MicroSteps:
     def post(self, call: Call) -> None:
         """Queue the call's micro-steps, and send what the window allows."""
         assembly = PartialOutput(call)
+        assembly.first_seq = self._newest + 1
         whole = call.tokens == call.conditioning.stream.span
         for replica, entries in enumerate(call.conditioning.shares(self._degrees.batch)):
             # An exact call fills the pipeline with its batch entries: nothing else could overlap in it.

@@ -341,12 +341,16 @@ class RemoteTransformer:
             return
         assembly, complete, nonfinite = found
         if nonfinite:
-            self._find_cause(assembly.call, output.seq)
+            self._find_cause(assembly.call, output.seq, assembly.first_seq)
         elif complete and not assembly.nonfinite:
             assembly.call.future.set_result(assembly.value)
 
-    def _find_cause(self, call: Call, seq: int) -> None:
-        """Micro-step `seq` of the call gave values that are not finite: fail it with what the ranks know of them."""
+    def _find_cause(self, call: Call, seq: int, first_seq: int) -> None:
+        """Micro-step `seq` of the call gave values that are not finite: fail it with what the ranks know of them.
+
+        They may have begun in an earlier call of the same run, in K/V that this one read; in a call outside of a run they
+        began in its own micro-steps, which are numbered from `first_seq` on.
+        """
 
         def end(asked: Future) -> None:
             error = asked.exception()
@@ -357,7 +361,8 @@ class RemoteTransformer:
             fail(call.future, error)
 
         try:
-            self.pool.ask(m.FindNotFinite(next(self._runs)), m.NotFiniteFound).add_done_callback(end)
+            question = m.FindNotFinite(next(self._runs), call.run, 0 if call.run else first_seq)
+            self.pool.ask(question, m.NotFiniteFound).add_done_callback(end)
         except RankError as error:
             fail(call.future, error)
 

@@ -33,7 +33,7 @@ from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
 from parallel_backend.rank.stage.stand_ins import own_blocks
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
-from parallel_backend.wire.diagnosis import NotFiniteFound, Timeline
+from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound, Timeline
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.loading import Load
 from parallel_backend.wire.sampling import OpenRun, Output, PutConditioning, RunStats, Step
@@ -133,9 +133,10 @@ class Engine:
     def weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
-    def find_not_finite(self, run: int) -> NotFiniteFound:
+    def find_not_finite(self, asked: FindNotFinite) -> NotFiniteFound:
         """Where values that are not finite began on this rank."""
-        return NotFiniteFound(self.rank, run, self.finite.first(), bad_weights(self.model), bad_adapters(self.model))
+        seq = self.finite.first(asked.sampling_run, asked.since)
+        return NotFiniteFound(self.rank, asked.run, seq, bad_weights(self.model), bad_adapters(self.model))
 
     def close(self) -> None:
         """Let the transfers under way end, then the mesh's groups. Collective over all ranks."""
@@ -183,7 +184,7 @@ class Engine:
                     self._post_receive(upcoming)
             elif op is Op.COMPUTE:
                 output = self._compute(step, received)
-                self.finite.note(step.seq, output)
+                self.finite.note(step.seq, step.run, output)
                 if self.slowdown > 1:
                     self._slow_down(began, waited)
             else:

@@ -15,19 +15,23 @@ KEPT = 256
 
 
 class FiniteWatch:
-    """The sums of a rank's last results."""
+    """Checksums of a rank's last results."""
 
     def __init__(self):
-        self._sums: deque[tuple[int, torch.Tensor]] = deque(maxlen=KEPT)
+        self._sums: deque[tuple[int, int, torch.Tensor]] = deque(maxlen=KEPT)  # micro-step, its run, checksum
 
-    def note(self, seq: int, result: torch.Tensor) -> None:
-        """Of micro-step `seq`: what is sent on, or the output. Never waits for the device."""
-        self._sums.append((seq, checksum(result)))
+    def note(self, seq: int, run: int, result: torch.Tensor) -> None:
+        """Result of micro-step `seq` of `run`: what is sent on, or the output. Never waits for the device."""
+        self._sums.append((seq, run, checksum(result)))
 
-    def first(self) -> int | None:
-        """The first of them that was not finite. They are forgotten: what comes later has a beginning of its own."""
-        sums, self._sums = self._sums, deque(maxlen=KEPT)
-        return next((seq for seq, total in sums if not bool(total.isfinite())), None)
+    def first(self, run: int, since: int) -> int | None:
+        """First micro-step of `run`, from number `since` on, whose result was not finite.
+
+        Nothing is forgotten by asking: each band whose output is not finite asks, and all are told the same.
+        """
+        return next(
+            (seq for seq, of, total in self._sums if of == run and seq >= since and not bool(total.isfinite())), None
+        )
 
 
 def bad_weights(model: nn.Module) -> tuple[str, ...]:

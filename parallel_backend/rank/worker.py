@@ -119,7 +119,7 @@ class Worker:
                 self.channel.send(read_memory(self.settings.rank, message.run, self.device, held))
             case m.FindNotFinite():
                 nothing = m.NotFiniteFound(self.settings.rank, message.run, None, (), ())  # unloaded meanwhile
-                self.channel.send(nothing if self.engine is None else self.engine.find_not_finite(message.run))
+                self.channel.send(nothing if self.engine is None else self.engine.find_not_finite(message))
             case m.BeginTimeline():
                 self.engine.begin_timeline()
             case m.ReadTimeline():

@@ -82,15 +82,22 @@ class Memory:
 
 @dataclass(frozen=True)
 class FindNotFinite:
-    """Client -> rank: an output was not finite; what do you know of it? `run`: a number that the reply repeats."""
+    """Client -> rank: an output was not finite; what do you know of it? `run`: a number that the reply repeats.
+
+    Only micro-steps of the sampling run `sampling_run` (0: of none) count, from number `since` on.
+    """
 
     run: int
+    sampling_run: int
+    since: int
 
 
 @dataclass(frozen=True)
 class NotFiniteFound:
-    """Rank -> client: the first of its last micro-steps, if any, whose own result was not finite, and names of parameters
-    (a few), or of layers' adapters, that are not.
+    """Rank -> client: where values that are not finite began on this rank.
+
+    `seq`: the first micro-step whose result was not finite, None if all were. `weights`, `adapters`: names of the first few
+    parameters, and of layers with an adapter, that hold such values.
     """
 
     rank: int

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client import remote_transformer
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.not_finite import NotFiniteError, check_conditioning, explanation
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.finite import all_finite
+from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
@@ -61,17 +63,32 @@ def test_a_mask_of_scores_may_be_infinite():
         check_conditioning({"pooled": torch.tensor([[0.0, -INF]])})
 
 
-def test_the_watch_tells_the_first_and_forgets():
+def test_the_watch_tells_the_first_of_a_run_to_everyone_who_asks():
     watch = FiniteWatch()
     for seq in range(1, 8):
-        watch.note(seq, torch.tensor([1.0, NAN if seq in (3, 5) else 2.0]))
-    assert watch.first() == 3
-    assert watch.first() is None
+        watch.note(seq, 1, torch.tensor([1.0, NAN if seq in (3, 5) else 2.0]))
+    assert [watch.first(1, 0), watch.first(1, 0), watch.first(1, 4)] == [3, 3, 5]
+    assert watch.first(2, 0) is None
     for seq in range(8, 2000):
-        watch.note(seq, torch.ones(2, dtype=torch.bfloat16))
-    assert watch.first() is None
-    watch.note(2000, torch.full((3,), INF, dtype=torch.float16))
-    assert watch.first() == 2000
+        watch.note(seq, 2, torch.ones(2, dtype=torch.bfloat16))
+    assert watch.first(2, 0) is None
+    assert watch.first(1, 0) is None  # too long ago
+    watch.note(2000, 0, torch.full((3,), INF, dtype=torch.float16))
+    watch.note(2001, 0, torch.ones(3))
+    assert [watch.first(0, 2000), watch.first(0, 2001)] == [2000, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_watch_does_not_take_large_values_for_infinite_ones(dtype):
+    """Their sum in fp16 would be infinite."""
+    watch = FiniteWatch()
+    watch.note(1, 1, torch.full((64, 1000), 60000.0, dtype=dtype))
+    watch.note(2, 1, torch.full((64, 1000), -60000.0, dtype=dtype))
+    assert watch.first(1, 0) is None
+    bad = torch.full((64, 1000), 60000.0, dtype=dtype)
+    bad[5, 7] = -INF
+    watch.note(3, 1, bad)
+    assert watch.first(1, 0) == 3
 
 
 def found(*seqs, **named) -> list[m.NotFiniteFound]:
@@ -154,6 +171,31 @@ def test_a_damaged_file_is_named_with_rank_and_tensor(pools, damaged_file, flux_
     after, before = in_bands(well)[0], in_bands(pools.load(flux_file, Degrees(pipe=2), fresh=True))[0]
     assert torch.equal(after, before)
     assert after.isfinite().all()
+
+
+def test_each_of_two_bands_is_told_where_it_began(pools, damaged_file, monkeypatch):
+    """Both have outputs that are not finite, and the first one's question must not leave the second without an answer."""
+    model, fail, errors = pools.load(damaged_file, Degrees(pipe=2)), remote_transformer.fail, []
+    monkeypatch.setattr(remote_transformer, "fail", lambda future, error: (errors.append(error), fail(future, error)))
+    run = model.open_run()
+    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    patching = model.family.patching
+    grid = patching.grid(x.shape)
+    conditioning = model.conditioning(grid, tensors)
+    bands = [conditioning.stream.of_rows(Span(row, row + 1)) for row in range(2)]
+    packed = patching.pack(x)
+    calls = [
+        model.call(packed[:, conditioning.stream.images(band).slice], timestep, conditioning, run, band, with_text=not index)
+        for index, band in enumerate(bands)
+    ]
+    for call in calls:
+        model.post(call)
+    for call in calls:
+        with pytest.raises(NotFiniteError, match=r"began on rank 1 \(cpu\), stage 2 of 2, in micro-step"):
+            call.future.result(timeout=60)
+    assert len(errors) == 2
+    assert str(errors[0]) == str(errors[1])
+    model.close_run(run, nobody)
 
 
 @pytest.mark.parametrize(
@@ -246,12 +288,12 @@ def test_inputs_are_refused_by_name_before_they_are_sent(remote, what, bad, band
 def test_a_late_finding_harms_nobody(remote, flux_model):
     """An answer that comes when its call was given up, and a question to ranks whose model is gone."""
     model = remote(Degrees(pipe=2))
-    answers = model.pool.ask(m.FindNotFinite(10**9), m.NotFiniteFound).result(timeout=60)
+    answers = model.pool.ask(m.FindNotFinite(10**9, 0, 10**9), m.NotFiniteFound).result(timeout=60)
     assert [replace(answer, rank=0) for answer in answers] == [m.NotFiniteFound(0, 10**9, None, (), ())] * 2
     given = tiny.inputs(tiny.FLUX)
     patching = model.family.patching
     conditioning = model.conditioning(patching.grid(given[0].shape), given[2])
     call = model.call(patching.pack(given[0]), given[1], conditioning, run=0)
     call.future.set_result(None)
-    model._find_cause(call, 1)
+    model._find_cause(call, 1, 1)
     assert tiny.relative(model.predict(*given, nobody), tiny.reference(flux_model, *given)) < 1e-5

@@ -65,7 +65,7 @@ MESSAGES = [
     m.ReadMemory(2**40),
     m.Memory(1, 2**40, "ü GPU-1", 2**40, 5, 0, None),
     m.Memory(0, 0, "", None, 0, 0, 2**40),
-    m.FindNotFinite(3),
+    m.FindNotFinite(3, 2, 2**40),
     m.NotFiniteFound(1, 3, 2**40, ("a.weight",), ()),
     m.NotFiniteFound(0, 3, None, (), ("a", "b")),
     m.Failure(1, "loading", True, "OSError: ü", 'Traceback\n  File "a"'),
@@ -245,6 +245,20 @@ UNSENT = [
 @pytest.mark.parametrize("message", UNSENT, ids=repr)
 def test_what_would_be_refused_is_not_sent(message):
     with pytest.raises(AssertionError, match="cannot cross processes"):
+        m.encode(message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Loaded(0, 1, ("a" * encoding.MAX_HEADER_BYTES,)),
+        m.PutDecoder("a", {str(index): torch.empty(0) for index in range(encoding.MAX_TENSORS + 1)}),
+    ],
+    ids=["header", "tensors"],
+)
+def test_what_is_too_large_is_not_sent(message):
+    """The receiver would refuse it, and end the connection."""
+    with pytest.raises(AssertionError, match=f"{type(message).__name__} is too large"):
         m.encode(message)
 
 
