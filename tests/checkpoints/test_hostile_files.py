@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
+from parallel_backend.checkpoints.limits import MAX_SETTING
 from parallel_backend.families import FAMILIES
 from tests.campaigns.fuzz import files
 from tests.support import tiny
@@ -242,6 +243,13 @@ CONFIGS = {
 @pytest.mark.parametrize("case", CONFIGS)
 def test_settings_beyond_any_model_are_refused(tmp_path, flux_model, case):
     refused(diffusers_folder(tmp_path / "folder", flux_model, CONFIGS[case]), "")
+
+
+def test_a_list_is_held_to_the_limit_of_its_setting(tmp_path, flux_model):
+    """A table of positions along each axis is made from it: far less than other settings may be is too much."""
+    lengths = [4096, MAX_SETTING // 8, 512]
+    config = json.dumps({"_class_name": "Lumina2Transformer2DModel", "axes_lens": lengths})
+    refused(diffusers_folder(tmp_path / "folder", flux_model, config), "says that its axes_lens is")
 
 
 def test_the_folder_itself_is_sound(tmp_path, flux_model):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from parallel_backend.client import step_cache
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import FIRST_COMPUTED, LONGEST_ROW, Computed, Forecast, StepCache
@@ -87,6 +88,14 @@ def test_noise_is_not_forecast():
     generator = torch.Generator().manual_seed(0)
     log, _ = follow(StepCache(0.3), lambda at: torch.randn(64, generator=generator), TIMES)
     assert log == "#" * len(TIMES)
+
+
+def test_errors_add_up_to_the_next_computed_call(monkeypatch):
+    monkeypatch.setattr(step_cache._History, "expected_error", lambda self, time: 0.06 if self.forecast(time) else 1.0)
+    log, _ = follow(StepCache(0.1), line, TIMES)  # one is below the threshold, two are above it
+    assert "." in log
+    assert ".." not in log
+    assert ".." in follow(StepCache(0.2), line, TIMES)[0]
 
 
 def test_a_line_that_breaks_is_computed_from_there():
