@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.harness import mini_model as mini  # noqa: E402
 from benchmarks.harness.mini_model import CHUNK, judge, load, sample  # noqa: E402
 from parallel_backend.client.pipefusion.banded_run import cut_rows  # noqa: E402
-from parallel_backend.client.placement.pipeline_model import MicroStep, StageCost, finish_times_of  # noqa: E402
+from parallel_backend.client.pipefusion.order import MicroStep  # noqa: E402
+from parallel_backend.client.placement.pipeline_model import StageCost, by_share, simulate  # noqa: E402
 from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
 from parallel_backend.core.spans import Span  # noqa: E402
@@ -65,7 +66,7 @@ class Variant:
         ]
 
     def seconds(self, steps: int, bands: int) -> float:
-        return finish_times_of(self.micro_steps(steps, bands), bands, STAGES)[-1]
+        return simulate(self.micro_steps(steps, bands), bands, by_share(STAGES, bands))[-1]
 
 
 def variants(steps: int) -> list[Variant]:

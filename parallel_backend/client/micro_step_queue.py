@@ -6,10 +6,11 @@ from collections.abc import Callable
 import torch
 
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.spans import Span
 from parallel_backend.wire import messages as m
 
 from .call import Call, PartialOutput, PostedStep
+from .pipefusion.order import entry_parts, window
 
 
 class MicroSteps:
@@ -30,7 +31,7 @@ class MicroSteps:
     ):
         self._degrees, self._patch, self._send, self._shard = degrees, patch, send, shard
         self._newest = newest  # number of the newest micro-step, sent or waiting
-        self._window = degrees.pipe + 1
+        self._window = window(degrees.pipe)
         self._waiting: list[deque[PostedStep]] = [deque() for _ in range(degrees.batch)]
         self._in_flight: list[dict[int, PostedStep]] = [{} for _ in range(degrees.batch)]
         # By replica, the ranks that give out its micro-steps' outputs; by micro-step, those whose part is still to come.
@@ -47,9 +48,7 @@ class MicroSteps:
         assembly.first_seq = self._newest + 1
         whole = call.tokens == call.conditioning.stream.span
         for replica, entries in enumerate(call.conditioning.shares(self._degrees.batch)):
-            # An exact call fills the pipeline with its batch entries: nothing else could overlap in it.
-            parts = len(entries) if whole and self._degrees.pipe > 1 else min(1, len(entries))
-            for part in split(entries, parts) if parts else ():
+            for part in entry_parts(entries, whole, self._degrees.pipe):
                 self._newest += 1
                 assembly.missing += self._degrees.sequence
                 self._waiting[replica].append(PostedStep(self._newest, assembly, part, part.shift(-entries.start)))

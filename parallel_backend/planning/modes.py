@@ -3,13 +3,11 @@
 import math
 from dataclasses import dataclass, replace
 
+from parallel_backend.client.placement.pipeline_model import band_counts
 from parallel_backend.core.degrees import AXES, WIDGETS, Degrees
 from parallel_backend.core.validate import factors
 
 from .workload import Workload
-
-BANDS_PER_STAGE = (1, 2, 4)
-"""As pipeline_model.choose_bands has them."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def possible(subject: Workload, world: int) -> tuple[list[Mode], dict[Degrees, s
             continue
         counts = [1]
         if degrees.pipe > 1:
-            counts = sorted({min(factor * degrees.pipe, subject.rows) for factor in BANDS_PER_STAGE})
+            counts = band_counts(degrees.pipe, subject.rows)
         row = subject.image // subject.rows
         fitting = [bands for bands in counts if subject.rows // bands * row >= degrees.sequence]
         if not fitting:

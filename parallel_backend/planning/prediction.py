@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from parallel_backend.client.pipefusion.order import micro_steps
 from parallel_backend.client.placement.balance import divide
 from parallel_backend.client.placement.memory_model import USABLE_MEMORY, Memory, held_weights
-from parallel_backend.client.placement.pipeline_model import micro_steps
+from parallel_backend.client.placement.pipeline_model import simulate
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import on_ray
 from parallel_backend.core.sequence import SequenceCut
@@ -213,26 +214,9 @@ def pipeline_seconds(
     transfer: Callable[[int | None], list[float]],
     hop: float,
 ) -> float:
-    """When the last micro-step's output is with the client; as pipeline_model.finish_times, with what that leaves out.
-
-    `cost(band)`, `transfer(band)`: by stage, seconds of the band's micro-step (None: of one of the `entries` of an exact
-    call) and of its way to the next stage. The client has at most stages + 1 micro-steps under way.
-    """
-    stages = len(cost(None))
-    free = [0.0] * stages
-    ready = [0.0] * bands
-    ends: list[float] = []
-    for step in micro_steps(exact, bands):
-        covered = range(bands) if step.band is None else (step.band,)
-        start = max(ready[band] for band in covered)
-        for _ in range(entries if step.band is None else 1):
-            time = max(start, ends[-stages - 1]) if len(ends) > stages else start
-            for stage, (seconds, way) in enumerate(zip(cost(step.band), transfer(step.band), strict=True)):
-                free[stage] = max(time, free[stage]) + seconds
-                time = free[stage] + way
-            ends.append(time)
-        for band in covered:
-            ready[band] = ends[-1] + hop
+    """When the last micro-step's output is with the client. `cost(band)`, `transfer(band)`: by stage."""
+    steps = micro_steps(exact, bands)
+    ends = simulate(steps, bands, lambda step: cost(step.band), lambda step: transfer(step.band), hop, entries)
     return ends[-1] + hop
 
 

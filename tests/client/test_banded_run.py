@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.client.call import Call, Conditioning
-from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows
+from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows, exact_above
+from parallel_backend.client.pipefusion.order import MicroStep, micro_steps
 from parallel_backend.client.pipefusion.threads import run_bands
-from parallel_backend.client.placement.pipeline_model import MicroStep, micro_steps
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
@@ -327,6 +327,17 @@ def test_poll_runs_on_the_calling_thread_and_samples_in_inference_mode(model):
     assert [result[:2] for result in results] == [(0, True), (1, True), (2, True)]
     assert seen == set(caller)
     assert len({result[2] for result in results} | seen) == 4
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_the_first_steps_are_exact_and_no_others(steps):
+    """Calls at a step's own noise, and second ones half-way to the next step, which belong to the step they are made in."""
+    sigmas = torch.linspace(1.0, 0.0, steps + 1)
+    for warm_up in range(steps + 3):
+        limit = exact_above(sigmas, warm_up)
+        for step, (sigma, following) in enumerate(itertools.pairwise(sigmas.tolist())):
+            assert [at > limit for at in (sigma, (sigma + following) / 2)] == [step < warm_up] * 2
+    assert float(sigmas[0]) * (1 + 1e-7) <= exact_above(sigmas, 0)  # a timestep that was rounded on its way is the step's
 
 
 @given(st.integers(1, 300), st.integers(1, 20), st.sampled_from([1, 2, 4]))

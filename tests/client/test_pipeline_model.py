@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel_backend.client.pipefusion.order import MicroStep, entry_parts, micro_steps, window
 from parallel_backend.client.placement.balance import cut_blocks
-from parallel_backend.client.placement.pipeline_model import MicroStep, StageCost, choose_bands, finish_times, micro_steps
+from parallel_backend.client.placement.pipeline_model import StageCost, choose_bands, finish_times, simulate
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split, split_by_share
 from parallel_backend.rank.stage_ops import Op, stage_ops
@@ -21,7 +22,7 @@ class Deadlock(Exception):
     pass
 
 
-def simulate(programs: Sequence[Sequence[Action]]) -> int:
+def play(programs: Sequence[Sequence[Action]]) -> int:
     """Run the programs side by side; how many actions they took. A send and its receive happen together or not at all.
 
     Nothing is buffered anywhere, which is the hardest case: what ends here ends under any buffering. Deadlock if no
@@ -64,15 +65,14 @@ def pipeline(steps: list[MicroStep], stages: int, bands: int) -> list[list[Actio
     The first stage gets a micro-step when the sampler has the outputs that it follows from (the same band's of the call
     before, or everybody's), and when fewer than the client's window are under way.
     """
-    window = stages + 1
-    programs: list[list[Action]] = [[] for _ in range(stages)]
+    under_way, programs = window(stages), [[] for _ in range(stages)]
     for number, step in enumerate(steps):
         needs = [
             before
             for before in steps
-            if before.call == step.call - 1 and (before.band is None or step.band in (None, before.band))
+            if before.call == step.call - 1 and set(before.covers(bands)) & set(step.covers(bands))
         ]
-        needs += [steps[number - window]] if number >= window else []
+        needs += [steps[number - under_way]] if number >= under_way else []
         programs[0] += [("await", -1, need) for need in needs]
         for stage, program in enumerate(programs):
             for op in stage_ops(stage, stages):
@@ -94,35 +94,43 @@ def test_it_ends_with_every_send_blocking(stages):
         for warm_up in range(min(2, steps) + 1):
             program = micro_steps(exact_first(steps, warm_up), bands)
             assert len(program) == warm_up + (steps - warm_up) * bands
-            assert simulate(pipeline(program, stages, bands)) == len(program) * (2 * (stages - 1) + 1) + sum(
+            assert play(pipeline(program, stages, bands)) == len(program) * (2 * (stages - 1) + 1) + sum(
                 action[0] == "await" for action in pipeline(program, stages, bands)[0]
             )
 
 
 def test_it_ends_with_an_exact_call_in_the_middle():
     program = micro_steps([True, False, True, False, False], 3)
-    simulate(pipeline(program, 4, 3))
+    play(pipeline(program, 4, 3))
 
 
-def test_the_simulator_sees_a_ring_of_blocking_sends():
+def test_the_player_sees_a_ring_of_blocking_sends():
     """xDiT's ring: the last stage sends the output back to the first, which is sending the next band at that time."""
     ring = [
         [("send", 1, "band 0"), ("send", 1, "band 1"), ("receive", 1, "out 0"), ("receive", 1, "out 1")],
         [("receive", 0, "band 0"), ("send", 0, "out 0"), ("receive", 0, "band 1"), ("send", 0, "out 1")],
     ]
     with pytest.raises(Deadlock, match=r"0 at .'send', 1, 'band 1'"):
-        simulate(ring)
+        play(ring)
 
 
-def test_the_simulator_sees_stages_that_disagree():
+def test_the_player_sees_stages_that_disagree():
     """One stage runs its micro-steps in another order; and a stage that waits for an output which needs itself."""
     programs = pipeline(micro_steps([False, False], 2), 2, 2)
     swapped = [programs[0], [programs[1][2], *programs[1][1:2], programs[1][0], *programs[1][3:]]]
     with pytest.raises(Deadlock, match="wants"):
-        simulate(swapped)
+        play(swapped)
     cyclic = [[("await", -1, "last"), *programs[0]], [*programs[1], ("emit", -1, "last")]]
     with pytest.raises(Deadlock, match="await"):
-        simulate(cyclic)
+        play(cyclic)
+
+
+@pytest.mark.parametrize("entries", range(4))
+@pytest.mark.parametrize("stages", [1, 2, 5])
+def test_an_exact_call_fills_a_pipeline_with_its_entries(entries, stages):
+    whole, band = (entry_parts(Span(3, 3 + entries), exact, stages) for exact in (True, False))
+    assert [len(part) for part in whole] == ([1] * entries if stages > 1 else [entries] * bool(entries))
+    assert band == ((Span(3, 3 + entries),) if entries else ())
 
 
 @given(st.lists(st.booleans(), max_size=8), st.integers(1, 16))
@@ -228,6 +236,24 @@ def test_finish_times_equal_the_formula(stages, bands):
         assert times[-1] == pytest.approx(expected)
         if bands >= stages and banded:
             assert times[-1] == pytest.approx(warm_up * whole + (banded * max(bands, stages) + stages - 1) * tau)
+
+
+def flat(*seconds: float):
+    return lambda _step: seconds
+
+
+def test_entries_and_transfers_by_hand():
+    # Two entries of one exact call, stages of 1 s and 2 s: the second one is busy from 1 to 5.
+    assert simulate(micro_steps([True], 2), 2, flat(1.0, 2.0), hop=0.25, entries=2) == [5.0]
+    # The way to the next stage takes 0.5 s, beside the computing.
+    assert simulate(micro_steps([True], 2), 2, flat(1.0, 2.0), flat(0.5, 0.0), 0.25, 2) == [5.5]
+    # Two calls in two bands of 1 s: 0-1 1-2 | 1-2 2-3, then band 0 starts again at 2.25 and band 1 at 3.25.
+    assert simulate(micro_steps([False] * 2, 2), 2, flat(1.0, 1.0), hop=0.25) == [3.0, 5.25]
+
+
+def test_the_client_has_a_window_of_micro_steps_under_way():
+    """Slow ways between stages: with one more micro-step under way than stages, four of them need two trips."""
+    assert simulate(micro_steps([False], 4), 4, flat(1.0, 1.0), flat(100.0, 0.0)) == [102.0 + 102.0]
 
 
 def test_the_slowest_stage_sets_the_pace():

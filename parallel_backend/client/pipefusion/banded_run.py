@@ -1,10 +1,11 @@
 """PipeFusion from the sampler's side: each band's sampler runs in a thread and asks for its own predictions.
 
-The bands' calls are put into one fixed order, whatever the threads' timing: call k of band 0, 1, ... M-1, then call
-k+1. At an exact call the bands meet: their latents run as one, and each gets its own rows of the answer.
+The bands' requests are posted in the order of order.py, whatever the threads' timing. At an exact call the bands meet:
+their latents run as one, and each band gets its own rows of the answer.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from parallel_backend.client.step_cache import Computed, Forecast, StepCache
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.processes.pool import Poll, wait_for
+
+from .order import MicroStep, call_steps
 
 
 class NotLocal(Exception):
@@ -89,13 +92,13 @@ class BandedRun:
         self.exact_calls, self.banded_calls = 0, 0
         self._lock = threading.RLock()
         self._calls = [0] * len(rows)  # calls made so far, per band
-        self._waiting: dict[tuple[int, int], _Request] = {}  # (call, band): not posted yet
+        self._waiting: dict[tuple[int, int], _Request] = {}  # by (call, band): not posted yet
         self._open: list[_Request] = []  # not answered yet, posted or not
-        self._turn = (0, 0)  # the (call, band) to post next
-        self._turn_timestep: torch.Tensor | None = None  # of band 0 in that call
-        self._turn_top: torch.Tensor | None = None  # the whole latent's first band in that call
+        self._begun = 0  # calls of which it is decided how they run
+        self._due: deque[MicroStep] = deque()  # of the newest of them: not posted yet
+        self._first: _Request | None = None  # the first band's in that call
         self.cache = cache
-        self._entry: tuple[int, Computed | Forecast | None] = (-1, None)  # a call, and what the cache says to it
+        self._entry: Computed | Forecast | None = None  # what the cache says to that call
         self._forecasts: dict[int, tuple[torch.Tensor, Forecast]] = {}  # by call: its timestep, and what answers it
         self._known: set[int] = set()  # conditionings with keys in the buffers
         self._finished: set[int] = set()
@@ -151,53 +154,59 @@ class BandedRun:
                     self._settle(request, error, None)
 
     def _post_what_can_go(self) -> None:
+        """Post micro-steps in their order, as far as the bands have asked for them."""
         while self._error is None:
             self._answer_forecasts()
             if not self._waiting:
                 return
-            call, band = self._turn
-            request = self._waiting.get((call, band))
-            if request is None:
-                if band in self._finished:
+            if not self._due:
+                if not self._begin_call():
+                    return
+                continue
+            step = self._due[0]
+            keys = [(step.call, band) for band in step.covers(len(self.rows))]
+            missing = {band for call, band in keys if (call, band) not in self._waiting}
+            if missing:
+                if missing & self._finished:
                     self.abort(NotLocal("the bands did not make the same number of model calls"))
                 return
-            if band == 0:
-                self._turn_timestep = request.timestep
-                self._turn_top = request.x
-            elif not torch.equal(request.timestep, self._turn_timestep):
+            requests = [self._waiting.pop(key) for key in keys]
+            if any(not torch.equal(request.timestep, self._first.timestep) for request in requests):
                 self.abort(NotLocal("the bands are at different timesteps"))
                 return
-            conditioning = self.model.conditioning(self.grid, request.tensors, request.first_replica)
-            exact = request.exact or (self.warm_up and conditioning.id not in self._known)
-            if band == 0 and self._is_forecast(call, request, conditioning, exact):
-                self._turn = (call + 1, 0)
-            elif band == 0 and exact:
-                missing = {b for b in range(len(self.rows)) if (call, b) not in self._waiting}
-                if missing:
-                    if missing & self._finished:
-                        self.abort(NotLocal("the bands did not make the same number of model calls"))
-                    return
-                self._post_exact([self._waiting.pop((call, b)) for b in range(len(self.rows))], conditioning)
-                self._turn = (call + 1, 0)
+            self._due.popleft()
+            if step.band is None:
+                self._post_exact(requests, self._conditioning(requests[0]))
             else:
-                self._post_band(band, self._waiting.pop((call, band)), conditioning)
-                self._turn = (call, band + 1) if band + 1 < len(self.rows) else (call + 1, 0)
-            self._known.add(conditioning.id)
+                self._post_band(step, requests[0], self._conditioning(requests[0]))
 
-    def _is_forecast(self, call: int, request: _Request, conditioning: Conditioning, exact: bool) -> bool:
-        """Whether the cache answers the call; asked by band 0, for all bands."""
-        if self.cache is None:
+    def _begin_call(self) -> bool:
+        """Decide by the first band's request whether the next call is exact, banded or forecast. False: it has not asked."""
+        call = self._begun
+        request = self._waiting.get((call, 0))
+        if request is None:
+            if 0 in self._finished:
+                self.abort(NotLocal("the bands did not make the same number of model calls"))
             return False
-        if self._entry[0] != call:  # an exact call asks again until all bands are there
+        self._begun += 1
+        self._first = request
+        conditioning = self._conditioning(request)
+        exact = request.exact or (self.warm_up and conditioning.id not in self._known)
+        self._known.add(conditioning.id)
+        if self.cache is not None:
             allowed = request.may_forecast and not exact
-            entry = self.cache.call(conditioning.id, float(request.timestep.max()), allowed)
-            self._entry = (call, entry)
-            if isinstance(entry, Forecast):
-                self._forecasts[call] = (request.timestep, entry)
-        return call in self._forecasts
+            self._entry = self.cache.call(conditioning.id, float(request.timestep.max()), allowed)
+        if isinstance(self._entry, Forecast):
+            self._forecasts[call] = (request.timestep, self._entry)
+        else:
+            self._due.extend(call_steps(call, exact, len(self.rows)))
+        return True
+
+    def _conditioning(self, request: _Request) -> Conditioning:
+        return self.model.conditioning(self.grid, request.tensors, request.first_replica)
 
     def _answer_forecasts(self) -> None:
-        """To every band that asks for a call that is forecast: it waits for no other band, and no other for it."""
+        """Answer every band that asks for a call that is forecast: it waits for no other band, and no other for it."""
         for call, band in [waiting for waiting in self._waiting if waiting[0] in self._forecasts]:
             request, (timestep, forecast) = self._waiting.pop((call, band)), self._forecasts[call]
             if not torch.equal(request.timestep, timestep):
@@ -208,25 +217,22 @@ class BandedRun:
             del self._forecasts[call]
 
     def _post_exact(self, requests: list[_Request], conditioning: Conditioning) -> None:
-        if any(not torch.equal(request.timestep, self._turn_timestep) for request in requests):
-            self.abort(NotLocal("the bands are at different timesteps"))
-            return
         x = torch.cat([request.x for request in requests], dim=self.patching.band_dim)
         parts = list(zip(requests, self.rows, strict=True))
         residuals = _side_by_side([request.residuals for request in requests])
         self._post(x, residuals, conditioning.stream.span, True, False, parts, conditioning)
         self.exact_calls += 1
 
-    def _post_band(self, band: int, request: _Request, conditioning: Conditioning) -> None:
-        patch, rows = self.patching.band_size, self.rows[band]
+    def _post_band(self, step: MicroStep, request: _Request, conditioning: Conditioning) -> None:
+        patch, rows = self.patching.band_size, self.rows[request.band]
         tokens = conditioning.stream.of_rows(Span(rows.start // patch, -(-rows.stop // patch)))
         stale, x = self.model.degrees.displaced, request.x
         if padding := -len(rows) % patch:
             # An odd height is padded circularly, as ComfyUI does: the last row's neighbour is the picture's first one.
-            top = self.patching.rows(self._turn_top, Span(0, padding))
+            top = self.patching.rows(self._first.x, Span(0, padding))
             x = torch.cat((x, top), dim=self.patching.band_dim)
-        self._post(x, request.residuals, tokens, band == 0, stale, [(request, Span(0, len(rows)))], conditioning)
-        self.banded_calls += band == 0
+        self._post(x, request.residuals, tokens, step.with_text, stale, [(request, Span(0, len(rows)))], conditioning)
+        self.banded_calls += step.with_text
 
     def _post(
         self,
@@ -239,7 +245,7 @@ class BandedRun:
         conditioning: Conditioning,
     ) -> None:
         """Post `x` and give each request its rows of the answer."""
-        patching, timestep, entry = self.patching, requests[0][0].timestep, self._entry[1]
+        patching, timestep, entry = self.patching, requests[0][0].timestep, self._entry
         call = self.model.call(
             patching.pack(x),
             timestep,

@@ -1,88 +1,102 @@
-"""PipeFusion's schedule as data: which micro-steps there are, in which order, and what each stage does for one.
+"""Seconds of a pipelined run: its micro-steps in their order, on stages of known cost. And the number of bands from that."""
 
-A *call* is one evaluation of the transformer by the sampler. An exact call is one micro-step over the whole latent; a
-banded call is M micro-steps, one per band (patch). Every stage runs the same list in the same order, and a micro-step
-moves only from a stage to the next one, so the traffic is acyclic. (PipeFusion: arXiv 2405.14430; there the last stage
-sends back to the first, here that link is the sampler.)
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from parallel_backend.client.pipefusion.order import MicroStep, micro_steps, window
 
-@dataclass(frozen=True)
-class MicroStep:
-    """`band` is None for an exact call: the whole latent."""
+HOP_SECONDS = 0.002
+"""From the last stage through ComfyUI's sampler to the first: encoding, a thread's turn, a step of the sampler."""
+BANDS_PER_STAGE = (1, 2, 4)
+"""Numbers of bands that are considered, as multiples of the number of stages."""
+AS_FAST = 1.05
+"""Numbers of bands whose runs differ by less than this factor count as equally fast."""
 
-    call: int
-    band: int | None
-
-
-def micro_steps(exact: Sequence[bool], bands: int) -> list[MicroStep]:
-    """All micro-steps of a run in the order in which every stage executes them. `exact[k]`: call k is exact."""
-    return [MicroStep(call, band) for call, whole in enumerate(exact) for band in ([None] if whole else list(range(bands)))]
+StageSeconds = Callable[[MicroStep], Sequence[float]]
+"""Seconds of a micro-step, by stage."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds of a stage's micro-step: `fixed`, whatever its size, and `whole` more in proportion to its tokens."""
+    """Seconds of a stage's micro-step, as a line over its share of the image."""
 
     fixed: float
+    """Seconds whatever the micro-step's size."""
     whole: float
+    """Seconds beside the fixed ones for the whole image."""
 
     def seconds(self, share: float) -> float:
-        """Of a micro-step with this share of the image."""
+        """Seconds of a micro-step with this share of the image."""
         return self.fixed + share * self.whole
 
 
-def finish_times(exact: Sequence[bool], bands: int, stage_costs: Sequence[StageCost], hop: float = 0.0) -> list[float]:
-    """When each call's last micro-step leaves the last stage, for a run of `micro_steps` on stages with these costs.
-
-    The model behind `num_pipeline_patch` and the bounds in the documentation: transfers between stages cost nothing,
-    the way from the last stage through the sampler to the first one costs `hop` seconds. A band's micro-step of call
-    k+1 needs that band's output of call k; an exact call needs all outputs of the call before.
-    """
-    return finish_times_of(micro_steps(exact, bands), bands, stage_costs, hop)
-
-
-def finish_times_of(
-    steps: Sequence[MicroStep], bands: int, stage_costs: Sequence[StageCost], hop: float = 0.0
+def simulate(
+    steps: Sequence[MicroStep],
+    bands: int,
+    compute: StageSeconds,
+    transfer: StageSeconds | None = None,
+    hop: float = 0.0,
+    entries: int = 1,
 ) -> list[float]:
-    """`finish_times` for micro-steps in any order within a call."""
-    free = [0.0] * len(stage_costs)
-    ready = [0.0] * bands  # when band b's latest output is available
+    """When each call's last micro-step leaves the last stage.
+
+    `compute`: seconds on each stage. An exact call is `entries` micro-steps of `compute(step)` each. `transfer`: seconds
+    from each stage to the next one, beside the computing; None: none. `hop`: seconds from the last stage through the
+    sampler to the first.
+    """
+    free = [0.0] * len(compute(steps[0]))
+    ready = [0.0] * bands  # when each band's latest output is with the sampler
+    ends: list[float] = []
     finished = [0.0] * (steps[-1].call + 1)
+    under_way = window(len(free))
     for step in steps:
-        covered = range(bands) if step.band is None else (step.band,)
-        time = max(ready[band] for band in covered)
-        for stage, cost in enumerate(stage_costs):
-            time = free[stage] = max(time, free[stage]) + cost.seconds(len(covered) / bands)
+        covered = step.covers(bands)
+        start = max(ready[band] for band in covered)
+        seconds = compute(step)
+        ways = transfer(step) if transfer is not None else [0.0] * len(free)
+        for _ in range(entries if step.band is None else 1):
+            time = max(start, ends[-under_way]) if len(ends) >= under_way else start
+            for stage, (busy, way) in enumerate(zip(seconds, ways, strict=True)):
+                free[stage] = max(time, free[stage]) + busy
+                time = free[stage] + way
+            ends.append(time)
         for band in covered:
-            ready[band] = time + hop
-        finished[step.call] = max(ready) - hop
+            ready[band] = ends[-1] + hop
+        finished[step.call] = ends[-1]
     return finished
 
 
-HOP_SECONDS = 0.002
-"""From the last stage through ComfyUI's sampler to the first: encoding, a thread's turn, a step of the sampler."""
+def by_share(stage_costs: Sequence[StageCost], bands: int) -> StageSeconds:
+    """Seconds of a micro-step whose bands are equal shares of the image."""
+    return lambda step: [cost.seconds(len(step.covers(bands)) / bands) for cost in stage_costs]
+
+
+def finish_times(exact: Sequence[bool], bands: int, stage_costs: Sequence[StageCost], hop: float = 0.0) -> list[float]:
+    """When each call leaves the last stage, for stages of these costs and transfers that cost nothing.
+
+    This is what `num_pipeline_patch` 0 and the bounds in the documentation go by.
+    """
+    return simulate(micro_steps(exact, bands), bands, by_share(stage_costs, bands), hop=hop)
+
+
+def band_counts(stages: int, rows: int) -> list[int]:
+    """Numbers of bands that a pipeline may use, for a picture of so many rows of tokens; ascending."""
+    return sorted({min(factor * stages, rows) for factor in BANDS_PER_STAGE})
 
 
 def choose_bands(stages: int, rows: int, steps: int, stage_costs: Sequence[StageCost] | None = None) -> int:
-    """Band count for `num_pipeline_patch = 0`: the least with which a run of `steps` is about as fast as it can be.
+    """Number of bands for `num_pipeline_patch` 0: the least with which a run of `steps` is about as fast as it can be.
 
-    The pipeline is full from M = N on, with no slack for the hop; more bands hide the hop and the transfers, but make
-    kernels smaller, which shows in the measured costs, and the other bands' keys older. So of N, 2 N and 4 N (no more than
-    there are token rows) the smallest that is within 5 % of the fastest. No counts in between: the picture depends on M,
-    so a measurement that comes out a little different must rarely change it. Without measured costs two per stage, and
-    no more than 8 unless the stages are.
+    The pipeline is full from one band per stage on, with no slack for the hop. More bands hide the hop and the transfers,
+    but make kernels smaller, which shows in the measured costs, and the other bands' keys older. Of `band_counts` the
+    smallest is taken that is within AS_FAST of the fastest. No counts in between: the picture depends on the number of
+    bands, so a measurement that comes out a little different must rarely change it. Without measured costs it is two per
+    stage, and no more than 8 unless there are more stages.
     """
     if stages == 1:
         return 1
     if stage_costs is None:
         return min(max(stages, min(2 * stages, 8)), rows)
     exact = [True] + [False] * (steps - 1)
-    times = {
-        bands: finish_times(exact, bands, stage_costs, HOP_SECONDS)[-1]
-        for bands in sorted({min(factor * stages, rows) for factor in (1, 2, 4)})
-    }
-    return min(bands for bands, seconds in times.items() if seconds <= 1.05 * min(times.values()))
+    times = {bands: finish_times(exact, bands, stage_costs, HOP_SECONDS)[-1] for bands in band_counts(stages, rows)}
+    return min(bands for bands, seconds in times.items() if seconds <= AS_FAST * min(times.values()))

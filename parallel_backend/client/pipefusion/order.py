@@ -1,0 +1,56 @@
+"""The order of PipeFusion as data: the micro-steps of a sampling run, and what each of them waits for.
+
+A *call* is one evaluation of the transformer by the sampler. An exact call is one micro-step over the whole latent; a
+banded call is one micro-step per band. Every stage executes the same micro-steps in the same order, and a micro-step moves
+only from one stage to the next, so the traffic is acyclic. (PipeFusion: arXiv 2405.14430. There the last stage sends back
+to the first; here that link is the sampler.)
+
+The sampling run, the client's queue, the predictions and the tests take the order from this module.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel_backend.core.spans import Span, split
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    call: int
+    """Number of the call in the run, from 0."""
+    band: int | None
+    """Band whose rows are computed; None in an exact call, which computes the whole latent."""
+
+    def covers(self, bands: int) -> range:
+        """Bands whose rows the micro-step computes. It waits for the outputs of these bands in the call before."""
+        return range(bands) if self.band is None else range(self.band, self.band + 1)
+
+    @property
+    def with_text(self) -> bool:
+        """Text tokens run through the blocks once in a call, with its first micro-step."""
+        return self.band in (None, 0)
+
+
+def call_steps(call: int, exact: bool, bands: int) -> tuple[MicroStep, ...]:
+    """Micro-steps of one call, in order."""
+    return (MicroStep(call, None),) if exact else tuple(MicroStep(call, band) for band in range(bands))
+
+
+def micro_steps(exact: Sequence[bool], bands: int) -> list[MicroStep]:
+    """Micro-steps of a whole run, in order. `exact[k]`: call k is exact."""
+    return [step for call, whole in enumerate(exact) for step in call_steps(call, whole, bands)]
+
+
+def entry_parts(entries: Span, exact: bool, stages: int) -> tuple[Span, ...]:
+    """Batch entries that go through the stages together.
+
+    An exact call fills a pipeline with its batch entries one by one: nothing else could overlap in it.
+    """
+    if not len(entries):
+        return ()
+    return split(entries, len(entries) if exact and stages > 1 else 1)
+
+
+def window(stages: int) -> int:
+    """Micro-steps that the client has under way at most: one on each stage, and one that waits for the first stage."""
+    return stages + 1
