@@ -1,8 +1,6 @@
 """Parallel Doctor: which degrees are fastest on this machine, for this model and picture, and why."""
 
-import comfy.model_management
 import comfy.utils
-import torch
 
 from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import on_ray
@@ -13,6 +11,7 @@ from parallel_backend.planning.links import HostFree
 from parallel_backend.planning.planner import plan
 from parallel_backend.planning.planner_report import beside
 from parallel_backend.planning.workload import subject_of
+from parallel_backend.rank.free_memory import host_memory
 
 from .model.diffusion_model import RemoteDiffusionModel, remote_stub
 from .parallel_config import ParallelConfig
@@ -30,12 +29,7 @@ def doctor_devices(text: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
 
 def memory_to_share(devices: tuple[str, ...]) -> HostFree:
     """That of the machine that CPU ranks are on, so far as it is known: not for those on a Ray cluster."""
-    return (lambda: None) if any(map(on_ray, devices)) else host_free
-
-
-def host_free() -> int:
-    """Bytes of this machine's memory that are free."""
-    return int(comfy.model_management.get_free_memory(torch.device("cpu")))
+    return (lambda: None) if any(map(on_ray, devices)) else (lambda: host_memory()[0])
 
 
 def advised_config(findings: Findings, stub: RemoteDiffusionModel) -> ParallelConfig:

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import comfy.model_management
 import comfy.patcher_extension
 import folder_paths
 import torch
@@ -22,6 +21,7 @@ from parallel_backend.planning.planner import choose, plan
 from parallel_backend.planning.planner_report import said
 from parallel_backend.planning.workload import subject_of
 from parallel_backend.processes.pool import Pool
+from parallel_backend.rank.free_memory import host_memory
 
 from ..model.patcher import RemoteModelPatcher, make_model
 from ..ui.host import check_cancelled
@@ -68,8 +68,7 @@ def calibrated(
         return machine.names == devices and all(set(device.blocks) == lists for device in machine.devices)
 
     found = cached(folder(), fingerprint(devices, checkpoint, dtype, attention), measure, fits)
-    free = comfy.model_management.get_free_memory(torch.device("cpu"))
-    return replace(found, host_free=int(free)) if "cpu" in devices else found
+    return replace(found, host_free=host_memory()[0]) if "cpu" in devices else found
 
 
 @dataclass(frozen=True)

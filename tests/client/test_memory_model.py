@@ -280,6 +280,22 @@ def test_the_refusal_has_the_figures_of_the_device_that_lacks_memory(flux_file):
     assert one.last == ((LARGE,), gpus(10 * GB, 2 * GB, held=3 * GB))
 
 
+def test_advice_counts_on_the_memory_that_the_model_itself_holds(flux_file):
+    """Little is free and much is held: the weights, which the changed run has there again."""
+    request = Request((24, 24), 0, 8, 0, 1, kept=2, bands=4)
+    one = fitting(flux_file, Degrees())
+    needed = one.memory((request,))[0]
+    free = int(0.5 * needed.certain)
+    assert needed.weights > free
+    with pytest.raises(ValueError) as refused:
+        one.check((request,), gpus(free, held=needed.weights))
+    capacity = Capacity((0.95 * (free + needed.weights),), together=False)
+    found = ways(flux_file, Degrees(), (request,), capacity, devices=1)
+    assert any(way.startswith("a picture") for way in found)
+    assert all(way in str(refused.value) for way in found)
+    assert found != ways(flux_file, Degrees(), (request,), Capacity((0.95 * free,), together=False), devices=1)
+
+
 def test_an_estimate_only_warns_and_only_once(flux_file, caplog):
     one = fitting(flux_file, Degrees())
     needed = one.memory((LARGE,))[0]

@@ -54,8 +54,8 @@ log = logging.getLogger(__name__)
 
 ALIKE = 1.2
 """Devices whose times differ by less than this factor count as equal: so much is noise."""
-USABLE_MEMORY = 0.85
-"""Share of a device's free memory that weights may take; the rest is for activations and K/V buffers."""
+WEIGHTS_SHARE = 0.85
+"""Part of a device's free memory that weights may take. The rest is for activations and K/V buffers."""
 QUARTER = 0.25
 
 
@@ -121,7 +121,7 @@ def divide(
     for index, block in ((0, 0), (last, -1)):  # embedding and head, half each
         costs[index][block] += stages[index].ends[0] / 2
     free = [[p.free_bytes for p in probes if degrees.coordinate(p.rank).pipe == index] for index in range(degrees.pipe)]
-    room = [None if None in given else int(USABLE_MEMORY * min(given)) for given in free]
+    room = [None if None in given else int(WEIGHTS_SHARE * min(given)) for given in free]
     blocks = cut_blocks(costs, sizes, room)
     if blocks is None:
         if not imagined:

@@ -1,7 +1,6 @@
 """A rank's decoder: diffusers' own, its weights from a message, on this rank's rows of each latent."""
 
 import math
-import os
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +11,7 @@ from parallel_backend.core.spans import Span, split
 from parallel_backend.rank.comm.collectives import start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
+from parallel_backend.rank.free_memory import read_memory
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.messages import Decode, Decoded, PutDecoder
 
@@ -52,13 +52,9 @@ class BandedDecoder:
 
 
 def free_bytes(device: torch.device) -> float:
-    """What this process can still have; for CPU ranks, which share memory with everything else, all that is installed."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):  # Windows
-        return math.inf
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Memory that this process can still have; infinite where it is not known."""
+    found = read_memory(0, 0, device, 0)
+    return math.inf if found.free_bytes is None else found.free_bytes + found.cached_bytes
 
 
 def build_decoder(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
