@@ -14,7 +14,8 @@ if [ ! -x "$venv/bin/python" ]; then
     "$base" -m venv "$venv"
 fi
 PYTHON="$venv/bin/python"
-install() { "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" 2>&1 | grep -v '^WARNING: Location' || true; }
+# pip's failure ends the script (pipefail); grep's, which has nothing to show where all went well, does not.
+install() { "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" 2>&1 | { grep -v '^WARNING: Location' || true; }; }
 
 if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
     echo "== installing torch"

@@ -6,9 +6,10 @@ from one test into the next is a defect that test_requests.py looks for.
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -17,9 +18,11 @@ import torch
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool
 from tests.support import tiny
 from tests.support.fork_server import fork_server, started_by
+from tests.support.requirements import NotHere
 
 torch.set_num_threads(1)  # the ranks share the cores with this process
 hypothesis.settings.register_profile("no timed tests", deadline=None)
@@ -37,18 +40,50 @@ class RootIsNoTestPackage:
 
 
 FIGURES = pytest.StashKey[dict[str, float]]()
+STARTING = ("processes", "alone", "comfyui", "ray", "gpu")
+"""Marks of tests that may start rank processes. The quick tier has none of these."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--figures", type=Path, help="a JSON file to write what tests measured to, such as scripts/family_table.py reads"
     )
+    parser.addoption("--require", action="store_true", help="a test that would be skipped fails, unless it needs a GPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # A plugin of its own, since a hook written here would only see what lies below this folder.
     config.pluginmanager.register(RootIsNoTestPackage())
     config.stash[FIGURES] = {}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "pools" in getattr(item, "fixturenames", ()):
+            item.add_marker("processes")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Rank processes are started by tests that are marked so: no other one slips into the quick tier with them."""
+    if any(item.get_closest_marker(mark) for mark in STARTING):
+        return (yield)
+    refusal = AssertionError("a test that starts rank processes has to be marked `processes`")
+    with mock.patch.object(LocalRanks, "_start", side_effect=refusal):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """`--require`: a skipped test fails."""
+    report = yield
+    skipped = report.skipped and not hasattr(report, "wasxfail") and not isinstance(call.excinfo.value, NotHere)
+    if skipped and item.config.getoption("require") and not item.get_closest_marker("gpu"):
+        report.outcome, report.longrepr = "failed", f"skipped, which --require forbids: {call.excinfo.value}"
+    return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -24,7 +24,9 @@ def prompts(batch: int = 1):
     return x, timestep, (short, tiny.inputs(tiny.FLUX, batch=batch, text=7, seed=2)[2])
 
 
-@pytest.mark.parametrize(("batch", "home", "expected"), [(1, 0, [1, 0]), (1, 1, [0, 1]), (1, 2, [1, 0]), (3, 1, [1, 1])])
+@pytest.mark.parametrize(
+    ("batch", "first_replica", "expected"), [(1, 0, [1, 0]), (1, 1, [0, 1]), (1, 2, [1, 0]), (3, 1, [1, 1])]
+)
 def test_a_call_begins_on_its_home_replica(remote, flux_model, batch, first_replica, expected):
     model = remote(Degrees(batch=2))
     micro_steps(model)
@@ -35,7 +37,7 @@ def test_a_call_begins_on_its_home_replica(remote, flux_model, batch, first_repl
     assert tiny.relative(output, tiny.reference(flux_model, x, timestep, tensors)) <= 1e-5
 
 
-@pytest.mark.parametrize(("home", "shares"), [(0, [2, 1]), (1, [1, 2]), (2, [2, 1])])
+@pytest.mark.parametrize(("first_replica", "shares"), [(0, [2, 1]), (1, [1, 2]), (2, [2, 1])])
 def test_the_larger_share_goes_to_the_home_replica(remote, first_replica, shares):
     model = remote(Degrees(batch=2))
     x, _, (tensors, _) = prompts(3)

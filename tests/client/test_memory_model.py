@@ -509,6 +509,7 @@ def still_there(references: list[weakref.ref]) -> list[str]:
 
 
 @pytest.mark.parametrize("in_bands", [False, True])
+@pytest.mark.processes
 def test_out_of_memory_says_what_would_fit_and_leaves_nothing_behind(flux_file, monkeypatch, in_bands):
     monkeypatch.setattr(launch, "main", failing_rank.out_of_memory)
     pool = Pool(("cpu", "cpu"))

@@ -60,6 +60,7 @@ def test_one_that_is_gone_at_the_start(tmp_path):
         StoreFile(tmp_path / "store")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("whole", [False, True], ids=["the file", "its folder"])
 def test_a_cleaner_of_temporary_files_is_named(flux_file, whole):
     """Without the look at the file the ranks would wait in the making of the next model's groups."""

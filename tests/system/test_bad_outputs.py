@@ -18,6 +18,8 @@ from tests.campaigns.fuzz.ranks import ForkedRanks
 from tests.support import tiny
 from tests.support.tampering_rank import TWICE, others, tampering
 
+pytestmark = pytest.mark.processes
+
 HOW = [name for name in others(m.Output(0, 1, torch.ones(2, 3, 4))) if name not in ("as it is", TWICE)]
 
 ONE = Degrees()

@@ -1,0 +1,17 @@
+"""What a test needs of the machine, and what becomes of the test where that is missing."""
+
+from typing import NoReturn
+
+import pytest
+
+
+class NotHere(pytest.skip.Exception):
+    """A skip that `--require` allows."""
+
+
+def missing(why: str, expected: bool = True) -> NoReturn:
+    """Skips the test. Under `--require` it fails, unless the machine is not `expected` to have what is missing.
+
+    For instance: a ComfyUI without its requirements is a defect of the set-up, a machine without any ComfyUI is not.
+    """
+    raise (pytest.skip.Exception if expected else NotHere)(why)
