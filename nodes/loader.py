@@ -185,9 +185,9 @@ class ParallelDiTLoader:
         sizes = checkpoint.config
         check_model(
             degrees,
-            heads=family.heads(sizes),
-            blocks=family.block_count(sizes),
-            key_heads=family.key_heads(sizes),
+            heads=family.sizes.heads(sizes),
+            blocks=family.blocks.total(sizes),
+            key_heads=family.sizes.key_heads(sizes),
             unsupported=family.unsupported,
         )
         dtype = resolve_dtype(weight_dtype, checkpoint.dtype, chosen)
@@ -199,7 +199,7 @@ class ParallelDiTLoader:
         )
         if planned:
             return (model_to_plan(checkpoint, key, config.comm_overlap),)
-        check_stage_split(stage_split, degrees.pipe, family.block_count(checkpoint.config))
+        check_stage_split(stage_split, degrees.pipe, family.blocks.total(checkpoint.config))
         model = make_model(checkpoint, key, config.comm_overlap)
         if degrees.displaced:
             # Keys of the step before need a sampler's run around them; PipeFusion Sampler replaces this one by its own.

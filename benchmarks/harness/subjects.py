@@ -124,7 +124,7 @@ class Subject:
     def problem(self, pictures: int = 1) -> tuple[torch.Tensor, Prompt]:
         """Noise [B, C, side, side] and prompts, fp32 on the CPU, the same every time."""
         generator = torch.Generator().manual_seed(SEED)
-        x = torch.randn(pictures, self.family.latent_channels(self.config), self.side, self.side, generator=generator)
+        x = torch.randn(pictures, self.family.sizes.latent_channels(self.config), self.side, self.side, generator=generator)
         prompts = [self._tensors(pictures, generator) for _ in range(self.entries)]
         return x, Prompt(prompts[0], prompts[-1], self.cfg)
 

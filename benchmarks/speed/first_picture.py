@@ -97,7 +97,7 @@ def on_ranks(subject: Subject, folder: Path, with_vae: bool, mode: Mode) -> Seco
         sample(model)
         lap("next picture")
         if with_vae:
-            weights = decoder_weights(autoencoder(subject.family.latent_channels(subject.config)))
+            weights = decoder_weights(autoencoder(subject.family.sizes.latent_channels(subject.config)))
             decoder = RemoteDecoder(pool, "vae", lambda: weights)
             decoder.decode(latent[:, :, : mode.degrees.world, :1], lambda: None)
             lap("to the VAE")
@@ -118,7 +118,7 @@ def _plain(subject: Subject, folder: Path, with_vae: bool, connection: Connectio
     euler(subject.predict(model), x, sigmas, prompt)
     connection.send(None)
     if with_vae:
-        vae = autoencoder(subject.family.latent_channels(subject.config))
+        vae = autoencoder(subject.family.sizes.latent_channels(subject.config))
         with torch.inference_mode():
             vae.decode(latent[:, :, :1, :1])
             connection.send(None)

@@ -20,12 +20,12 @@ def residuals(family: Family, config: Config, control: Control | None, shape: tu
     """
     patching = family.patching
     grid = patching.grid(shape)
-    counts, order = family.blocks(config), patching.order(grid)
-    size = (shape[0], torch.Size(grid).numel(), family.hidden(config))
+    counts, order = family.blocks.counts(config), patching.order(grid)
+    size = (shape[0], torch.Size(grid).numel(), family.sizes.hidden(config))
     packed: dict[int, torch.Tensor] = {}  # a tensor that several blocks have in common stays one: it is sent once
     found: Residuals = {}
     for kind, tensors in (control or {}).items():
-        name = family.residuals.get(kind)
+        name = family.blocks.residuals.get(kind)
         if name is None and any(tensor is not None for tensor in tensors):
             _refuse(f"it has '{kind}' outputs, which {family.name} takes none of on several devices")
         for index, tensor in enumerate(tensors[: counts[name]] if name else ()):

@@ -117,7 +117,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     @functools.cached_property
     def whole_bytes(self) -> int:
         """Of all weights, as they are on a rank."""
-        return sum(self.checkpoint.nbytes(target, self.key.dtype) for target in self.checkpoint.recipe)
+        return sum(self.checkpoint.nbytes(target, self.key.dtype) for target in self.checkpoint.key_map)
 
     def forward(
         self,
@@ -132,19 +132,20 @@ class RemoteDiffusionModel(torch.nn.Module):
         options = transformer_options or {}
         family, config = self.checkpoint.family, self.checkpoint.config
         given = {name: value for name, value in extra.items() if value is not None}
-        refuse_what_does_not_reach_the_ranks(options, [name for name in given if name not in family.accepts])
+        refuse_what_does_not_reach_the_ranks(options, [name for name in given if name not in family.inputs.accepts])
         axes = 5 if family.patching.video else 4
         if x.ndim != axes or 0 in x.shape:
             raise ValueError(
                 f"latent_image: a latent of the shape {list(x.shape)} cannot be sampled by this model, which takes {axes} "
                 "axes, none of them empty. Use the Empty Latent node made for this model."
             )
-        if x.shape[1] != family.latent_channels(config):
+        channels = family.sizes.latent_channels(config)
+        if x.shape[1] != channels:
             raise ValueError(
-                f"latent_image: the latent has {x.shape[1]} channels, this model needs {family.latent_channels(config)}. "
+                f"latent_image: the latent has {x.shape[1]} channels, this model needs {channels}. "
                 "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
             )
-        tensors = family.conditioning(config, {"context": context, **given})
+        tensors = family.inputs.conditioning(config, {"context": context, **given})
         added = residuals(family, config, control, tuple(x.shape))
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
         turn = {"first_replica": evaluation.first_replica(len(x)), "on_posted": evaluation.start_next}

@@ -64,7 +64,7 @@ def calibrated(
         return measure()
 
     def fits(machine: Machine) -> bool:
-        lists = {name for name, count in checkpoint.family.blocks(checkpoint.config).items() if count}
+        lists = {name for name, count in checkpoint.family.blocks.counts(checkpoint.config).items() if count}
         return machine.names == devices and all(set(device.blocks) == lists for device in machine.devices)
 
     found = cached(folder(), fingerprint(devices, checkpoint, dtype, attention), measure, fits)

@@ -32,12 +32,12 @@ READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *BLOCKS}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint of a known family. `recipe`: the model's parameter name -> where its values are."""
+    """An opened checkpoint of a known family. `key_map`: parameter of the model -> where its values are."""
 
     path: Path
     family: Family
     config: dict[str, Any]
-    recipe: dict[str, Source]
+    key_map: dict[str, Source]
     entries: dict[str, Entry] = field(repr=False)
 
     @property
@@ -66,7 +66,7 @@ class Checkpoint:
     def original_shapes(self) -> dict[str, tuple[int, ...]]:
         """Key in the family's original layout -> shape, whatever layout the file has. ComfyUI detects models by these."""
         original: dict[str, list[int]] = {}
-        for target, source in self.family.recipe(self.config).items():
+        for target, source in self.family.file.key_map(self.config).items():
             shape = list(self.shape(target))
             if source.key in original and source.rows is not None:
                 original[source.key][0] += shape[0]
@@ -76,7 +76,7 @@ class Checkpoint:
 
     def shape(self, target: str) -> tuple[int, ...]:
         """Of the whole parameter."""
-        source = self.recipe[target]
+        source = self.key_map[target]
         shape = self.entries[source.key].shape
         return shape if source.rows is None else (len(source.rows), *shape[1:])
 
@@ -86,7 +86,7 @@ class Checkpoint:
         None: in the compute dtype. weight_dtype fp8_e4m3fn rounds what is not fp8, but in a file that is quantised anyway
         it leaves alone what the file's maker left in full.
         """
-        entry = self.entries[self.recipe[target].key]
+        entry = self.entries[self.key_map[target].key]
         fp8 = dtype_name.startswith("fp8")
         if entry.dtype in BLOCKS or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):
             return entry.dtype
@@ -130,26 +130,27 @@ def _open_single_file(path: Path) -> Checkpoint:
     entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     stated = {layer.removeprefix(prefix): how for layer, how in stated.items()}
     entries = _with_values(path.name, attach_scales(path.name, entries, stated))
-    family = next((f for f in FAMILIES.values() if f.detect({k: e.shape for k, e in entries.items()})), None)
+    family = next((f for f in FAMILIES.values() if f.file.detect({k: e.shape for k, e in entries.items()})), None)
     if family is None:
         known = ", ".join(FAMILIES)
         raise ValueError(
             f"model_name: {path.name} is no diffusion transformer that this version knows ({known}). Its first keys: "
             f"{', '.join(list(entries)[:3]) or 'none'}."
         )
-    for ending, usual in family.key_aliases.items():
+    for ending, usual in family.file.aliases.items():
         entries = {key.removesuffix(ending) + usual if key.endswith(ending) else key: e for key, e in entries.items()}
     config = _configure(path, family, entries)
-    return _checked(Checkpoint(path, family, config, family.recipe(config), entries))
+    return _checked(Checkpoint(path, family, config, family.file.key_map(config), entries))
 
 
 def _configure(path: Path, family: Family, entries: dict[str, Entry]) -> dict[str, Any]:
     try:
-        config = family.configure({key: entry.shape for key, entry in entries.items()})
+        config = family.file.configure({key: entry.shape for key, entry in entries.items()})
     except KeyError as missing:
         raise ValueError(f"model_name: {path.name} looks like {family.name}, but lacks {missing}.") from missing
-    settings = _settings(family, config, read_stated_config(path) if family.settings else {})
-    check_settings(path.name, settings, {name: usual(config) for name, usual in family.settings.items()}, len(entries))
+    settings = _settings(family, config, read_stated_config(path) if family.file.settings else {})
+    usual_settings = {name: usual(config) for name, usual in family.file.settings.items()}
+    check_settings(path.name, family.file, settings, usual_settings, len(entries))
     return config | settings
 
 
@@ -162,7 +163,7 @@ def _with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def _settings(family: Family, config: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
-    return {name: stated.get(name, usual(config)) for name, usual in family.settings.items()}
+    return {name: stated.get(name, usual(config)) for name, usual in family.file.settings.items()}
 
 
 def _open_folder(path: Path) -> Checkpoint:
@@ -171,7 +172,7 @@ def _open_folder(path: Path) -> Checkpoint:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"model_name: the folder {path.name} has no readable config.json of a diffusers model.") from error
     kind = config.get("_class_name") if isinstance(config, dict) else None
-    family = next((f for f in FAMILIES.values() if kind in (f.model_class, f.older_class) and f.takes(config)), None)
+    family = next((family for family in FAMILIES.values() if _made_for(family, kind, config)), None)
     if family is None:
         raise ValueError(f"model_name: {path.name} is a {kind}, which this version does not know.")
     entries: dict[str, Entry] = {}
@@ -185,8 +186,13 @@ def _open_folder(path: Path) -> Checkpoint:
         raise ValueError(f"model_name: the folder {path.name} lacks its weights: there is no .safetensors file in it.")
     entries = _with_values(path.name, attach_scales(path.name, entries, stated))
     config = _constructor_arguments(path.name, family, config, len(entries))
-    recipe = {target: Source(target) for target in family.recipe(config)}
-    return _checked(Checkpoint(path, family, config, recipe, entries))
+    key_map = {target: Source(target) for target in family.file.key_map(config)}
+    return _checked(Checkpoint(path, family, config, key_map, entries))
+
+
+def _made_for(family: Family, kind: str | None, config: dict[str, Any]) -> bool:
+    """Whether a folder of class `kind` with this config.json is of the family."""
+    return kind in (family.model_class, family.file.older_class) and family.file.takes_folder(config)
 
 
 def _read_config(path: Path) -> Any:
@@ -202,27 +208,28 @@ def _constructor_arguments(name: str, family: Family, config: dict[str, Any], te
     parameters = inspect.signature(getattr(diffusers, family.model_class).__init__).parameters
     defaults = {parameter: p.default for parameter, p in parameters.items() if parameter != "self"}
     arguments = {parameter: config.get(parameter, default) for parameter, default in defaults.items()}
-    check_settings(name, arguments, defaults, tensors)
+    check_settings(name, family.file, arguments, defaults, tensors)
     settings = _settings(family, arguments, config)
-    check_settings(name, settings, {setting: usual(arguments) for setting, usual in family.settings.items()}, tensors)
+    usual_settings = {setting: usual(arguments) for setting, usual in family.file.settings.items()}
+    check_settings(name, family.file, settings, usual_settings, tensors)
     return arguments | settings
 
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
     """Every parameter has its values, and every tensor of the file its use (those that the family ignores are dropped)."""
     name, entries = checkpoint.path.name, checkpoint.entries
-    missing = [source.key for source in checkpoint.recipe.values() if source.key not in entries]
+    missing = [source.key for source in checkpoint.key_map.values() if source.key not in entries]
     if missing:
         raise ValueError(f"model_name: {name} lacks {missing[0]}" + f" and {len(missing) - 1} more." * (len(missing) > 1))
-    used = {source.key for source in checkpoint.recipe.values()}
-    ignored = checkpoint.family.ignored
+    used = {source.key for source in checkpoint.key_map.values()}
+    ignored = checkpoint.family.file.ignored
     surplus = [key for key in entries if key not in used and not any(re.fullmatch(each, key) for each in ignored)]
     if surplus:
         raise ValueError(
             f"model_name: {name} holds {surplus[0]}{f' and {len(surplus) - 1} more' * (len(surplus) > 1)}, for which "
             f"{checkpoint.family.name} has no use: not loaded, since the picture would be wrong."
         )
-    for target, source in checkpoint.recipe.items():
+    for target, source in checkpoint.key_map.items():
         shape, dtype = entries[source.key].shape, entries[source.key].dtype
         if source.rows is not None and source.rows.stop > (rows := shape[0] if shape else 0):
             raise ValueError(f"model_name: {name}: {source.key} has {rows} rows, too few for {target}.")
@@ -235,9 +242,9 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def to_original(family: Family, config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """diffusers state dict, or some of it -> original key layout: the recipe run backwards."""
+    """diffusers state dict, or some of it -> original key layout: the key map run backwards."""
     parts: dict[str, list[tuple[Span | None, torch.Tensor]]] = {}
-    for target, source in family.recipe(config).items():
+    for target, source in family.file.key_map(config).items():
         if target not in state:
             continue
         tensor = torch.cat(state[target].chunk(2)[::-1]) if source.swap_halves else state[target]

@@ -8,44 +8,34 @@ from types import NoneType
 from typing import Any
 
 from parallel_backend.families import Family
+from parallel_backend.families.base.family import FileLayout
 
 MAX_CONFIG_BYTES = 1 << 20
 """Of a folder's config.json; the longest are some thousand bytes."""
 MAX_SETTING = 1 << 20
 MAX_LIST = 1 << 10
 MAX_TEXT = 1 << 10
-MAX_BY_SETTING = {  # of settings that tables are made from
-    "sample_size": 512,
-    "sample_height": 512,
-    "sample_width": 512,
-    "sample_frames": 256,
-    "pos_embed_max_size": 1024,
-    "rope_max_seq_len": 1 << 16,
-    "max_text_seq_length": 1 << 16,
-    "axes_lens": 1 << 16,
-    "text_len": 1 << 16,
-    "text_len_t5": 1 << 16,
-}
-VIDEO = ("sample_height", "sample_width", "sample_frames")
-MOST_VIDEO = 1 << 23
+MAX_VIDEO = 1 << 23
 """Positions of the largest video that a model of videos was trained for."""
 
 
-def check_settings(name: str, settings: Mapping[str, Any], defaults: Mapping[str, Any], tensors: int) -> None:
+def check_settings(
+    name: str, layout: FileLayout, settings: Mapping[str, Any], defaults: Mapping[str, Any], tensors: int
+) -> None:
     """ValueError, naming the setting of checkpoint `name`, for a value that no constructor should be given.
 
-    `defaults`: by setting, an example of its kind; None stands for any. `tensors`: how many the checkpoint has, of which
-    every layer needs one.
+    `layout`: its family's, which says of some settings what is too much. `defaults`: by setting, an example of its kind;
+    None stands for any. `tensors`: number of the checkpoint's tensors, of which every layer needs one.
     """
     for setting, value in settings.items():
-        most = tensors if setting.endswith("layers") else MAX_BY_SETTING.get(setting, MAX_SETTING)
+        most = tensors if setting.endswith("layers") else layout.max_settings.get(setting, MAX_SETTING)
         if not _plausible(value, defaults.get(setting), most):
             raise ValueError(
                 f"model_name: {name} says that its {setting} is {str(value)[:80]}, which no model of this kind has. Its "
                 "config.json is damaged, or made to do harm: get the model anew."
             )
-    video = [settings[part] for part in VIDEO if isinstance(settings.get(part), int)]
-    if math.prod(video) > MOST_VIDEO:
+    video = [settings[part] for part in layout.video_size if isinstance(settings.get(part), int)]
+    if math.prod(video) > MAX_VIDEO:
         raise ValueError(f"model_name: {name} says that it was made for videos of {' x '.join(map(str, video))}.")
 
 
@@ -68,15 +58,15 @@ def _plausible(value: Any, default: Any, most: int) -> bool:
 def check_sizes(name: str, family: Family, config: Mapping[str, Any], shapes: list[tuple[int, ...]]) -> None:
     """ValueError unless the sizes that follow from a configuration can be those of a model with tensors of these shapes."""
     sizes = {
-        "attention heads": family.heads(config),
-        "blocks": family.block_count(config),
-        "channels in a head": family.head_size(config),
-        "channels in a token": family.hidden(config),
-        "channels in a latent": family.latent_channels(config),
+        "attention heads": family.sizes.heads(config),
+        "blocks": family.blocks.total(config),
+        "channels in a head": family.sizes.head_size(config),
+        "channels in a token": family.sizes.hidden(config),
+        "channels in a latent": family.sizes.latent_channels(config),
     }
-    if (keys := family.key_heads(config)) is not None:
+    if (keys := family.sizes.key_heads(config)) is not None:
         sizes["groups of attention heads"] = keys
-    if (side := family.max_side(config)) is not None:
+    if (side := family.sizes.max_side(config)) is not None:
         sizes["positions along a side"] = side
     for what, size in sizes.items():
         if type(size) is not int or size < 1:

@@ -81,7 +81,7 @@ class Reader:
 
     def _cut(self, target: str, shard: Shard | None) -> tuple[int, list[Span], Span]:
         """(dim, spans along it, all of the parameter's rows) of a part, as they are in the file's tensor."""
-        source, count = self.checkpoint.recipe[target], self.checkpoint.shape(target)[0]
+        source, count = self.checkpoint.key_map[target], self.checkpoint.shape(target)[0]
         dim, spans = (0, [Span(0, count)]) if shard is None else (shard.dim, list(shard.spans))
         first = 0 if source.rows is None else source.rows.start
         if source.swap_halves:
@@ -90,7 +90,7 @@ class Reader:
         return dim, spans if dim else [span.shift(first) for span in spans], Span(first, first + count)
 
     def _entry(self, target: str) -> Entry:
-        return self.checkpoint.entries[self.checkpoint.recipe[target].key]
+        return self.checkpoint.entries[self.checkpoint.key_map[target].key]
 
     def _slices(self, entry: Entry) -> Any:
         return self._file(entry).get_slice(entry.key)
@@ -109,8 +109,8 @@ def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
 
 def original_values(checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
     """float32 tensors on the CPU of the family's original layout whose keys begin with `prefix`, by the rest of the key."""
-    recipe = checkpoint.family.recipe(checkpoint.config)
-    targets = [target for target, source in recipe.items() if source.key.startswith(prefix)]
+    key_map = checkpoint.family.file.key_map(checkpoint.config)
+    targets = [target for target, source in key_map.items() if source.key.startswith(prefix)]
     with reading(checkpoint) as reader:
         state = {target: reader.values(target, torch.float32, None, torch.device("cpu")) for target in targets}
     original = to_original(checkpoint.family, checkpoint.config, state)

@@ -44,7 +44,7 @@ class Deltas:
         self._checkpoint, self._send = checkpoint, send
         self._parameters = [frozenset(names) for names in parameters]
         self._sources: dict[str, list[tuple[str, Source]]] = {}
-        for parameter, source in checkpoint.family.recipe(checkpoint.config).items():
+        for parameter, source in checkpoint.family.file.key_map(checkpoint.config).items():
             self._sources.setdefault(source.key, []).append((parameter, source))
         self._known: list[Delta | None] = []  # as sent last; None for full differences, which are not held on to
         self._order: list[list[int]] = []  # by rank: which of them each part was of that it has been sent

@@ -105,4 +105,4 @@ def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands:
 
 def _is_text(name: str, tensor: torch.Tensor, family: Family) -> bool:
     """Of tokens that blocks look at, [B, T, width]."""
-    return name in family.vector_tensors and tensor.ndim == 3
+    return name in family.inputs.vector_tensors and tensor.ndim == 3

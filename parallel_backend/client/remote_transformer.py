@@ -66,9 +66,9 @@ class RemoteTransformer:
         family, config = checkpoint.family, checkpoint.config
         check_model(
             degrees,
-            heads=family.heads(config),
-            blocks=family.block_count(config),
-            key_heads=family.key_heads(config),
+            heads=family.sizes.heads(config),
+            blocks=family.blocks.total(config),
+            key_heads=family.sizes.key_heads(config),
             unsupported=family.unsupported,
         )
         self.pool, self.checkpoint, self.degrees, self.family, self.dtype = pool, checkpoint, degrees, family, dtype
@@ -222,7 +222,7 @@ class RemoteTransformer:
         `first_replica`: first replica to receive entries, modulo the replica count. The first ones get the larger shares.
         ValueError if the model has no positions for so large a `grid`.
         """
-        side = self.family.max_side(self.checkpoint.config)
+        side = self.family.sizes.max_side(self.checkpoint.config)
         if side is not None and max(grid[-2:]) > side:
             rows, columns = (size * self.family.patching.side for size in grid[-2:])
             limit = side * self.family.patching.side
@@ -237,12 +237,12 @@ class RemoteTransformer:
                 if known.first_replica == first_replica and known.matches(grid, tensors):
                     return known
             check_conditioning(tensors)
-            names = [name for name in self.family.token_tensors if name in tensors]
+            names = [name for name in self.family.inputs.token_tensors if name in tensors]
             conditioning = Conditioning(
                 next(self._ids),
                 grid,
                 self.family.stream(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0),
-                self.family.image_padding(grid) + (self.family.padded(tensors[names[0]].shape[1]) if names else 0),
+                self.family.image_padding(grid) + (self.family.inputs.padded(tensors[names[0]].shape[1]) if names else 0),
                 len(next(iter(tensors.values()))),
                 {name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
                 first_replica,

@@ -58,8 +58,8 @@ class Scatter:
         """Those of the stage's own blocks."""
         if not residuals:
             return {}
-        owned = self._family.owned(self._config, self._stage_blocks[stage])
-        own = {f"{name}.{index}" for name in self._family.residuals.values() for index in owned[name]}
+        owned = self._family.blocks.owned(self._config, self._stage_blocks[stage])
+        own = {f"{name}.{index}" for name in self._family.blocks.residuals.values() for index in owned[name]}
         return {block: tensor for block, tensor in residuals.items() if block in own}
 
     def conditioning(self, conditioning: Conditioning) -> None:
@@ -71,10 +71,10 @@ class Scatter:
                 for index in range(degrees.sequence):
                     tensors = {}
                     for name, tensor in conditioning.tensors.items():
-                        everywhere = name in (*family.vector_tensors, TEXT_MASK, REFERENCE_POSITIONS)
+                        everywhere = name in (*family.inputs.vector_tensors, TEXT_MASK, REFERENCE_POSITIONS)
                         if stage > 0 and not everywhere:
                             continue
-                        whole = everywhere or name == REFERENCES or family.whole_latent
+                        whole = everywhere or name == REFERENCES or family.forward.whole_latent
                         tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, text[index].slice]
                     message = m.PutConditioning(
                         conditioning.id,

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import BlockList, Family, Source
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.blocks import BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from parallel_backend.families.base.step_inputs import Config, Shapes
 from parallel_backend.families.parts.conditioning import count_blocks, text
 from parallel_backend.families.parts.flux_blocks import (
     DOUBLE,
@@ -27,7 +28,7 @@ from parallel_backend.families.parts.flux_blocks import (
     sizes,
     token_arguments,
 )
-from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.key_map import KeyMap
 
 APPROXIMATOR = "distilled_guidance_layer."
 APPROXIMATOR_LAYERS = 5
@@ -51,22 +52,18 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _recipe(config: Config) -> dict[str, Source]:
-    keys = Keys()
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = KeyMap()
     keys.copy({"context_embedder": "txt_in", "x_embedder": "img_in", "proj_out": "final_layer.linear"})
     network = keys.inside(APPROXIMATOR, APPROXIMATOR)
     network.same("in_proj", "out_proj")
     for index in range(config["approximator_layers"]):
         layer = f"layers.{index}."
         network.copy({f"{layer}linear_1": f"{layer}in_layer", f"{layer}linear_2": f"{layer}out_layer"})
-        network.same(f"norms.{index}", leaves=SCALE)
+        network.same(f"norms.{index}", parameters=SCALE)
     double_keys(keys, config, FEED_FORWARD)
     single_keys(keys, config, {})
     return keys.sources
-
-
-def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
-    return token_arguments(step)
 
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -82,22 +79,31 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 CHROMA = Family(
     name="chroma",
     model_class="ChromaTransformer2DModel",
-    block_lists=(BlockList(DOUBLE), BlockList(SINGLE, joined=True)),
-    prologue=("x_embedder", "context_embedder"),
-    epilogue=("norm_out", "proj_out"),
-    token_tensors=("context",),
-    vector_tensors=(),
-    # The module around this one computes in the timestep's dtype, which must stay the weights'.
-    time_embed=("time_text_embed.time_proj", 1000.0),
-    latent_channels=lambda config: config["in_channels"] // 4,
-    blocks=block_counts,
+    file=FileLayout(
+        detect=_detect,
+        configure=_configure,
+        key_map=_key_map,
+        aliases=NORM_ALIASES
+        | {f"{APPROXIMATOR}norms.{i}.weight": f"{APPROXIMATOR}norms.{i}.scale" for i in range(APPROXIMATOR_LAYERS)},
+    ),
+    blocks=Blocks(
+        lists=(BlockList(DOUBLE), BlockList(SINGLE, joined=True)),
+        counts=block_counts,
+        prologue=("x_embedder", "context_embedder"),
+        epilogue=("norm_out", "proj_out"),
+        residuals={"input": DOUBLE, "output": SINGLE},
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"] // 4),
+    inputs=Inputs(conditioning=_conditioning, token_tensors=("context",)),
+    forward=Forward(
+        arguments=lambda step, _config: token_arguments(step),
+        # The module around this one computes in the timestep's dtype, which must stay the weights'.
+        time_embed=TimeEmbed("time_text_embed.time_proj", factor=1000.0),
+        cached_modules={
+            "pos_embed": CacheScope.BAND,
+            "time_text_embed": CacheScope.CALL,
+            "distilled_guidance_layer": CacheScope.CALL,
+        },
+    ),
     tensor_plan={DOUBLE: DOUBLE_PLAN, SINGLE: SINGLE_PLAN},
-    detect=_detect,
-    configure=_configure,
-    recipe=_recipe,
-    arguments=_arguments,
-    conditioning=_conditioning,
-    residuals={"input": DOUBLE, "output": SINGLE},
-    key_aliases=NORM_ALIASES
-    | {f"{APPROXIMATOR}norms.{i}.weight": f"{APPROXIMATOR}norms.{i}.scale" for i in range(APPROXIMATOR_LAYERS)},
 )

@@ -5,15 +5,17 @@ pipelines; ComfyUI 0.33 has others for 1.0 (5b's are stretched by 1.875, 2b's ar
 """
 
 from dataclasses import replace
+from typing import Any
 
-from parallel_backend.families.base.family import JOINT, BlockList, Family, Source
+import torch
+
+from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks
-from parallel_backend.families.parts.key_map import Keys
-
-from . import cogvideox_inputs
+from parallel_backend.families.parts.conditioning import count_blocks, rotary_table, text
+from parallel_backend.families.parts.key_map import KeyMap
 
 BLOCKS = "transformer_blocks"
 HEADS_OF_2B = 30
@@ -59,13 +61,13 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _recipe(config: Config) -> dict[str, Source]:
+def _key_map(config: Config) -> dict[str, Source]:
     if config.get("use_learned_positional_embeddings"):
         raise ValueError(
             "model_name: this CogVideoX has a table of positions (5b-I2V 1.0), which ComfyUI and diffusers use differently. "
             "Use CogVideoX 1.5 I2V, or a native loader."
         )
-    keys = Keys()
+    keys = KeyMap()
     keys.same("patch_embed.proj", "patch_embed.text_proj", "norm_final", "norm_out.linear", "norm_out.norm", "proj_out")
     for name in ("time", "ofs") if config["ofs_embed_dim"] else ("time",):
         keys.copy({f"{name}_embedding.linear_{index}": f"{name}_embedding_linear_{index}" for index in (1, 2)})
@@ -81,42 +83,120 @@ def _embeds_by(dimensions: int, shapes: Shapes) -> bool:
     return "blocks.0.norm1.linear.weight" in shapes and len(shapes.get(PROJECTION, ())) == dimensions
 
 
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    context = text("CogVideoX", config["text_embed_dim"], given)
+    needed = config["max_text_seq_length"]
+    if not config["use_rotary_positional_embeddings"] and context.shape[1] != needed:
+        raise ValueError(
+            f"positive, negative: the prompt has {context.shape[1]} tokens, this model needs {needed}. Encode a shorter one "
+            "with a CLIPLoader of type cogvideox, which fills it up to that."
+        )
+    return {"context": context} | ({"ofs": given["ofs"]} if config["ofs_embed_dim"] else {})
+
+
+def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
+    tokens = text_tokens if config["use_rotary_positional_embeddings"] else config["max_text_seq_length"]
+    offset = {"ofs": torch.full((1,), 2.0)} if config["ofs_embed_dim"] else {}
+    return {"context": torch.randn(1, tokens, config["text_embed_dim"])} | offset
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    return {
+        "hidden_states": step.x.transpose(1, 2),
+        "encoder_hidden_states": step.text_tensor("context", config["text_embed_dim"]),
+        "timestep": step.timestep,
+        "ofs": step.tensors.get("ofs"),
+        "image_rotary_emb": _rotary(step, config) if config["use_rotary_positional_embeddings"] else None,
+    }
+
+
+def _sides(grid: tuple[int, ...], config: Config) -> list[torch.Tensor]:
+    """Positions along frames, rows, columns. Those of 1.0 fill the middle of the training size's grid, in its proportions.
+
+    From diffusers' pipeline_cogvideox.py: get_resize_crop_region_for_grid, and get_3d_rotary_pos_embed's grid types.
+    """
+    frames, rows, columns = grid
+    if config["patch_size_t"] is not None:
+        return [torch.arange(float(size)) for size in grid]
+    height, width = (config["sample_height"] // 2, config["sample_width"] // 2)
+    tall = rows / columns > height / width
+    used = (height, round(height / rows * columns)) if tall else (round(width / columns * rows), width)
+    sides = [torch.arange(float(frames))]
+    for count, whole, part in zip((rows, columns), (height, width), used, strict=True):
+        start = round((whole - part) / 2)
+        sides.append(torch.linspace(start, (start + part) * (count - 1) / count, count))
+    return sides
+
+
+def _rotary(step: StepInputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [N, head] of all image tokens, in the class's order."""
+    head, positions = config["attention_head_dim"], torch.cartesian_prod(*_sides(step.grid, config))
+    table = rotary_table(positions.to(step.timestep.device), (head // 4, head // 8 * 3, head // 8 * 3), 10000.0)
+    return table.real.repeat_interleave(2, 1), table.imag.repeat_interleave(2, 1)
+
+
 COGVIDEOX = Family(
     name="cogvideox",
     model_class="CogVideoXTransformer3DModel",
-    block_lists=(
-        BlockList(
-            BLOCKS,
-            returns=("image", "text"),
-            cuts={"image_rotary_emb": lambda tables, rows: tuple(rows.of_image(table, 0) for table in tables)},
-            attention={"attn1": JOINT},
-        ),
+    file=FileLayout(
+        detect=lambda shapes: _embeds_by(4, shapes),
+        configure=_configure,
+        key_map=_key_map,
+        max_settings={
+            "sample_height": 512,
+            "sample_width": 512,
+            "sample_frames": 256,
+            "max_text_seq_length": 1 << 16,
+        },
+        video_size=("sample_height", "sample_width", "sample_frames"),
+        takes_folder=lambda config: config.get("patch_size_t") is None,
     ),
-    prologue=("patch_embed",),
-    epilogue=("norm_final", "norm_out", "proj_out"),
-    token_tensors=("context",),
-    vector_tensors=("ofs",),
-    time_embed=("time_proj", 1.0),
-    latent_channels=lambda config: config["in_channels"],
-    blocks=lambda config: {BLOCKS: config["num_layers"]},
+    blocks=Blocks(
+        lists=(
+            BlockList(
+                BLOCKS,
+                returns=("image", "text"),
+                cuts={"image_rotary_emb": lambda tables, rows: tuple(rows.of_image(table, 0) for table in tables)},
+                attention={"attn1": JOINT},
+            ),
+        ),
+        counts=lambda config: {BLOCKS: config["num_layers"]},
+        prologue=("patch_embed",),
+        epilogue=("norm_final", "norm_out", "proj_out"),
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=("ofs",),
+        token_tensors=("context",),
+        vector_tensors=("ofs",),
+        example=_example,
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        whole_latent=True,
+        time_embed=TimeEmbed("time_proj"),
+        output=lambda out: out.transpose(1, 2),
+        cached_modules={
+            "patch_embed.text_proj": CacheScope.PROMPT,
+            "ofs_embedding": CacheScope.PROMPT,
+            "time_embedding": CacheScope.CALL,
+            "*.norm1.linear": CacheScope.CALL,
+            "*.norm2.linear": CacheScope.CALL,
+            "norm_out.linear": CacheScope.CALL,
+        },
+    ),
     tensor_plan={BLOCKS: _PLAN},
-    detect=lambda shapes: _embeds_by(4, shapes),
-    takes=lambda config: config.get("patch_size_t") is None,
-    configure=_configure,
-    recipe=_recipe,
-    arguments=cogvideox_inputs.arguments,
-    conditioning=cogvideox_inputs.conditioning,
-    example=cogvideox_inputs.example,
     patching=Patching(video=True),  # in bands of rows: each has every frame of the motion
-    whole_latent=True,
-    output=lambda out: out.transpose(1, 2),
-    accepts=("ofs",),
     native_values=lambda config: {"in_channels": config["in_channels"], "ofs_proj_dim": config["ofs_embed_dim"]},
 )
 COGVIDEOX_15 = replace(
     COGVIDEOX,
     name="cogvideox-1.5",
-    detect=lambda shapes: _embeds_by(2, shapes),
-    takes=lambda config: config.get("patch_size_t") == 2,
+    file=replace(
+        COGVIDEOX.file,
+        detect=lambda shapes: _embeds_by(2, shapes),
+        takes_folder=lambda config: config.get("patch_size_t") == 2,
+    ),
     patching=Patching(frames=2, video=True),
 )

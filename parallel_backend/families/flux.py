@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import BlockList, Family, Source
+from parallel_backend.families.base.blocks import BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import GATHER
@@ -27,7 +28,7 @@ from parallel_backend.families.parts.flux_blocks import (
     sizes,
     token_arguments,
 )
-from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
 
 _OUTSIDE = {  # diffusers module <- original module
@@ -61,8 +62,8 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _recipe(config: Config) -> dict[str, Source]:
-    keys = Keys()
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = KeyMap()
     keys.copy(_OUTSIDE | (_GUIDANCE if config["guidance_embeds"] else {}))
     keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, swap_halves=True)
     double_keys(keys, config, FEED_FORWARD | _DOUBLE_MODULATION)
@@ -93,25 +94,41 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
 FLUX = Family(
     name="flux",
     model_class="FluxTransformer2DModel",
-    block_lists=(BlockList(DOUBLE), BlockList(SINGLE)),
-    prologue=("x_embedder", "context_embedder"),
-    epilogue=("norm_out", "proj_out"),
-    token_tensors=("context",),
-    vector_tensors=("pooled", "guidance"),
-    time_embed=("time_text_embed", 1000.0),
-    latent_channels=lambda config: config["in_channels"] // 4,
-    blocks=block_counts,
+    file=FileLayout(
+        detect=lambda shapes: all(key in shapes for key in _NEEDED),
+        configure=_configure,
+        key_map=_key_map,
+        aliases=NORM_ALIASES,
+    ),
+    blocks=Blocks(
+        lists=(BlockList(DOUBLE), BlockList(SINGLE)),
+        counts=block_counts,
+        prologue=("x_embedder", "context_embedder"),
+        epilogue=("norm_out", "proj_out"),
+        residuals={"input": DOUBLE, "output": SINGLE},
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"] // 4),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=("y", "guidance", *ACCEPTS),
+        token_tensors=("context",),
+        vector_tensors=("pooled", "guidance"),
+        example=_example,
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        time_embed=TimeEmbed("time_text_embed", factor=1000.0),
+        cached_modules={
+            "pos_embed": CacheScope.BAND,
+            "time_text_embed": CacheScope.CALL,
+            "*.norm1.linear": CacheScope.CALL,
+            "*.norm1_context.linear": CacheScope.CALL,
+            "*.norm.linear": CacheScope.CALL,
+            "norm_out.linear": CacheScope.CALL,
+        },
+    ),
     tensor_plan={
         DOUBLE: DOUBLE_PLAN | {"norm1.linear": GATHER, "norm1_context.linear": GATHER},
         SINGLE: SINGLE_PLAN | {"norm.linear": GATHER},
     },
-    detect=lambda shapes: all(key in shapes for key in _NEEDED),
-    configure=_configure,
-    recipe=_recipe,
-    arguments=_arguments,
-    conditioning=_conditioning,
-    example=_example,
-    accepts=("y", "guidance", *ACCEPTS),
-    residuals={"input": DOUBLE, "output": SINGLE},
-    key_aliases=NORM_ALIASES,
 )

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.family import BlockList, Family, Source
+from parallel_backend.families.base.blocks import BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import HEADS, ROW, WIDTH, Cut, Style
+from parallel_backend.families.base.tensor_plan import HEADS, ROW, WIDTH, CutKind, LayerCut
 from parallel_backend.families.parts.conditioning import text
 from parallel_backend.families.parts.flux_blocks import (
     ATTENTION_PLAN,
@@ -28,21 +29,22 @@ from parallel_backend.families.parts.flux_blocks import (
     sizes,
     token_arguments,
 )
-from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
 
 PATCHING = Patching(side=1)
 _WEIGHT = ("weight",)
 _TIME, _GUIDANCE = "time_guidance_embed.timestep_embedder", "time_guidance_embed.guidance_embedder"
 _MODULATION = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
+_NEEDED = ("double_stream_modulation_img.lin.weight", "single_blocks.0.linear1.weight")
 _FEED_FORWARD = {
     "ff.linear_in": "img_mlp.0",
     "ff.linear_out": "img_mlp.2",
     "ff_context.linear_in": "txt_mlp.0",
     "ff_context.linear_out": "txt_mlp.2",
 }
-_GATED = Style(Cut.COLUMN, (WIDTH, WIDTH))  # SwiGLU: gate and value
-_QKV_GATED = Style(Cut.COLUMN, (HEADS, HEADS, HEADS, WIDTH, WIDTH))
+_GATED = LayerCut(CutKind.COLUMN, (WIDTH, WIDTH))  # SwiGLU: gate and value
+_QKV_GATED = LayerCut(CutKind.COLUMN, (HEADS, HEADS, HEADS, WIDTH, WIDTH))
 _PLAN = {
     DOUBLE: ATTENTION_PLAN
     | dict.fromkeys(("ff.linear_in", "ff_context.linear_in"), _GATED)
@@ -64,8 +66,8 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _recipe(config: Config) -> dict[str, Source]:
-    keys = Keys()
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = KeyMap()
     outside = {"context_embedder": "txt_in", "x_embedder": "img_in", "proj_out": "final_layer.linear"}
     embedders = {_TIME: "time_in"} | ({_GUIDANCE: "guidance_in"} if config["guidance_embeds"] else {})
     for ours, theirs in embedders.items():
@@ -101,21 +103,31 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 FLUX2 = Family(
     name="flux2",
     model_class="Flux2Transformer2DModel",
-    block_lists=(BlockList(DOUBLE), BlockList(SINGLE, joined=True)),
-    prologue=("x_embedder", "context_embedder"),
-    epilogue=("norm_out", "proj_out"),
-    token_tensors=("context",),
-    vector_tensors=("guidance",),
-    time_embed=("time_guidance_embed", 1000.0),
-    latent_channels=lambda config: config["in_channels"],
-    blocks=block_counts,
+    file=FileLayout(
+        detect=lambda shapes: all(key in shapes for key in _NEEDED),
+        configure=_configure,
+        key_map=_key_map,
+        aliases=NORM_ALIASES,
+    ),
+    blocks=Blocks(
+        lists=(BlockList(DOUBLE), BlockList(SINGLE, joined=True)),
+        counts=block_counts,
+        prologue=("x_embedder", "context_embedder"),
+        epilogue=("norm_out", "proj_out"),
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=("y", "guidance", *ACCEPTS),
+        token_tensors=("context",),
+        vector_tensors=("guidance",),
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        time_embed=TimeEmbed("time_guidance_embed", factor=1000.0),
+        cached_modules={"pos_embed": CacheScope.BAND}
+        | dict.fromkeys(("time_guidance_embed", *_MODULATION, "norm_out.linear"), CacheScope.CALL),
+    ),
     tensor_plan=_PLAN,
-    detect=lambda shapes: "double_stream_modulation_img.lin.weight" in shapes and "single_blocks.0.linear1.weight" in shapes,
-    configure=_configure,
-    recipe=_recipe,
-    arguments=_arguments,
-    conditioning=_conditioning,
-    accepts=("y", "guidance", *ACCEPTS),
     patching=PATCHING,
-    key_aliases=NORM_ALIASES,
 )

@@ -6,15 +6,29 @@ Between pipeline stages the outputs of blocks that later ones still want travel 
 more of their size in the middle of the model (19 of 40 blocks), one less for each block towards either end.
 """
 
-from parallel_backend.families.base.family import Family, Source
-from parallel_backend.families.base.step_inputs import Config, Shapes
+from typing import Any
+
+import torch
+
+from parallel_backend.families.base.blocks import Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import check_learned_variance, count_blocks, without_variance
-from parallel_backend.families.parts.cross_attention import block_list, block_plan
-from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.conditioning import (
+    check_learned_variance,
+    count_blocks,
+    rotary_table,
+    text,
+    without_variance,
+)
+from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from parallel_backend.families.parts.key_map import KeyMap
 
-from . import hunyuan_dit_inputs
+TRAINED = 32
+"""Token rows and columns of the 512 x 512 picture that positions are made for."""
 
+_TEXTS = ("text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5")
+_ACCEPTS = (*_TEXTS, "image_meta_size")
 _OUTSIDE = {  # diffusers module <- original module
     "pos_embed.proj": "x_embedder.proj",
     **{f"time_extra_emb.timestep_embedder.linear_{index}": f"t_embedder.mlp.{2 * index - 2}" for index in (1, 2)},
@@ -59,9 +73,9 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _recipe(config: Config) -> dict[str, Source]:
+def _key_map(config: Config) -> dict[str, Source]:
     check_learned_variance("HunyuanDiT", config["learn_sigma"])
-    keys, width = Keys(), config["hidden_size"]
+    keys, width = KeyMap(), config["hidden_size"]
     keys.copy(_OUTSIDE)
     keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, swap_halves=True)
     keys.tensor("text_embedding_padding")
@@ -83,32 +97,107 @@ def _skips(done: int, count: int) -> int:
     return max(0, min(done - 1, count // 2 - 1) - max(0, done - count // 2 - 1))
 
 
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, text_len, cross_attention_dim] of CLIP, `encoder_hidden_states_t5` [B, text_len_t5, ...], a mask of each
+    [B, T], and where the model knows it `image_meta_size` [B, 6].
+
+    ValueError for texts of other lengths: the class has a padding for each token.
+    """
+    context = text("HunyuanDiT", config["cross_attention_dim"], given)
+    if any(name not in given for name in _TEXTS):
+        raise ValueError(
+            "positive, negative: this conditioning lacks T5's text or a mask, which HunyuanDiT needs. Encode the prompt "
+            "with the CLIP of a HunyuanDiT checkpoint."
+        )
+    tensors = {"context": context, **{name: given[name] for name in _TEXTS}}
+    lengths = context.shape[1], tensors["encoder_hidden_states_t5"].shape[1]
+    if lengths != (needed := (config["text_len"], config["text_len_t5"])):
+        raise ValueError(
+            f"positive, negative: the prompt has {lengths[0]} tokens of CLIP and {lengths[1]} of T5, this model takes "
+            f"{needed[0]} and {needed[1]}. Shorten it, and do not concatenate conditionings."
+        )
+    known = config["use_style_cond_and_image_meta_size"]
+    return tensors | ({"image_meta_size": given["image_meta_size"]} if known else {})
+
+
+def _example(config: Config, _text_tokens: int) -> dict[str, torch.Tensor]:
+    words, t5_words = config["text_len"], config["text_len_t5"]
+    tensors = {
+        "context": torch.randn(1, words, config["cross_attention_dim"]),
+        "text_embedding_mask": torch.ones(1, words, dtype=torch.bool),
+        "encoder_hidden_states_t5": torch.randn(1, t5_words, config["cross_attention_dim_t5"]),
+        "text_embedding_mask_t5": torch.ones(1, t5_words, dtype=torch.bool),
+    }
+    return tensors | ({"image_meta_size": torch.ones(1, 6)} if config["use_style_cond_and_image_meta_size"] else {})
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    tensors = step.tensors
+    return {
+        "hidden_states": step.x,
+        "timestep": step.timestep.to(step.dtype),  # whose dtype is that of its embedding; its value gets there exact
+        "encoder_hidden_states": tensors["context"],
+        **{name: tensors.get(name) for name in _ACCEPTS},
+        "style": torch.zeros(len(step.timestep), dtype=torch.long, device=step.timestep.device),  # there is but one
+        "image_rotary_emb": _rotary(step, config),
+    }
+
+
+def _rotary(step: StepInputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [N, head]: the picture fills the middle of the trained square, in its own proportions.
+
+    From Tencent's posemb_layers.py (get_fill_resize_and_crop, get_meshgrid); diffusers' table differs where it is no square.
+    """
+    rows, columns = step.grid
+    tall = rows > columns
+    used = (TRAINED, round(TRAINED / rows * columns)) if tall else (round(TRAINED / columns * rows), TRAINED)
+    sides = [
+        round((TRAINED - part) / 2) + torch.arange(count, dtype=torch.float64) * part / count
+        for count, part in zip(step.grid, used, strict=True)
+    ]
+    positions = torch.cartesian_prod(*sides).flip(1).float()  # columns come first in a head
+    table = rotary_table(positions.to(step.timestep.device), (config["attention_head_dim"] // 2,) * 2, 10000.0)
+    return table.real.repeat_interleave(2, 1), table.imag.repeat_interleave(2, 1)
+
+
 HUNYUAN_DIT = Family(
     name="hunyuan-dit",
     model_class="HunyuanDiT2DModel",
-    block_lists=(
-        block_list(
-            "blocks",
-            cuts={"image_rotary_emb": lambda tables, rows: tuple(rows.of_image(table, 0) for table in tables)},
-            skips=_skips,
-        ),
+    file=FileLayout(
+        detect=lambda shapes: "mlp_t5.0.weight" in shapes and "blocks.0.attn1.Wqkv.weight" in shapes,
+        configure=_configure,
+        key_map=_key_map,
+        max_settings={"sample_size": 512, "text_len": 1 << 16, "text_len_t5": 1 << 16},
     ),
-    prologue=(),  # the class asks its small patch embedding for the patch size at the end
-    epilogue=("norm_out", "proj_out"),
-    token_tensors=(),
-    vector_tensors=hunyuan_dit_inputs.TENSORS,
-    time_embed=("time_extra_emb", 1.0),
-    latent_channels=lambda config: config["in_channels"],
-    blocks=lambda config: {"blocks": config["num_layers"]},
+    blocks=Blocks(
+        lists=(
+            block_list(
+                "blocks",
+                cuts={"image_rotary_emb": lambda tables, rows: tuple(rows.of_image(table, 0) for table in tables)},
+                skips=_skips,
+            ),
+        ),
+        counts=lambda config: {"blocks": config["num_layers"]},
+        # No prologue: the class asks its small patch embedding for the patch size at the end.
+        epilogue=("norm_out", "proj_out"),
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=_ACCEPTS,
+        vector_tensors=("context", *_ACCEPTS),
+        exact=("image_meta_size",),
+        example=_example,
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        whole_latent=True,
+        time_embed=TimeEmbed("time_extra_emb"),
+        output=without_variance,
+        cached_modules={"text_embedder": CacheScope.PROMPT}
+        | dict.fromkeys(("time_extra_emb", "*.norm1.linear", "norm_out.linear"), CacheScope.CALL)
+        | TEXT_KEYS,
+        weight_readers=("time_extra_emb.pooler",),
+    ),
     tensor_plan={"blocks": block_plan("ff", norms=False) | dict.fromkeys(("norm1.linear", "skip_linear"), GATHER)},
-    detect=lambda shapes: "mlp_t5.0.weight" in shapes and "blocks.0.attn1.Wqkv.weight" in shapes,
-    configure=_configure,
-    recipe=_recipe,
-    arguments=hunyuan_dit_inputs.arguments,
-    conditioning=hunyuan_dit_inputs.conditioning,
-    example=hunyuan_dit_inputs.example,
-    whole_latent=True,
-    accepts=hunyuan_dit_inputs.ACCEPTED,
-    exact=("image_meta_size",),
-    output=without_variance,
 )

@@ -8,16 +8,77 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import BlockList, Family
+from parallel_backend.families.base.blocks import BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import TEXT_MASK, Config, Rows, Shapes, StepInputs
-from parallel_backend.families.parts.conditioning import count_blocks, example, text_and_pooled
-from parallel_backend.families.parts.flux_blocks import DOUBLE, SINGLE, block_counts, rope_axes
-
-from .hunyuan_keys import ALIASES, PLAN, REFINER, recipe
+from parallel_backend.families.base.tensor_plan import GATHER
+from parallel_backend.families.parts.conditioning import count_blocks, example, hidden, text_and_pooled
+from parallel_backend.families.parts.flux_blocks import (
+    DOUBLE,
+    DOUBLE_PLAN,
+    FEED_FORWARD,
+    NORM_ALIASES,
+    QKV,
+    SINGLE,
+    SINGLE_PLAN,
+    block_counts,
+    double_keys,
+    rope_axes,
+    single_keys,
+)
+from parallel_backend.families.parts.key_map import KeyMap
 
 PATCH = [1, 2, 2]
+REFINER = "txt_in.individual_token_refiner.blocks."
 _OTHERS = {"cond_type_embedding.weight": "HunyuanVideo 1.5", "vision_in.proj.0.weight": "HunyuanVideo 1.5"}
+
+_MODULATION = {"norm1.linear": "img_mod.lin", "norm1_context.linear": "txt_mod.lin"}
+_SINGLE_MODULATION = {"norm.linear": "modulation.lin"}
+_PER_CALL = (
+    *("time_text_embed", "context_embedder", "norm_out.linear"),
+    *(f"*.{name}" for name in (*_MODULATION, *_SINGLE_MODULATION)),
+)
+_EMBEDDERS = {  # diffusers module <- original module, of two layers each
+    "time_text_embed.timestep_embedder": "time_in",
+    "time_text_embed.text_embedder": "vector_in",
+    "context_embedder.time_text_embed.timestep_embedder": "txt_in.t_embedder",
+    "context_embedder.time_text_embed.text_embedder": "txt_in.c_embedder",
+}
+_GUIDANCE = {"time_text_embed.guidance_embedder": "guidance_in"}
+_OUTSIDE = {
+    "x_embedder.proj": "img_in.proj",
+    "context_embedder.proj_in": "txt_in.input_embedder",
+    "proj_out": "final_layer.linear",
+}
+_REFINER = {
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "norm_out.linear": "adaLN_modulation.1",
+    "attn.to_out.0": "self_attn.proj",
+    "ff.net.0.proj": "mlp.0",
+    "ff.net.2": "mlp.2",
+}
+_TENCENT = {  # ends of modules' names: Tencent's -> ComfyUI's, as its supported_models.py has them
+    **{f"{name}.mlp.0": f"{name}.in_layer" for name in ("time_in", "guidance_in", "t_embedder")},
+    **{f"{name}.mlp.2": f"{name}.out_layer" for name in ("time_in", "guidance_in", "t_embedder")},
+    "c_embedder.linear_1": "c_embedder.in_layer",
+    "c_embedder.linear_2": "c_embedder.out_layer",
+    "_attn_qkv": "_attn.qkv",
+    "_attn_proj": "_attn.proj",
+    "mlp.fc1": "mlp.0",
+    "mlp.fc2": "mlp.2",
+    "_mod.linear": "_mod.lin",
+    ".modulation.linear": ".modulation.lin",
+}
+ALIASES = {
+    **{f"{theirs}.{leaf}": f"{ours}.{leaf}" for theirs, ours in _TENCENT.items() for leaf in ("weight", "bias")},
+    "_attn_q_norm.weight": "_attn.norm.query_norm.scale",
+    "_attn_k_norm.weight": "_attn.norm.key_norm.scale",
+    ".q_norm.weight": ".norm.query_norm.scale",
+    ".k_norm.weight": ".norm.key_norm.scale",
+    **NORM_ALIASES,
+}
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -45,17 +106,25 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    words = step.text_tensor("context", config["text_embed_dim"])
-    mask = step.tensors.get(TEXT_MASK)
-    return {
-        "hidden_states": step.x,
-        "encoder_hidden_states": words,
-        "encoder_attention_mask": words.new_ones(words.shape[:2], dtype=torch.bool) if mask is None else mask,
-        "pooled_projections": step.tensors["pooled"],
-        "timestep": step.timestep,
-        "guidance": step.tensors.get("guidance"),
-    }
+def _key_map(config: Config) -> dict[str, Source]:
+    """ValueError for what diffusers' class computes otherwise than ComfyUI's."""
+    if config.get("image_condition_type") == "token_replace":
+        raise ValueError(
+            "model_name: this folder's config.json says token_replace, which ComfyUI computes otherwise than diffusers. Use "
+            "an I2V model that takes the picture in its channels (latent_concat), or a native loader."
+        )
+    keys = KeyMap()
+    for ours, theirs in (_EMBEDDERS | (_GUIDANCE if config["guidance_embeds"] else {})).items():
+        keys.copy({f"{ours}.linear_1": f"{theirs}.in_layer", f"{ours}.linear_2": f"{theirs}.out_layer"})
+    keys.copy(_OUTSIDE)
+    keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, swap_halves=True)
+    for index in range(config["num_refiner_layers"]):
+        block = keys.inside(f"context_embedder.token_refiner.refiner_blocks.{index}.", f"{REFINER}{index}.")
+        block.copy(_REFINER)
+        block.split("self_attn.qkv", dict.fromkeys(QKV, hidden(config)))
+    double_keys(keys, config, FEED_FORWARD | _MODULATION)
+    single_keys(keys, config, _SINGLE_MODULATION)
+    return keys.sources
 
 
 def _text(config: Config) -> Config:
@@ -79,6 +148,19 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
     return example(_text(config), text_tokens) | guidance
 
 
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    words = step.text_tensor("context", config["text_embed_dim"])
+    mask = step.tensors.get(TEXT_MASK)
+    return {
+        "hidden_states": step.x,
+        "encoder_hidden_states": words,
+        "encoder_attention_mask": words.new_ones(words.shape[:2], dtype=torch.bool) if mask is None else mask,
+        "pooled_projections": step.tensors["pooled"],
+        "timestep": step.timestep,
+        "guidance": step.tensors.get("guidance"),
+    }
+
+
 def _of_image(tables: tuple[torch.Tensor, ...], rows: Rows) -> tuple[torch.Tensor, ...]:
     return tuple(rows.of_image(table, 0) for table in tables)
 
@@ -90,26 +172,38 @@ def _blocks(name: str, rotary: str) -> BlockList:
 HUNYUAN_VIDEO = Family(
     name="hunyuan-video",
     model_class="HunyuanVideoTransformer3DModel",
-    block_lists=(_blocks(DOUBLE, "freqs_cis"), _blocks(SINGLE, "image_rotary_emb")),
-    prologue=("x_embedder", "context_embedder"),
-    epilogue=("norm_out", "proj_out"),
-    token_tensors=("context",),
-    vector_tensors=("pooled", "guidance"),
-    time_embed=("time_text_embed", 1.0),
-    latent_channels=lambda config: config["in_channels"],
-    blocks=block_counts,
-    tensor_plan=PLAN,
-    detect=lambda shapes: f"{REFINER}0.norm1.weight" in shapes,
-    configure=_configure,
-    recipe=recipe,
-    arguments=_arguments,
-    conditioning=_conditioning,
-    example=_example,
+    file=FileLayout(
+        detect=lambda shapes: f"{REFINER}0.norm1.weight" in shapes,
+        configure=_configure,
+        key_map=_key_map,
+        aliases=ALIASES,
+    ),
+    blocks=Blocks(
+        lists=(_blocks(DOUBLE, "freqs_cis"), _blocks(SINGLE, "image_rotary_emb")),
+        counts=block_counts,
+        prologue=("x_embedder", "context_embedder"),
+        epilogue=("norm_out", "proj_out"),
+        text_first=False,
+        residuals={"input": DOUBLE, "output": SINGLE},
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=("y", "guidance", "attention_mask"),
+        token_tensors=("context",),
+        vector_tensors=("pooled", "guidance"),
+        example=_example,
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        whole_latent=True,
+        time_embed=TimeEmbed("time_text_embed"),
+        drops_mask=True,
+        cached_modules={"rope": CacheScope.PROMPT} | dict.fromkeys(_PER_CALL, CacheScope.CALL),
+    ),
+    tensor_plan={
+        DOUBLE: DOUBLE_PLAN | dict.fromkeys(_MODULATION, GATHER),
+        SINGLE: SINGLE_PLAN | dict.fromkeys(_SINGLE_MODULATION, GATHER),
+    },
     patching=Patching(video=True),  # in bands of rows: each has every frame of the motion, and a single picture has some too
-    whole_latent=True,
-    accepts=("y", "guidance", "attention_mask"),
-    drops_mask=True,
-    residuals={"input": DOUBLE, "output": SINGLE},
-    text_first=False,
-    key_aliases=ALIASES,
 )

@@ -4,17 +4,19 @@ Text is read by cross attention, and no part of the sequence. The class takes to
 Key layouts: Lightricks' (which ComfyUI's files use) and diffusers' LTXVideoTransformer3DModel.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
-from parallel_backend.families.base.family import Family, Source
+import torch
+
+from parallel_backend.families.base.blocks import Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import TABLE_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks
-from parallel_backend.families.parts.cross_attention import block_list, block_plan
-from parallel_backend.families.parts.key_map import Keys
-
-from . import ltx_inputs
+from parallel_backend.families.parts.conditioning import count_blocks, text
+from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from parallel_backend.families.parts.key_map import KeyMap
 
 HEADS = 32
 """In every model of this family; nothing in the weights shows it."""
@@ -23,6 +25,10 @@ SMALL = 28
 TIME = 1000.0
 """Between ComfyUI's sigma and the model's timestep."""
 BLOCKS = "transformer_blocks"
+PIXELS = (8, 32, 32)
+"""Frames, rows and columns of pixels that a token stands for."""
+FRAME_RATE = 25.0
+"""ComfyUI's, where the conditioning names none."""
 
 PATCHING = Patching(side=1, video=True, along="frames")
 """A token is 32 x 32 pixels, so there are more frames than rows; in bands of frames tokens lie as the class has them."""
@@ -34,10 +40,6 @@ _OUTSIDE = {  # diffusers module <- original module
     "time_embed.linear": "adaln_single.linear",
 }
 _SAME = ("to_q", "to_k", "to_v", "to_out.0")
-
-
-def _detect(shapes: Shapes) -> bool:
-    return "patchify_proj.weight" in shapes and "adaln_single.linear.weight" in shapes
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -55,8 +57,8 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _recipe(config: Config) -> dict[str, Source]:
-    keys = Keys()
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = KeyMap()
     keys.copy(_OUTSIDE)
     keys.same("caption_projection.linear_1", "caption_projection.linear_2", "proj_out")
     keys.tensor("scale_shift_table")
@@ -68,6 +70,39 @@ def _recipe(config: Config) -> dict[str, Source]:
             attention.same(*_SAME)
             attention.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, ("weight",))
     return keys.sources
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, T, caption_channels], `frame_rate` [B]; `mask` [B, T] bool, which text may be seen; `keyframes`
+    [B, 3, K, 2] in pixels, of the last K tokens. ValueError for guides that want an attention of their own.
+
+    The timesteps come from `denoise_mask`, which is only looked at for tokens that are none.
+    """
+    context = text("LTX-Video", config["caption_channels"], given)
+    tensors = {"context": context, "frame_rate": torch.full((len(context),), float(given.get("frame_rate", FRAME_RATE)))}
+    if (mask := given.get("attention_mask")) is not None:
+        if mask.is_floating_point():
+            raise ValueError("positive, negative: a text mask of weights cannot be forwarded. Use one of zeros and ones.")
+        tensors["mask"] = mask.reshape(len(context), -1).bool()
+    if (keyframes := given.get("keyframe_idxs")) is not None and keyframes.shape[2]:
+        for guide in given.get("guide_attention_entries") or ():
+            if guide["strength"] != 1.0 or guide["pixel_mask"] is not None:
+                raise ValueError(
+                    "positive, negative: a guide with a mask, or a strength other than 1, cannot be forwarded to Parallel "
+                    "DiT's ranks in this version. Use a strength of 1 and no mask in LTXVAddGuide."
+                )
+        if (given["denoise_mask"] < 0).any():
+            raise ValueError(
+                "positive, negative: a guide of a lower resolution (IC-LoRA) cannot be forwarded to Parallel DiT's ranks in "
+                "this version. Use one of the video's own size."
+            )
+        tensors["keyframes"] = keyframes
+    return tensors
+
+
+def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
+    """Random values for what `conditioning` gives, of batch 1."""
+    return {"context": torch.randn(1, text_tokens, config["caption_channels"]), "frame_rate": torch.full((1,), FRAME_RATE)}
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
@@ -82,31 +117,65 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
         "encoder_hidden_states": step.tensors["context"],
         "encoder_attention_mask": step.tensors.get("mask"),
         "timestep": time,
-        "video_coords": ltx_inputs.coordinates(step, places, config["causal_temporal_positioning"]),
+        "video_coords": _coordinates(step, places, config["causal_temporal_positioning"]),
     }
+
+
+def _coordinates(step: StepInputs, places: torch.Tensor, causal: bool) -> torch.Tensor:
+    """[b, 3, n] float32 of tokens `places` [n]: seconds, row and column in pixels (comfy/ldm/lightricks/model.py).
+
+    `causal`: the first latent frame is one frame of the video, as in LTX-Video 0.9.5 and later.
+    """
+    pixels = torch.stack(torch.unravel_index(places, step.grid)) * torch.tensor(PIXELS, device=places.device)[:, None]
+    if causal:
+        pixels[0] = (pixels[0] + 1 - PIXELS[0]).clamp(min=0)
+    pixels = pixels.float().repeat(len(step.timestep), 1, 1)
+    if (keyframes := step.tensors.get("keyframes")) is not None:
+        number = places - (step.stream.image - keyframes.shape[2])
+        pixels[:, :, number >= 0] = keyframes[:, :, number[number >= 0], 0].float()
+    pixels[:, 0] /= step.tensors["frame_rate"][:, None]
+    return pixels
+
+
+@dataclass(frozen=True)
+class Patchifier:
+    """What ComfyUI's BaseModel makes a time for each token with, as an attribute of its native model."""
+
+    patching: Patching
+
+    def patchify(self, latent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Tokens [B, N, C] of a latent."""
+        return self.patching.pack(latent), None
 
 
 LTX_VIDEO = Family(
     name="ltx-video",
     model_class="LTXVideoTransformer3DModel",
-    block_lists=(block_list(BLOCKS, cuts={}),),
-    prologue=("proj_in",),
-    epilogue=("norm_out", "proj_out"),
-    token_tensors=(),
-    vector_tensors=("context", "mask", "frame_rate", "keyframes"),
-    time_embed=None,
-    latent_channels=lambda config: config["in_channels"],
-    blocks=lambda config: {BLOCKS: config["num_layers"]},
+    file=FileLayout(
+        detect=lambda shapes: "patchify_proj.weight" in shapes and "adaln_single.linear.weight" in shapes,
+        configure=_configure,
+        key_map=_key_map,
+        settings={"causal_temporal_positioning": lambda config: config["num_layers"] > SMALL},
+    ),
+    blocks=Blocks(
+        lists=(block_list(BLOCKS),),
+        counts=lambda config: {BLOCKS: config["num_layers"]},
+        prologue=("proj_in",),
+        epilogue=("norm_out", "proj_out"),
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=("attention_mask", "frame_rate", "keyframe_idxs", "guide_attention_entries", "denoise_mask"),
+        vector_tensors=("context", "mask", "frame_rate", "keyframes"),
+        exact=("frame_rate", "keyframes"),
+        example=_example,
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        cached_modules={"rope": CacheScope.BAND, "caption_projection": CacheScope.PROMPT} | TEXT_KEYS,
+    ),
     tensor_plan={BLOCKS: block_plan("ff"), "rope": {"": TABLE_BY_HEADS}},
-    detect=_detect,
-    configure=_configure,
-    recipe=_recipe,
-    arguments=_arguments,
-    conditioning=ltx_inputs.conditioning,
-    example=ltx_inputs.example,
-    native_values=lambda _config: {"patchifier": ltx_inputs.Patchifier(PATCHING)},
     patching=PATCHING,
-    accepts=ltx_inputs.ACCEPTS,
-    exact=("frame_rate", "keyframes"),
-    settings={"causal_temporal_positioning": lambda config: config["num_layers"] > SMALL},
+    native_values=lambda _config: {"patchifier": Patchifier(PATCHING)},
 )

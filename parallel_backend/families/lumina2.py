@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import IMAGE, JOINT, BlockList, Family, Source
+from parallel_backend.families.base.blocks import IMAGE, JOINT, BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import (
     COLUMN,
@@ -17,12 +18,13 @@ from parallel_backend.families.base.tensor_plan import (
     ROW,
     ROW_BY_HEADS,
 )
-from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.next_dit import (
     ACCEPTS,
     AXES_LENS,
     CONTEXT,
     IGNORED,
+    MAX_SETTINGS,
     MODULATED,
     REFINER,
     WEIGHT,
@@ -76,8 +78,8 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _recipe(config: Config) -> dict[str, Source]:
-    keys, width = Keys(), config["hidden_size"]
+def _key_map(config: Config) -> dict[str, Source]:
+    keys, width = KeyMap(), config["hidden_size"]
     keys.copy(_OUTSIDE)
     keys.copy({"time_caption_embed.caption_embedder.0": "cap_embedder.0"}, WEIGHT)
     counts = {MODULATED: config["num_layers"]} | dict.fromkeys((REFINER, CONTEXT), config["num_refiner_layers"])
@@ -113,28 +115,43 @@ def _blocks(name: str, joined: bool) -> BlockList:
 LUMINA2 = Family(
     name="lumina2",
     model_class="Lumina2Transformer2DModel",
-    block_lists=(_blocks(REFINER, joined=False), _blocks(MODULATED, joined=True)),
-    prologue=("x_embedder", CONTEXT),
-    epilogue=("norm_out",),
-    token_tensors=("context",),
-    vector_tensors=(),
-    time_embed=("time_caption_embed.time_proj", 1.0),
-    model_time=lambda timestep: 1 - timestep,
-    latent_channels=lambda config: config["in_channels"],
-    hidden=lambda config: config["hidden_size"],
-    key_heads=lambda config: config["num_kv_heads"],
-    head_size=lambda config: config["hidden_size"] // config["num_attention_heads"],
-    blocks=lambda config: {MODULATED: config["num_layers"]},
+    file=FileLayout(
+        detect=lambda shapes: has_keys(shapes, "adaLN_modulation.1"),
+        configure=_configure,
+        key_map=_key_map,
+        ignored=IGNORED,
+        max_settings={**MAX_SETTINGS, "sample_size": 512},
+    ),
+    blocks=Blocks(
+        lists=(_blocks(REFINER, joined=False), _blocks(MODULATED, joined=True)),
+        counts=lambda config: {MODULATED: config["num_layers"]},
+        prologue=("x_embedder", CONTEXT),
+        epilogue=("norm_out",),
+    ),
+    sizes=Sizes(
+        latent_channels=lambda config: config["in_channels"],
+        hidden=lambda config: config["hidden_size"],
+        key_heads=lambda config: config["num_kv_heads"],
+        head_size=lambda config: config["hidden_size"] // config["num_attention_heads"],
+        max_side=lambda config: min(config["axes_lens"][1:]),
+    ),
+    inputs=Inputs(
+        conditioning=lambda config, given: caption("Lumina 2", config, config["axes_lens"][0] - 1, given),
+        accepts=ACCEPTS,
+        token_tensors=("context",),
+        example=lambda config, tokens: {"context": torch.randn(1, tokens, config["cap_feat_dim"])},
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        whole_latent=True,
+        time_embed=TimeEmbed("time_caption_embed.time_proj", model_time=lambda timestep: 1 - timestep),
+        output=lambda out: -out,
+        cached_modules={
+            "time_caption_embed": CacheScope.CALL,
+            "*.norm1.linear": CacheScope.CALL,
+            "norm_out.linear_1": CacheScope.CALL,
+            f"{CONTEXT}.*": CacheScope.PROMPT,
+        },
+    ),
     tensor_plan={**dict.fromkeys((MODULATED, REFINER), _PLAN | {MODULATION: GATHER}), CONTEXT: _PLAN},
-    detect=lambda shapes: has_keys(shapes, "adaLN_modulation.1"),
-    configure=_configure,
-    recipe=_recipe,
-    arguments=_arguments,
-    conditioning=lambda config, given: caption("Lumina 2", config, config["axes_lens"][0] - 1, given),
-    example=lambda config, tokens: {"context": torch.randn(1, tokens, config["cap_feat_dim"])},
-    output=lambda out: -out,
-    max_side=lambda config: min(config["axes_lens"][1:]),
-    whole_latent=True,
-    accepts=ACCEPTS,
-    ignored=IGNORED,
 )

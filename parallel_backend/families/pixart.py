@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import Family, Source
+from parallel_backend.families.base.blocks import Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.parts.conditioning import check_learned_variance, count_blocks, hidden, text, without_variance
-from parallel_backend.families.parts.cross_attention import block_list, block_plan
+from parallel_backend.families.parts.conditioning import check_learned_variance, count_blocks, text, without_variance
+from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
 from parallel_backend.families.parts.pixart_keys import UNUSED, block_keys, model_keys
 
 HEAD = 72
@@ -47,12 +48,12 @@ def _configure(shapes: Shapes) -> Config:
 
 
 def _knows_sizes(config: Config) -> bool:
-    """The class's own rule for what a folder leaves open."""
+    """The class's own rule for what a folder parameters open."""
     given = config["use_additional_conditions"]
     return config["sample_size"] == 128 if given is None else given
 
 
-def _recipe(config: Config) -> dict[str, Source]:
+def _key_map(config: Config) -> dict[str, Source]:
     check_learned_variance("PixArt", config["out_channels"] == 2 * config["in_channels"])
     keys = model_keys(config, "pos_embed", "adaln_single")
     if _knows_sizes(config):
@@ -89,27 +90,34 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
 PIXART = Family(
     name="pixart",
     model_class="PixArtTransformer2DModel",
-    older_class="Transformer2DModel",
-    takes=lambda config: config.get("norm_type", "ada_norm_single") == "ada_norm_single",
-    block_lists=(block_list(BLOCKS),),
-    prologue=("pos_embed",),
-    epilogue=("norm_out", "proj_out"),
-    token_tensors=(),
-    vector_tensors=("context", "resolution", "aspect_ratio"),
-    time_embed=None,
-    latent_channels=lambda config: config["in_channels"],
-    hidden=hidden,
-    blocks=lambda config: {BLOCKS: config["num_layers"]},
+    file=FileLayout(
+        detect=_detect,
+        configure=_configure,
+        key_map=_key_map,
+        ignored=UNUSED,
+        max_settings={"sample_size": 512},
+        older_class="Transformer2DModel",
+        takes_folder=lambda config: config.get("norm_type", "ada_norm_single") == "ada_norm_single",
+    ),
+    blocks=Blocks(
+        lists=(block_list(BLOCKS),),
+        counts=lambda config: {BLOCKS: config["num_layers"]},
+        prologue=("pos_embed",),
+        epilogue=("norm_out", "proj_out"),
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=("c_size", "c_ar"),
+        vector_tensors=("context", "resolution", "aspect_ratio"),
+        exact=("resolution", "aspect_ratio"),
+        example=_example,
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        whole_latent=True,
+        output=without_variance,
+        cached_modules={"adaln_single": CacheScope.CALL, "caption_projection": CacheScope.PROMPT} | TEXT_KEYS,
+    ),
     tensor_plan={BLOCKS: block_plan("ff")},
-    detect=_detect,
-    configure=_configure,
-    recipe=_recipe,
-    arguments=_arguments,
-    conditioning=_conditioning,
-    example=_example,
-    whole_latent=True,
-    accepts=("c_size", "c_ar"),
-    exact=("resolution", "aspect_ratio"),
-    output=without_variance,
-    ignored=UNUSED,
 )

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_backend.families.base.family import BlockList, Family, Source
+from parallel_backend.families.base.blocks import BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from parallel_backend.families.parts.conditioning import count_blocks, rotary_table, text
 from parallel_backend.families.parts.flux_blocks import rope_axes
-from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
 
 BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
@@ -48,17 +49,17 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _recipe(config: Config) -> dict[str, Source]:
+def _key_map(config: Config) -> dict[str, Source]:
     for switch in ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"):  # of Edit 2511 and Layered
         if config.get(switch):
             raise ValueError(f"model_name: this Qwen-Image has {switch} in its config.json, which cannot be run in parts.")
-    keys = Keys()
+    keys = KeyMap()
     keys.same("img_in", "txt_in", "norm_out.linear", "proj_out", *_TIME)
-    keys.same("txt_norm", leaves=("weight",))
+    keys.same("txt_norm", parameters=("weight",))
     for index in range(config["num_layers"]):
         block = keys.inside(f"{BLOCKS}.{index}.", f"{BLOCKS}.{index}.")
         block.same(*_PLAN)
-        block.same(*_NORMS, leaves=("weight",))
+        block.same(*_NORMS, parameters=("weight",))
     return keys.sources
 
 
@@ -98,24 +99,33 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 QWEN_IMAGE = Family(
     name="qwen-image",
     model_class="QwenImageTransformer2DModel",
-    block_lists=(BlockList(BLOCKS),),
-    prologue=("img_in", "txt_norm", "txt_in"),
-    epilogue=("norm_out", "proj_out"),
-    token_tensors=("context",),
-    vector_tensors=(),
-    time_embed=("time_text_embed", 1.0),
-    latent_channels=lambda config: config["in_channels"] // 4,
-    blocks=lambda config: {BLOCKS: config["num_layers"]},
+    file=FileLayout(
+        detect=_detect,
+        configure=_configure,
+        key_map=_key_map,
+        ignored=(EDIT_2511,),
+        settings={"timestep_zero": lambda config: config.get("timestep_zero", False)},
+    ),
+    blocks=Blocks(
+        lists=(BlockList(BLOCKS),),
+        counts=lambda config: {BLOCKS: config["num_layers"]},
+        prologue=("img_in", "txt_norm", "txt_in"),
+        epilogue=("norm_out", "proj_out"),
+        residuals={"input": BLOCKS},
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"] // 4),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=("attention_mask", *ACCEPTS),
+        token_tensors=("context",),
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        time_embed=TimeEmbed("time_text_embed"),
+        prepare=_prepare,
+        cached_modules={"pos_embed": CacheScope.BAND}
+        | dict.fromkeys(("time_text_embed", "*.img_mod", "*.txt_mod", "norm_out.linear"), CacheScope.CALL),
+    ),
     tensor_plan={BLOCKS: _PLAN},
-    detect=_detect,
-    configure=_configure,
-    recipe=_recipe,
-    prepare=_prepare,
-    arguments=_arguments,
-    conditioning=_conditioning,
     patching=PATCHING,
-    accepts=("attention_mask", *ACCEPTS),
-    residuals={"input": BLOCKS},
-    settings={"timestep_zero": lambda config: config.get("timestep_zero", False)},
-    ignored=(EDIT_2511,),
 )

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import LINEAR, NEIGHBOURS, BlockList, Family, Source
+from parallel_backend.families.base.blocks import LINEAR, NEIGHBOURS, BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, Rows, Shapes, StepInputs
 from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.cross_attention import TEXT_KEYS
+from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.pixart_keys import UNUSED, block_keys, model_keys
 
 HEAD, CROSS_HEAD, CROSS_HEAD_OF_600M = 32, 112, 72
@@ -47,7 +49,7 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _recipe(config: Config) -> dict[str, Source]:
+def _key_map(config: Config) -> dict[str, Source]:
     if config["guidance_embeds"]:
         raise ValueError("model_name: this is Sana Sprint, which this version cannot run. Use a Sana 1.0 or 1.5 model.")
     keys = model_keys(config, "patch_embed", "time_embed")
@@ -61,7 +63,7 @@ def _recipe(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _norms(block: Keys) -> None:
+def _norms(block: KeyMap) -> None:
     for ours, theirs in {"attn1": "attn", "attn2": "cross_attn"}.items():
         block.copy({f"{ours}.norm_{part}": f"{theirs}.{part}_norm" for part in "qk"}, ("weight",))
 
@@ -88,32 +90,40 @@ def _tokens(_width: int, rows: Rows) -> int:
 SANA = Family(
     name="sana",
     model_class="SanaTransformer2DModel",
-    block_lists=(
-        BlockList(
-            BLOCKS,
-            returns=("image",),
-            cuts={"height": lambda _height, _rows: 1, "width": _tokens},  # of the picture that the feed-forward is given
-            attention={"attn1": LINEAR, "ff": NEIGHBOURS},
-        ),
+    file=FileLayout(
+        detect=lambda shapes: "t_block.1.weight" in shapes and "blocks.0.mlp.depth_conv.conv.weight" in shapes,
+        configure=_configure,
+        key_map=_key_map,
+        ignored=UNUSED,
+        max_settings={"sample_size": 512},
     ),
-    prologue=("patch_embed",),
-    epilogue=("norm_out", "proj_out"),
-    token_tensors=(),
-    vector_tensors=("context", "mask"),
-    time_embed=None,
-    latent_channels=lambda config: config["in_channels"],
-    blocks=lambda config: {BLOCKS: config["num_layers"]},
+    blocks=Blocks(
+        lists=(
+            BlockList(
+                BLOCKS,
+                returns=("image",),
+                cuts={"height": lambda _height, _rows: 1, "width": _tokens},  # of the picture that the feed-forward is given
+                attention={"attn1": LINEAR, "ff": NEIGHBOURS},
+            ),
+        ),
+        counts=lambda config: {BLOCKS: config["num_layers"]},
+        prologue=("patch_embed",),
+        epilogue=("norm_out", "proj_out"),
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=("attention_mask",),
+        vector_tensors=("context", "mask"),
+        example=lambda config, text_tokens: {"context": torch.randn(1, text_tokens, config["caption_channels"])},
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        whole_latent=True,
+        cached_modules={"caption_projection": CacheScope.PROMPT} | TEXT_KEYS,
+    ),
     tensor_plan={},
-    detect=lambda shapes: "t_block.1.weight" in shapes and "blocks.0.mlp.depth_conv.conv.weight" in shapes,
-    configure=_configure,
-    recipe=_recipe,
-    arguments=_arguments,
-    conditioning=_conditioning,
-    example=lambda config, text_tokens: {"context": torch.randn(1, text_tokens, config["caption_channels"])},
     patching=Patching(side=1),
-    whole_latent=True,
-    accepts=("attention_mask",),
     unsupported=("pipe", "tensor", "patch"),
     in_comfyui=False,
-    ignored=UNUSED,
 )

@@ -7,11 +7,12 @@ import math
 from functools import partial
 from typing import Any
 
-from parallel_backend.families.base.family import IMAGE, JOINT, BlockList, Family, Source
+from parallel_backend.families.base.blocks import IMAGE, JOINT, BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from parallel_backend.families.parts.conditioning import count_blocks, example, hidden, text_and_pooled
-from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.key_map import KeyMap
 
 HEAD = 64  # wide in every model of this family; the weights show it only where there are query norms
 BLOCKS = "transformer_blocks"
@@ -58,8 +59,8 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _recipe(config: Config) -> dict[str, Source]:
-    keys = Keys()
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = KeyMap()
     keys.tensor("pos_embed.pos_embed", "pos_embed")
     keys.copy(_OUTSIDE)
     keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, swap_halves=True)
@@ -79,7 +80,9 @@ def _recipe(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _attention(keys: Keys, config: Config, name: str, qkv: tuple[str, ...], norms: tuple[str, str], out: str | None) -> None:
+def _attention(
+    keys: KeyMap, config: Config, name: str, qkv: tuple[str, ...], norms: tuple[str, str], out: str | None
+) -> None:
     keys.split(f"{name}.qkv", {f"{name}.{part}": hidden(config) for part in qkv})
     if config["qk_norm"] is not None:
         original = (f"{name}.ln_q", f"{name}.ln_k")
@@ -99,23 +102,38 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
 SD3 = Family(
     name="sd3",
     model_class="SD3Transformer2DModel",
-    block_lists=(BlockList(BLOCKS, attention={"attn": JOINT, "attn2": IMAGE}),),
-    prologue=("pos_embed", "context_embedder"),
-    epilogue=("norm_out", "proj_out"),
-    token_tensors=("context",),
-    vector_tensors=("pooled",),
-    time_embed=("time_text_embed", 1.0),
-    latent_channels=lambda config: config["in_channels"],
-    blocks=lambda config: {BLOCKS: config["num_layers"]},
+    file=FileLayout(
+        detect=lambda shapes: all(key in shapes for key in _NEEDED),
+        configure=_configure,
+        key_map=_key_map,
+        max_settings={"pos_embed_max_size": 1024, "sample_size": 512},
+    ),
+    blocks=Blocks(
+        lists=(BlockList(BLOCKS, attention={"attn": JOINT, "attn2": IMAGE}),),
+        counts=lambda config: {BLOCKS: config["num_layers"]},
+        prologue=("pos_embed", "context_embedder"),
+        epilogue=("norm_out", "proj_out"),
+        text_first=False,
+        residuals={"output": BLOCKS},
+    ),
+    sizes=Sizes(
+        latent_channels=lambda config: config["in_channels"],
+        max_side=lambda config: config["pos_embed_max_size"],
+    ),
+    inputs=Inputs(
+        conditioning=partial(text_and_pooled, "SD3", "TripleCLIPLoader, or a DualCLIPLoader of type sd3"),
+        token_tensors=("context",),
+        vector_tensors=("pooled",),
+        example=example,
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        whole_latent=True,
+        time_embed=TimeEmbed("time_text_embed"),
+        cached_modules=dict.fromkeys(
+            ("time_text_embed", "context_embedder", "*.norm1.linear", "*.norm1_context.linear", "norm_out.linear"),
+            CacheScope.CALL,
+        ),
+    ),
     tensor_plan={BLOCKS: _PLAN},
-    detect=lambda shapes: all(key in shapes for key in _NEEDED),
-    configure=_configure,
-    recipe=_recipe,
-    arguments=_arguments,
-    conditioning=partial(text_and_pooled, "SD3", "TripleCLIPLoader, or a DualCLIPLoader of type sd3"),
-    example=example,
-    whole_latent=True,
-    residuals={"output": BLOCKS},
-    text_first=False,
-    max_side=lambda config: config["pos_embed_max_size"],
 )

@@ -3,19 +3,22 @@
 Key layouts: Alibaba's (which ComfyUI's files use) and diffusers' WanTransformer3DModel.
 """
 
+from typing import Any
+
 import torch
 
-from parallel_backend.families.base.family import Family, Source
+from parallel_backend.families.base.blocks import Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
 from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes
-from parallel_backend.families.parts.conditioning import count_blocks
-from parallel_backend.families.parts.cross_attention import block_list, block_plan
-from parallel_backend.families.parts.key_map import Keys
-
-from . import wan_inputs
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.parts.conditioning import count_blocks, text
+from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from parallel_backend.families.parts.key_map import KeyMap
 
 HEAD = 128
 """Width of a head, in every model of this family; nothing in the weights shows it."""
+PROMPT = 512
+"""Tokens of text that the class expects behind a picture's, to which ComfyUI's encoder for Wan pads."""
 VARIANTS = {  # for each ComfyUI has a class of its own, diffusers another one or none
     "vace_patch_embedding.weight": "Wan VACE",
     "control_adapter.conv.weight": "Wan with camera control",
@@ -64,8 +67,8 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _recipe(config: Config) -> dict[str, Source]:
-    keys = Keys()
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = KeyMap()
     keys.copy(_OUTSIDE)
     keys.tensor("scale_shift_table", "head.modulation")
     picture = keys.inside("condition_embedder.image_embedder.", "img_emb.")
@@ -80,43 +83,99 @@ def _recipe(config: Config) -> dict[str, Source]:
         block.copy({"norm2": "norm3"} if config["cross_attn_norm"] else {})
         for attention in (block.inside("attn1.", "self_attn."), block.inside("attn2.", "cross_attn.")):
             attention.copy(_ATTENTION)
-            attention.same("norm_q", "norm_k", leaves=("weight",))
+            attention.same("norm_q", "norm_k", parameters=("weight",))
         if config["added_kv_proj_dim"] is not None:
             attention.copy({"add_k_proj": "k_img", "add_v_proj": "v_img"})
             attention.copy({"norm_added_k": "norm_k_img"}, ("weight",))
     return keys.sources
 
 
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, T, text_dim] and, for models with layers for it, `picture` [B, P, image_dim]: CLIP's tokens.
+
+    ValueError for text that the class cannot tell from the picture, and for CLIP output of another model.
+    """
+    context, picture = text("Wan", config["text_dim"], given), given.get("clip_fea")
+    if config["image_dim"] is None:
+        return {"context": context}  # the native model ignores the picture as well
+    if context.shape[1] != PROMPT:
+        raise ValueError(
+            f"positive, negative: this model needs prompts of {PROMPT} tokens, this one has {context.shape[1]}. Shorten it, "
+            "and do not concatenate conditionings."
+        )
+    if picture is None:  # the native model then takes the text in the picture's place too
+        return {"context": torch.cat((context, context), dim=1)}
+    tokens = config["pos_embed_seq_len"] or picture.shape[1]
+    if picture.shape[1:] != (tokens, config["image_dim"]):
+        raise ValueError(
+            f"positive, negative: the CLIP vision output has {picture.shape[1]} tokens of {picture.shape[2]}, this model "
+            f"needs {tokens} of {config['image_dim']}. Use clip_vision_h, and both a first and a last picture if the model "
+            "was made for them."
+        )
+    return {"context": context, "picture": picture}
+
+
+def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
+    """Random values for what `conditioning` gives, of batch 1."""
+    tokens = text_tokens if config["image_dim"] is None else 2 * PROMPT
+    return {"context": torch.randn(1, tokens, config["text_dim"])}
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    """The class's call for one micro-step."""
+    picture, time = step.tensors.get("picture"), step.timestep
+    if picture is not None and config["pos_embed_seq_len"] is not None:  # the class takes first and last as a batch
+        picture = picture.reshape(2 * len(picture), -1, picture.shape[-1])
+    if time.ndim == 2:  # of each frame; the class takes one of each token
+        time = time.repeat_interleave(torch.Size(step.grid[1:]).numel(), dim=1)
+    return {
+        "hidden_states": step.x,
+        "timestep": time,
+        "encoder_hidden_states": step.tensors["context"],
+        "encoder_hidden_states_image": picture,
+    }
+
+
 WAN = Family(
     name="wan",
     model_class="WanTransformer3DModel",
-    block_lists=(
-        block_list(
-            "blocks",
-            cuts={
-                "rotary_emb": lambda tables, rows: tuple(rows.of_image(table, 1) for table in tables),
-                # [b, 6, hidden], or with a time for each token [b, n, 6, hidden]
-                "temb": lambda temb, rows: rows.of_image(temb, 1) if temb.ndim == 4 else temb,
-            },
-        ),
+    file=FileLayout(
+        detect=lambda shapes: "head.modulation" in shapes and "blocks.0.self_attn.q.weight" in shapes,
+        configure=_configure,
+        key_map=_key_map,
+        ignored=(r".*\.norm_added_q\.weight",),
+        max_settings={"rope_max_seq_len": 1 << 16},
     ),
-    prologue=("patch_embedding",),
-    epilogue=("norm_out", "proj_out"),
-    token_tensors=(),
-    vector_tensors=("context", "picture"),
-    time_embed=None,
-    latent_channels=lambda config: config["in_channels"],
-    blocks=lambda config: {"blocks": config["num_layers"]},
+    blocks=Blocks(
+        lists=(
+            block_list(
+                "blocks",
+                cuts={
+                    "rotary_emb": lambda tables, rows: tuple(rows.of_image(table, 1) for table in tables),
+                    # [b, 6, hidden], or with a time for each token [b, n, 6, hidden]
+                    "temb": lambda temb, rows: rows.of_image(temb, 1) if temb.ndim == 4 else temb,
+                },
+            ),
+        ),
+        counts=lambda config: {"blocks": config["num_layers"]},
+        prologue=("patch_embedding",),
+        epilogue=("norm_out", "proj_out"),
+    ),
+    sizes=Sizes(
+        latent_channels=lambda config: config["in_channels"],
+        max_side=lambda config: config["rope_max_seq_len"],
+    ),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=("clip_fea", "denoise_mask"),  # the mask has made the frames' timesteps already
+        vector_tensors=("context", "picture"),
+        example=_example,
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        whole_latent=True,
+        cached_modules={"rope": CacheScope.PROMPT, "condition_embedder": CacheScope.CALL} | TEXT_KEYS,
+    ),
     tensor_plan={"blocks": block_plan("ffn")},
-    detect=lambda shapes: "head.modulation" in shapes and "blocks.0.self_attn.q.weight" in shapes,
-    configure=_configure,
-    recipe=_recipe,
-    arguments=wan_inputs.arguments,
-    conditioning=wan_inputs.conditioning,
-    example=wan_inputs.example,
     patching=Patching(video=True),  # in bands of rows: a video of one frame, as Wan makes pictures, has some too
-    whole_latent=True,
-    accepts=("clip_fea", "denoise_mask"),  # the mask has made the frames' timesteps already
-    max_side=lambda config: config["rope_max_seq_len"],
-    ignored=(r".*\.norm_added_q\.weight",),
 )

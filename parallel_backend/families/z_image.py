@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import IMAGE, JOINT, BlockList, Family, Source
+from parallel_backend.families.base.blocks import IMAGE, JOINT, BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.key_map import Keys
+from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.next_dit import (
     ACCEPTS,
     AXES_LENS,
     CONTEXT,
     IGNORED,
+    MAX_SETTINGS,
     MODULATED,
     REFINER,
     WEIGHT,
@@ -65,16 +67,16 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _recipe(config: Config) -> dict[str, Source]:
-    keys, width = Keys(), config["dim"]
+def _key_map(config: Config) -> dict[str, Source]:
+    keys, width = KeyMap(), config["dim"]
     keys.copy(_OUTSIDE)
     keys.same("t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.1")
-    keys.same("cap_embedder.0", leaves=WEIGHT)
+    keys.same("cap_embedder.0", parameters=WEIGHT)
     keys.tensor("x_pad_token")
     keys.tensor("cap_pad_token")
     counts = {MODULATED: config["n_layers"]} | dict.fromkeys((REFINER, CONTEXT), config["n_refiner_layers"])
     for name, block in blocks(keys, counts, "attention", width, width):
-        block.same(*_FEED_FORWARD, *_NORMS, leaves=WEIGHT)
+        block.same(*_FEED_FORWARD, *_NORMS, parameters=WEIGHT)
         if name != CONTEXT:
             block.same(MODULATION)
     return keys.sources
@@ -104,30 +106,45 @@ def _joined(name: str, over: str, prologue: bool = False) -> BlockList:
 Z_IMAGE = Family(
     name="z-image",
     model_class="ZImageTransformer2DModel",
-    block_lists=(_joined(REFINER, IMAGE, prologue=True), _joined(MODULATED, JOINT)),
-    prologue=("all_x_embedder", "cap_embedder", CONTEXT),
-    epilogue=("all_final_layer",),
-    token_tensors=("context",),
-    vector_tensors=(),
-    time_embed=("t_embedder", 1000.0),
-    model_time=lambda timestep: 1 - timestep,
-    latent_channels=lambda config: config["in_channels"],
-    hidden=lambda config: config["dim"],
-    heads=lambda config: config["n_heads"],
-    head_size=lambda config: config["dim"] // config["n_heads"],
-    blocks=lambda config: {MODULATED: config["n_layers"]},
+    file=FileLayout(
+        detect=lambda shapes: has_keys(shapes, MODULATION),
+        configure=_configure,
+        key_map=_key_map,
+        ignored=IGNORED,
+        max_settings=MAX_SETTINGS,
+    ),
+    blocks=Blocks(
+        lists=(_joined(REFINER, IMAGE, prologue=True), _joined(MODULATED, JOINT)),
+        counts=lambda config: {MODULATED: config["n_layers"]},
+        prologue=("all_x_embedder", "cap_embedder", CONTEXT),
+        epilogue=("all_final_layer",),
+        text_first=False,
+    ),
+    sizes=Sizes(
+        latent_channels=lambda config: config["in_channels"],
+        hidden=lambda config: config["dim"],
+        heads=lambda config: config["n_heads"],
+        head_size=lambda config: config["dim"] // config["n_heads"],
+        max_side=lambda config: min(config["axes_lens"][1:]),
+    ),
+    inputs=Inputs(
+        conditioning=lambda config, given: caption("Z-Image", config, (config["axes_lens"][0] - 2) // 32 * 32, given),
+        accepts=ACCEPTS,
+        token_tensors=("context",),
+        example=lambda config, tokens: {"context": torch.randn(1, tokens, config["cap_feat_dim"])},
+        padded=_padded,
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        whole_latent=True,
+        time_embed=TimeEmbed("t_embedder", factor=1000.0, model_time=lambda timestep: 1 - timestep),
+        output=lambda images: -torch.stack(images)[:, :, 0],
+        cached_modules={
+            "t_embedder": CacheScope.CALL,
+            "*.adaLN_modulation": CacheScope.CALL,
+            "cap_embedder": CacheScope.PROMPT,
+            f"{CONTEXT}.*": CacheScope.PROMPT,
+        },
+    ),
     tensor_plan={**dict.fromkeys((MODULATED, REFINER), _PLAN | {MODULATION: GATHER}), CONTEXT: _PLAN},
-    detect=lambda shapes: has_keys(shapes, MODULATION),
-    configure=_configure,
-    recipe=_recipe,
-    arguments=_arguments,
-    conditioning=lambda config, given: caption("Z-Image", config, (config["axes_lens"][0] - 2) // 32 * 32, given),
-    example=lambda config, tokens: {"context": torch.randn(1, tokens, config["cap_feat_dim"])},
-    output=lambda images: -torch.stack(images)[:, :, 0],
-    max_side=lambda config: min(config["axes_lens"][1:]),
-    whole_latent=True,
-    text_first=False,
-    padded=_padded,
-    accepts=ACCEPTS,
-    ignored=IGNORED,
 )

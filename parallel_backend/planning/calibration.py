@@ -42,7 +42,7 @@ def fingerprint(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, atte
         "devices": [_device(name) for name in devices],
         "torch": torch.__version__,
         "family": family.name,
-        "blocks": [family.hidden(config), family.heads(config), *sorted(family.blocks(config))],
+        "blocks": [family.sizes.hidden(config), family.sizes.heads(config), *sorted(family.blocks.counts(config))],
         "dtype": dtype,
         "attention": attention,
     }
@@ -61,7 +61,7 @@ def calibrate(pool: Pool, checkpoint: Checkpoint, dtype: str, poll: Poll) -> Mac
     wait_for(pool.ready, poll)
     found = measured_links(pool, SIZES, poll)
     rows = ROWS["cuda" if all(device_kind(device) == "cuda" for device in pool.devices) else "cpu"]
-    lists = [name for name, count in checkpoint.family.blocks(checkpoint.config).items() if count]
+    lists = [name for name, count in checkpoint.family.blocks.counts(checkpoint.config).items() if count]
     probes = measured_blocks(pool, Probe(str(checkpoint.path), dtype, rows), lists, poll)
     return machine_of(pool.devices, checkpoint, found, probes, rows)
 
@@ -75,10 +75,10 @@ def machine_of(
 ) -> Machine:
     family, config = checkpoint.family, checkpoint.config
     linear = "pipe" in family.unsupported  # its attention has no keys to look at, so it costs nothing for each
-    pairs = 0.0 if linear else pairs_of(family.hidden(config))
+    pairs = 0.0 if linear else pairs_of(family.sizes.hidden(config))
     text = PROBE_TEXT if joint_text(checkpoint) else 0
     tokens = [count * PROBE_COLUMNS + text for count in rows]
-    lists = [name for name, count in family.blocks(config).items() for _ in range(count)]
+    lists = [name for name, count in family.blocks.counts(config).items() for _ in range(count)]
     ranks = []
     for rank, probed in enumerate(without_noise(lists, probes)):
         blocks = {name: through(list(zip(tokens, times, strict=True)), pairs) for name, times in probed.blocks.items()}

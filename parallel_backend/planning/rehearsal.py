@@ -103,7 +103,7 @@ def rehearse(
     for kind in kinds:
         assert kind.cut == cut
         batch = 1 if kind.alone else replicas * kind.entries
-        example = checkpoint.family.example(checkpoint.config, subject.prompt)
+        example = checkpoint.family.inputs.example(checkpoint.config, subject.prompt)
         tensors = {name: tensor.repeat(batch, *(1,) * (tensor.ndim - 1)) for name, tensor in example.items()}
         x = torch.randn(batch, *subject.shape[1:])
         found[kind] = (_in_a_run if kind.buffered else _whole)(model, kind, x, tensors, poll)

@@ -78,19 +78,19 @@ def subject_of(
             f"latent_image: the latent has {len(shape)} axes, this model needs {2 + len(grid)}. Use the Empty Latent node "
             "made for this model."
         )
-    lists = [name for name, count in family.blocks(config).items() for _ in range(count)]
-    names = [f"{name}.{index}" for name, count in family.blocks(config).items() for index in range(count)]
-    kinds = _kinds(names, {target: checkpoint.shape(target) for target in checkpoint.recipe})
-    example = family.example(config, prompt)
-    words = next((example[name].shape[1] for name in family.token_tensors if name in example), None)
-    text = family.image_padding(grid) + (0 if words is None else family.padded(words))
+    lists = [name for name, count in family.blocks.counts(config).items() for _ in range(count)]
+    names = [f"{name}.{index}" for name, count in family.blocks.counts(config).items() for index in range(count)]
+    kinds = _kinds(names, {target: checkpoint.shape(target) for target in checkpoint.key_map})
+    example = family.inputs.example(config, prompt)
+    words = next((example[name].shape[1] for name in family.inputs.token_tensors if name in example), None)
+    text = family.image_padding(grid) + (0 if words is None else family.inputs.padded(words))
 
     def check(degrees: Degrees) -> None:
         check_model(
             degrees,
-            heads=family.heads(config),
+            heads=family.sizes.heads(config),
             blocks=len(lists),
-            key_heads=family.key_heads(config),
+            key_heads=family.sizes.key_heads(config),
             unsupported=family.unsupported,
         )
 
@@ -98,7 +98,7 @@ def subject_of(
         checkpoint.path.name,
         family.name,
         dtype,
-        (shape[0], family.latent_channels(config), *shape[2:]),
+        (shape[0], family.sizes.latent_channels(config), *shape[2:]),
         entries,
         steps,
         prompt,
@@ -108,8 +108,8 @@ def subject_of(
         text,
         math.prod(grid),
         grid[family.patching.band_dim],
-        family.hidden(config) * compute_dtype(dtype, torch.device(device_kind(device))).itemsize,
-        tuple(len(family.carried(config, boundary)) for boundary in range(len(lists) + 1)),
+        family.sizes.hidden(config) * compute_dtype(dtype, torch.device(device_kind(device))).itemsize,
+        tuple(len(family.blocks.carried(config, boundary)) for boundary in range(len(lists) + 1)),
         check,
     )
 

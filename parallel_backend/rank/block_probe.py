@@ -73,7 +73,7 @@ def _measure(
     """For each grid: seconds by block list, and under AROUND of the forward without its blocks."""
     family, config = checkpoint.family, checkpoint.config
     model = meta_model(family, config)
-    lists = [spec.name for spec in family.block_lists if not spec.prologue]
+    lists = [spec.name for spec in family.blocks.lists if not spec.prologue]
     for name in lists:
         setattr(model, name, nn.ModuleList(list(getattr(model, name))[:1]))
     for module in model.modules():
@@ -104,10 +104,10 @@ def _forward(family, config, model: nn.Module, rows: int, device: torch.device, 
     """The model's forward on a random picture of `rows` x PROBE_COLUMNS tokens."""
     patching = family.patching
     grid = ((1,) if patching.video else ()) + (rows, PROBE_COLUMNS)
-    tokens = patching.pack(torch.randn(1, family.latent_channels(config), *patching.whole(grid))).to(device, dtype)
+    tokens = patching.pack(torch.randn(1, family.sizes.latent_channels(config), *patching.whole(grid))).to(device, dtype)
     tensors = {
         name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-        for name, tensor in family.example(config, PROBE_TEXT).items()
+        for name, tensor in family.inputs.example(config, PROBE_TEXT).items()
     }
     timestep = torch.full((1,), 0.5, device=device)
     image, text = Span(0, tokens.shape[1]), Span(0, PROBE_TEXT)

@@ -17,7 +17,6 @@ from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCE_POSITIONS, REFERENCES, TEXT_MASK, Rows, StepInputs
-from parallel_backend.families.parts.shared_modules import computed_once
 from parallel_backend.rank.attention.context import AttentionContext, AttentionStep
 from parallel_backend.rank.attention.kernels import choose_kernel
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
@@ -86,7 +85,7 @@ class Engine:
         if load.fingerprint:
             check_fingerprint(checkpoint, load.fingerprint)
         family, config = checkpoint.family, checkpoint.config
-        self.family, self.hidden = family, family.hidden(config)
+        self.family, self.hidden = family, family.sizes.hidden(config)
         self.dtype = compute_dtype(load.dtype, device)
         degrees = Degrees(*load.degrees, load.patch_mode)
         with pulse.waits():
@@ -99,7 +98,11 @@ class Engine:
         self.traffic = Traffic(device, pulse)
         self.link = StageLink(self.pipe, device, self.traffic)
         plan = TensorPlan(
-            family.tensor_plan, family.heads(config), family.head_size(config), self.tensor, family.key_heads(config)
+            family.tensor_plan,
+            family.sizes.heads(config),
+            family.sizes.head_size(config),
+            self.tensor,
+            family.sizes.key_heads(config),
         )
         span = load.stage_blocks[self.pipe.index]
         stage = build_stage(checkpoint, span, device, load.dtype, plan, progress, load.only)
@@ -108,13 +111,13 @@ class Engine:
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype)
         kernel = choose_kernel(load.attention, device, load.dtype)
         codec = codec_for(load.transfer_dtype)
-        self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.drops_mask, codec)
+        self.context = AttentionContext(degrees, axes, kernel, self.traffic, family.forward.drops_mask, codec)
         install_parallel_attention(stage.attention, self.context)
         install_linear(stage.attention, self.context)
-        self.once = ModuleCache(self.model, computed_once(family))
+        self.once = ModuleCache(self.model, family.forward.cached_modules)
         self.compiler = self._compiler(checkpoint, degrees.world) if load.compile else None
         self.watch = BlockWatch(self.model, load.only, self.traffic, slowdown)
-        for block in own_blocks(self.model, family.block_lists).values():
+        for block in own_blocks(self.model, family.blocks.lists).values():
             block.register_forward_hook(lambda *_: pulse.done())
         self.timestep: torch.Tensor | None = None
         self.guidance: torch.Tensor | None = None
@@ -148,7 +151,7 @@ class Engine:
             close_axes(self.axes)
 
     def put_conditioning(self, message: PutConditioning) -> None:
-        exact = (*KEPT_EXACT, *self.family.exact)
+        exact = (*KEPT_EXACT, *self.family.inputs.exact)
         tensors = {
             name: tensor.to(self.device, self.dtype if tensor.is_floating_point() and name not in exact else None)
             for name, tensor in message.tensors.items()
@@ -217,7 +220,7 @@ class Engine:
     def _compiler(self, checkpoint: Checkpoint, ranks: int) -> "Compiler":
         from parallel_backend.rank.stage.compile import Compiler  # takes a second
 
-        blocks = own_blocks(self.model, self.family.block_lists)
+        blocks = own_blocks(self.model, self.family.blocks.lists)
         return Compiler(blocks, lambda layer: checkpoint.shape(f"{layer}.weight")[0], self.device, ranks)
 
     def begin_timeline(self) -> None:
@@ -269,7 +272,7 @@ class Engine:
             buffer,
             step.stale,
             step.overlap,
-            self.family.text_first,
+            self.family.blocks.text_first,
             None if text_mask is None else text_mask[step.entries.slice],
             self.family.image_padding(conditioning.grid),
             conditioning.stream.row,
@@ -309,7 +312,7 @@ class Engine:
     ) -> torch.Tensor:
         """[b, m, C] of the picture's tokens -> [b, n, C] of `image`; as it is where the model is given whole tensors."""
         x = x.to(self.device, self.dtype)
-        if self.family.whole_latent or not stream.references:
+        if self.family.forward.whole_latent or not stream.references:
             return x
         places = stream.places(image).to(self.device)
         own = places < stream.image
@@ -332,7 +335,7 @@ class Engine:
 
     def _rows(self, conditioning: Conditioning, image: Span, text: Span) -> Rows | None:
         """What slots cut whole tensors down to."""
-        if not self.family.whole_latent:
+        if not self.family.forward.whole_latent:
             return None
         stream, key = conditioning.stream, (conditioning.grid, conditioning.stream.references)
         if key not in self._orders:
@@ -344,7 +347,7 @@ class Engine:
             self._orders = {key: None if order is None else order.to(self.device)}
         order = self._orders[key]
         index = image.slice if order is None else order[image.slice]
-        return Rows(index, stream.tokens, text, self.family.text_first)
+        return Rows(index, stream.tokens, text, self.family.blocks.text_first)
 
     def _tensors(self, step: Step, conditioning: Conditioning) -> dict[str, torch.Tensor]:
         """The conditioning of this micro-step's entries; its text is empty where the text does not run along.
@@ -352,8 +355,8 @@ class Engine:
         In families of `whole_latent` it is whole all the same: the blocks' slots leave it out.
         """
         tensors = {name: tensor[step.entries.slice] for name, tensor in conditioning.tensors.items()}
-        if not step.with_text and not self.family.whole_latent:
-            for name in self.family.token_tensors:
+        if not step.with_text and not self.family.forward.whole_latent:
+            for name in self.family.inputs.token_tensors:
                 if name in tensors:
                     tensors[name] = tensors[name][:, :0]
         return tensors

@@ -92,7 +92,7 @@ def made(tmp_path_factory):
 
 def blocks(case) -> list[str]:
     """Those that take residuals, in order. diffusers leaves SD3's last one out, behind which no ControlNet adds anything."""
-    counts = case.row.blocks(case.config)
+    counts = case.row.blocks.counts(case.config)
     names = [f"{name}.{index}" for name in DIFFUSERS[case.family] for index in range(counts[name])]
     return names[:-1] if case.family == "sd3" else names
 
@@ -100,19 +100,19 @@ def blocks(case) -> list[str]:
 def random_residuals(case, x: torch.Tensor, names: list[str], of_each: int = 1, seed: int = 7) -> dict[str, torch.Tensor]:
     """`of_each`: how many blocks in a row have one tensor."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (len(x), torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.hidden(case.config))
+    shape = (len(x), torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config))
     tensors = [torch.randn(shape, generator=generator) * 0.5 for _ in names[::of_each]]
     return {name: tensors[index // of_each] for index, name in enumerate(names)}
 
 
 def reference(case, model, x, timestep, tensors, residuals) -> torch.Tensor:
     """diffusers' own forward, with zeros where there is no residual and on reference tokens."""
-    size = (len(x), torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.hidden(case.config))
+    size = (len(x), torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config))
     references = tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0
     order = case.row.patching.order(case.row.patching.grid(tuple(x.shape)))
-    lists, hooks = {}, []
+    lists, hooks, counts = {}, [], case.row.blocks.counts(case.config)
     for name, argument in DIFFUSERS[case.family].items():
-        added = [residuals.get(f"{name}.{index}", torch.zeros(size)) for index in range(case.row.blocks(case.config)[name])]
+        added = [residuals.get(f"{name}.{index}", torch.zeros(size)) for index in range(counts[name])]
         if argument is not None:
             lists[argument] = [torch.nn.functional.pad(tensor, (0, 0, 0, references)) for tensor in added]
             continue
@@ -133,7 +133,7 @@ def nothing() -> None:
 @pytest.mark.parametrize("degrees", MODES, ids=str)
 @every_case
 def test_residuals_give_diffusers_forward_with_them(case, degrees, pools, made, measured):
-    if degrees.pipe > case.row.block_count(case.config):
+    if degrees.pipe > case.row.blocks.total(case.config):
         pytest.skip("the model has fewer blocks than that")
     model, file = made(case)
     remote = pools.load(file, degrees)
@@ -197,7 +197,7 @@ def test_a_tensor_of_several_blocks_is_sent_once_and_to_its_stages_only(degrees,
         found[given_as] = steps.bytes()
         for rank, sent in steps.by_rank.items():
             stage = degrees.coordinate(rank).pipe
-            owned = case.row.owned(open_checkpoint(file).config, remote.stage_blocks[stage])
+            owned = case.row.blocks.owned(open_checkpoint(file).config, remote.stage_blocks[stage])
             for step in sent:
                 assert set(step.residuals) == {f"{name}.{index}" for name, range_ in owned.items() for index in range_}
     assert found["apart"] == len(residuals) * one
@@ -287,13 +287,13 @@ def test_bands_with_old_keys_depend_on_the_schedule_alone(case, pools, made):
 
 def outputs(case, shape, count: int, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    size = shape[0], torch.Size(case.row.patching.grid(shape)).numel(), case.row.hidden(case.config)
+    size = shape[0], torch.Size(case.row.patching.grid(shape)).numel(), case.row.sizes.hidden(case.config)
     return [torch.randn(size, generator=generator) for _ in range(count)]
 
 
 def test_outputs_belong_to_the_blocks_of_their_number():
     case, shape = named("flux-dev"), (2, 16, 16, 12)
-    assert case.row.residuals == {"input": "transformer_blocks", "output": "single_transformer_blocks"}
+    assert case.row.blocks.residuals == {"input": "transformer_blocks", "output": "single_transformer_blocks"}
     a, b, c = outputs(case, shape, 3)
     control = {"input": [a, None, a, b, c], "output": [None, c], "middle": [None]}  # one more than there are double blocks
     found = model_control.residuals(case.row, case.config, control, shape)

@@ -103,7 +103,8 @@ def test_bf16_rounds_neither_timestep_nor_guidance(case, pools, made, measured):
     model, file, _ = made(case)
     x, timestep, tensors = case.inputs()
     timestep = timestep * 1.0028  # halfway between two of bf16
-    factor = 1.0 if case.row.time_embed is None else case.row.time_embed[1]
+    embedding = case.row.forward.time_embed
+    factor = 1.0 if embedding is None else embedding.factor
     output = pools.load(file, Degrees(), "bf16").predict(x, timestep, tensors, lambda: None)
     with torch.inference_mode():
         expected = case.reference(model, x, timestep, tensors)

@@ -26,7 +26,7 @@ def file(tmp_path_factory):
 
 
 def detected(shapes):
-    return [family.name for family in FAMILIES.values() if family.detect(shapes)]
+    return [family.name for family in FAMILIES.values() if family.file.detect(shapes)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,13 +81,14 @@ def test_norms_as_comfyui_saves_them(file, name, tmp_path):
 def test_conditioning_that_cannot_be_forwarded_is_refused_by_name(file, name, given, words):
     checkpoint = open_checkpoint(file(name))
     with pytest.raises(ValueError, match=f"^positive, negative: .*{words}"):
-        checkpoint.family.conditioning(checkpoint.config, given)
+        checkpoint.family.inputs.conditioning(checkpoint.config, given)
 
 
 def test_guidance_that_a_model_has_no_use_for_is_left_out(file):
     given = {"context": torch.zeros(1, 7, 24), "y": torch.zeros(1, 12), "guidance": torch.tensor([3.5])}
     for name, names in (("flux2-dev", {"context", "guidance"}), ("flux2-klein", {"context"})):
         checkpoint = open_checkpoint(file(name))
-        assert checkpoint.family.conditioning(checkpoint.config, given).keys() == names
+        assert checkpoint.family.inputs.conditioning(checkpoint.config, given).keys() == names
     checkpoint = open_checkpoint(file("chroma"))
-    assert checkpoint.family.conditioning(checkpoint.config, given | {"guidance": torch.zeros(1)}).keys() == {"context"}
+    given |= {"guidance": torch.zeros(1)}
+    assert checkpoint.family.inputs.conditioning(checkpoint.config, given).keys() == {"context"}

@@ -88,7 +88,7 @@ def test_token_replace_is_refused(tmp_path):
 
 def test_hunyuan_video_masks_what_the_mask_hides_alone():
     tensors = {"context": torch.zeros(1, 3, 24), "y": torch.zeros(1, 12), "guidance": torch.ones(1)}
-    conditioning = HUNYUAN.row.conditioning
+    conditioning = HUNYUAN.row.inputs.conditioning
     assert "text_mask" not in conditioning(HUNYUAN.config, tensors | {"attention_mask": torch.ones(1, 3)})
     found = conditioning(HUNYUAN.config, tensors | {"attention_mask": torch.tensor([[1, 1, 0]])})
     assert found["text_mask"].tolist() == [[True, True, False]]
@@ -106,6 +106,6 @@ def test_a_table_of_positions_is_refused(tmp_path):
 def test_2b_needs_its_number_of_text_tokens():
     case = cogvideox.CASES[1]
     given = {"context": torch.zeros(1, 77, case.config["text_embed_dim"])}
-    assert case.row.conditioning(COGVIDEOX.config, given).keys() == {"context"}
+    assert case.row.inputs.conditioning(COGVIDEOX.config, given).keys() == {"context"}
     with pytest.raises(ValueError, match="positive, negative: the prompt has 77 tokens, this model needs 226"):
-        case.row.conditioning(case.config, given)
+        case.row.inputs.conditioning(case.config, given)

@@ -40,7 +40,7 @@ def folder_of(case, base, **changes):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_one_family_alone_takes_the_file(case, files):
     shapes = shapes_of(files[case.name])
-    assert [family.name for family in FAMILIES.values() if family.detect(shapes)] == [case.family]
+    assert [family.name for family in FAMILIES.values() if family.file.detect(shapes)] == [case.family]
 
 
 @pytest.mark.parametrize("given", [None, ...], ids=["null", "absent"])
@@ -64,9 +64,9 @@ def test_other_folders_of_that_class_are_refused(tmp_path, changes):
 
 def test_a_table_of_positions_says_what_the_model_was_trained_for(files):
     shapes = shapes_of(files["pixart-sigma"])
-    configure = SIGMA.row.configure
+    configure = SIGMA.row.file.configure
     assert [configure(shapes | {"pos_embed": (1, side**2, 216)})["sample_size"] for side in (16, 64)] == [32, 128]
-    shapes, configure = shapes_of(files["sana"]), FAMILIES["sana"].configure
+    shapes, configure = shapes_of(files["sana"]), FAMILIES["sana"].file.configure
     found = [configure(shapes | {"pos_embed": (1, side**2, 224)})["interpolation_scale"] for side in (16, 32, 64, 128)]
     assert found == [None, None, 1.0, 2.0]
 
@@ -77,13 +77,13 @@ def test_models_that_predict_no_variance_are_refused(files):
         shapes = shapes_of(files[name])
         halved = (shapes[key][0] // 2, shapes[key][1])
         with pytest.raises(ValueError, match=r"model_name: this .* predicts no variance"):
-            case.row.recipe(case.row.configure(shapes | {key: halved}))
+            case.row.file.key_map(case.row.file.configure(shapes | {key: halved}))
 
 
 def test_sana_sprint_is_refused(files):
     row = FAMILIES["sana"]
     with pytest.raises(ValueError, match="model_name: this is Sana Sprint"):
-        row.recipe(row.configure(shapes_of(files["sana"]) | {"cfg_embedder.mlp.0.weight": (224, 256)}))
+        row.file.key_map(row.file.configure(shapes_of(files["sana"]) | {"cfg_embedder.mlp.0.weight": (224, 256)}))
 
 
 def test_texts_that_hunyuan_dit_cannot_use_are_refused():
@@ -91,7 +91,7 @@ def test_texts_that_hunyuan_dit_cannot_use_are_refused():
     tensors = case.inputs()[2]
 
     def conditioning(**given):
-        return case.row.conditioning(case.config, given)
+        return case.row.inputs.conditioning(case.config, given)
 
     assert conditioning(**tensors).keys() == tensors.keys()
     for name in ("encoder_hidden_states_t5", "text_embedding_mask", "text_embedding_mask_t5"):

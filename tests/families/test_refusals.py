@@ -31,7 +31,7 @@ def files(tmp_path_factory):
 def conditioning(files):
     """`conditioning(family, **given)`: what the family makes of ComfyUI's arguments."""
     configs = {name: open_checkpoint(path).config for name, (path, _) in files.items()}
-    return lambda name, **given: FAMILIES[name].conditioning(configs[name], given)
+    return lambda name, **given: FAMILIES[name].inputs.conditioning(configs[name], given)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_marks_an_edit_checkpoint_and_unused_norms_do_no_harm(files, tmp_pa
 
 def test_mage_flow_is_not_taken_for_qwen_image(files):
     shapes = {key: tuple(value.shape) for key, value in load_file(files["qwen-image"][0]).items()}
-    detect = FAMILIES["qwen-image"].detect
+    detect = FAMILIES["qwen-image"].file.detect
     assert detect(shapes)
     assert not detect(shapes | {"txt_norm.weight": (2560,), "proj_out.weight": (128, 64)})
 

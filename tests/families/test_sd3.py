@@ -87,10 +87,10 @@ def test_block_costs_can_be_measured(file):
 
 def test_conditioning_of_another_model_is_refused():
     given = {"context": torch.zeros(1, 5, 24), "y": torch.zeros(1, 12)}
-    assert FAMILY.conditioning(tiny.SD3, given).keys() == {"context", "pooled"}
+    assert FAMILY.inputs.conditioning(tiny.SD3, given).keys() == {"context", "pooled"}
     for changed in ({"context": None}, {"y": None}, {"context": torch.zeros(1, 5, 25)}, {"y": torch.zeros(1, 768)}):
         with pytest.raises(ValueError, match=r"^positive, negative: "):
-            FAMILY.conditioning(tiny.SD3, given | changed)
+            FAMILY.inputs.conditioning(tiny.SD3, given | changed)
 
 
 def test_a_picture_beyond_the_table_of_positions_is_refused(pools, file):

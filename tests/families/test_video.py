@@ -11,8 +11,7 @@ from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES
-from parallel_backend.families.wan import VARIANTS
-from parallel_backend.families.wan_inputs import PROMPT
+from parallel_backend.families.wan import PROMPT, VARIANTS
 from tests.families.cases import ltx_video, wan
 from tests.support import tiny
 
@@ -107,7 +106,7 @@ def test_ltx_2_is_refused_by_name(saved, tmp_path):
 def test_no_other_family_takes_a_video_model_for_its_own(saved):
     for name in ("wan-2.1-t2v", "wan-2.1-flf2v", "ltx-video-0.9"):
         shapes = {key: tuple(value.shape) for key, value in load_file(saved(CASES[name])[1]).items()}
-        assert [family.name for family in FAMILIES.values() if family.detect(shapes)] == [CASES[name].family]
+        assert [family.name for family in FAMILIES.values() if family.file.detect(shapes)] == [CASES[name].family]
 
 
 def test_how_frames_are_counted_comes_from_the_header_else_from_the_size(saved, tmp_path):
@@ -129,7 +128,7 @@ def test_how_frames_are_counted_comes_from_the_header_else_from_the_size(saved, 
 
 
 def wan_of(name):
-    return FAMILIES["wan"].conditioning, CASES[name].config
+    return FAMILIES["wan"].inputs.conditioning, CASES[name].config
 
 
 def test_wan_says_what_its_text_and_picture_must_be():
@@ -169,7 +168,7 @@ def test_ltx_video_refuses_guides_with_an_attention_of_their_own(given, message)
         "denoise_mask": torch.ones(1, 1, 2, 3, 3),
         "guide_attention_entries": [{"strength": 1.0, "pixel_mask": None}],
     }
-    conditioning, config = FAMILIES["ltx-video"].conditioning, ltx_video.LTX
+    conditioning, config = FAMILIES["ltx-video"].inputs.conditioning, ltx_video.LTX
     assert conditioning(config, whole).keys() == {"context", "frame_rate", "keyframes"}
     with pytest.raises(ValueError, match=f"^positive, negative: {message}"):
         conditioning(config, whole | given)

@@ -502,7 +502,7 @@ def test_every_family_can_be_rehearsed(case, pools, tmp_path, once):
     model = case.model()
     checkpoint = open_checkpoint(case.save(model, tmp_path / "model.safetensors"))
     what = subject_of(checkpoint, "fp32", "cpu", (1, *case.latent), 1, 4, 7)
-    assert len(what.blocks) == checkpoint.family.block_count(checkpoint.config)
+    assert len(what.blocks) == checkpoint.family.blocks.total(checkpoint.config)
     assert what.weight_bytes == pytest.approx(sum(values.nbytes for values in model.state_dict().values()), rel=0.02)
     kinds = [CallKind(Degrees(), 1)]
     if Degrees(pipe=2) in case.modes:

@@ -450,7 +450,7 @@ def test_weights_are_those_of_real_ranks(calibrated, flux_file, pools):
 
 def test_a_gpu_keeps_some_memory_for_its_processes(flux_file):
     file = open_checkpoint(flux_file)
-    times = dict.fromkeys(file.family.blocks(file.config), (2e-3, 1e-3))
+    times = dict.fromkeys(file.family.blocks.counts(file.config), (2e-3, 1e-3))
     found = [LinksProbed(0, "a GPU", 9 * GB, 24 * GB, {}, {})]
     made = machine_of(("cuda:0",), file, found, [Probed(0, times, (1e-3, 1e-3), 9 * GB)], (64, 16))
     assert made.devices[0].memory == 24 * GB - CONTEXTS

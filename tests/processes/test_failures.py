@@ -169,11 +169,11 @@ def test_a_conditioning_that_cannot_be_used_is_refused_before_any_rank_sees_it(f
     checkpoint = open_checkpoint(flux_file)
     _, _, tensors = tiny.inputs(tiny.FLUX)
     given = {"context": tensors["context"], "y": tensors["pooled"], "guidance": tensors["guidance"]}
-    accepted = checkpoint.family.conditioning(checkpoint.config, given)
+    accepted = checkpoint.family.inputs.conditioning(checkpoint.config, given)
     assert accepted.keys() == {"context", "pooled", "guidance"}
     for wrong in ({"context": None}, {"y": None}, {"guidance": None}, {"context": given["context"][..., :5]}):
         with pytest.raises(ValueError, match=r"^positive, negative: "):
-            checkpoint.family.conditioning(checkpoint.config, given | wrong)
+            checkpoint.family.inputs.conditioning(checkpoint.config, given | wrong)
 
 
 @pytest.mark.parametrize("model", ["loaded", "none"])

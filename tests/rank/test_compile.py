@@ -43,7 +43,7 @@ class OneRank:
     def __init__(self, path, compile: bool, dtype: str = "fp32"):
         self.checkpoint = open_checkpoint(path)
         self.family = self.checkpoint.family
-        blocks = (Span(0, self.family.block_count(self.checkpoint.config)),)
+        blocks = (Span(0, self.family.blocks.total(self.checkpoint.config)),)
         load = m.Load(str(path), dtype, (1,) * 6, "none", (1.0,), blocks, "sdpa", compile=compile)
         self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None)
         self._seq = itertools.count(1)
@@ -55,8 +55,8 @@ class OneRank:
     def put(self, x, tensors) -> None:
         family = self.family
         grid = family.patching.grid(tuple(x.shape))
-        names = [name for name in family.token_tensors if name in tensors]
-        text = family.image_padding(grid) + (family.padded(tensors[names[0]].shape[1]) if names else 0)
+        names = [name for name in family.inputs.token_tensors if name in tensors]
+        text = family.image_padding(grid) + (family.inputs.padded(tensors[names[0]].shape[1]) if names else 0)
         references = tensors["references"].shape[1] if "references" in tensors else 0
         self.engine.put_conditioning(m.PutConditioning(1, grid, references, text, len(x), tensors))
         self.stream = family.stream(grid, references)

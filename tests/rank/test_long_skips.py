@@ -85,10 +85,10 @@ def test_what_crosses_is_what_the_classes_loop_still_wants(layers):
         if layer < layers // 2 - 1:
             pending.append(layer)
         expected = tuple(f"blocks.{index}" for index in pending if index != layer)
-        assert family.carried(config, layer + 1) == expected
+        assert family.blocks.carried(config, layer + 1) == expected
     assert not pending
 
 
 def test_families_without_skips_send_hidden_states_alone():
     family, config = FAMILIES["flux"], tiny.FLUX
-    assert all(family.carried(config, boundary) == () for boundary in range(family.block_count(config) + 1))
+    assert all(family.blocks.carried(config, boundary) == () for boundary in range(family.blocks.total(config) + 1))

@@ -206,7 +206,7 @@ def test_parts_make_up_the_delta(files, start, length, low_rank, layer):
     up = torch.randn(length, 3 if low_rank else 128, generator=g)
     down = torch.randn(3, 128, generator=g) if low_rank else None
     delta = Delta(key, up, down, 2.0, Span(start, start + length))
-    state = {name: torch.zeros(checkpoint.shape(name)) for name in checkpoint.recipe}
+    state = {name: torch.zeros(checkpoint.shape(name)) for name in checkpoint.key_map}
     for part in Deltas(checkpoint, (), pytest.fail).parts(delta):
         state[part.parameter] += part.scale * (part.up if part.down is None else part.up @ part.down)
     found = to_original(checkpoint.family, checkpoint.config, state)
@@ -254,7 +254,7 @@ def test_a_rank_is_sent_only_what_it_has_and_only_once(load, files, monkeypatch)
     assert blocks[0]
     assert blocks[1]
     assert not blocks[0] & blocks[1]
-    shapes = {name: model.checkpoint.shape(name) for name in model.checkpoint.recipe}
+    shapes = {name: model.checkpoint.shape(name) for name in model.checkpoint.key_map}
     assert sent[0] | sent[1] == {name for name, shape in shapes.items() if len(shape) == 2}
     assert all(0 < size < 0.8 * sum(model.adapter_bytes) for size in model.adapter_bytes)
     sent[0].clear()

@@ -11,8 +11,8 @@ import torch
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span, split
+from parallel_backend.families.base.family import CacheScope
 from parallel_backend.families.base.step_inputs import REFERENCES
-from parallel_backend.families.parts.shared_modules import CacheScope, computed_once
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.stage.module_cache import CachedModule, _expression
 from parallel_backend.wire import messages as m
@@ -34,14 +34,14 @@ class Runs:
     def __init__(self, case, path):
         checkpoint = open_checkpoint(path)
         self.family = family = checkpoint.family
-        blocks = (Span(0, family.block_count(checkpoint.config)),)
+        blocks = (Span(0, family.blocks.total(checkpoint.config)),)
         load = m.Load(str(path), "fp32", Degrees().sizes, "none", (1.0,), blocks, "auto")
         self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None)
         self.x, self.timestep, tensors = case.inputs()
         grid = family.patching.grid(self.x.shape)
         self.stream = family.stream(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0)
-        texts = [tensors[name].shape[1] for name in family.token_tensors if name in tensors]
-        words = family.image_padding(grid) + (family.padded(texts[0]) if texts else 0)
+        texts = [tensors[name].shape[1] for name in family.inputs.token_tensors if name in tensors]
+        words = family.image_padding(grid) + (family.inputs.padded(texts[0]) if texts else 0)
         for conditioning in (1, 2):
             given = {name: t * conditioning if name == "context" else t for name, t in tensors.items()}
             message = m.PutConditioning(conditioning, grid, self.stream.references, words, len(self.x), given)
@@ -117,7 +117,7 @@ def nothing_kept(runs, monkeypatch):
 
 def test_they_are_just_those_that_give_the_same_in_every_band(runs, nothing_kept):
     """What is kept may be, and nothing large that could be kept is left out."""
-    plan = {_expression(pattern): per for pattern, per in computed_once(runs.family).items()}
+    plan = {_expression(pattern): per for pattern, per in runs.family.forward.cached_modules.items()}
     model, planned = runs.engine.model, {}
     for name, module in model.named_modules():
         per = next((per for pattern, per in plan.items() if pattern.fullmatch(name)), None)
@@ -155,7 +155,7 @@ def test_kept_is_as_good_as_computed_anew_bit_for_bit(runs, monkeypatch):
 def test_each_is_computed_once(runs, monkeypatch):
     """Per call in bands, per prompt of a run, per band of a run, as the plan says."""
     counts, once = defaultdict(int), runs.engine.once
-    plan = {_expression(pattern): per for pattern, per in computed_once(runs.family).items()}
+    plan = {_expression(pattern): per for pattern, per in runs.family.forward.cached_modules.items()}
     handles = []
     for name, module in runs.engine.model.named_modules():
         if isinstance(module, CachedModule):

@@ -15,8 +15,8 @@ from parallel_backend.families.base.tensor_plan import (
     COLUMN_BY_KEY_HEADS,
     HEADS,
     WIDTH,
-    Cut,
-    Style,
+    CutKind,
+    LayerCut,
     cut_side,
 )
 from parallel_backend.rank.comm.mesh import Axis
@@ -39,7 +39,7 @@ def test_the_ranks_cut_a_side_into_all_of_it_once(heads, head_size, width, width
     ranks = data.draw(st.integers(1, heads))
     parts = data.draw(st.permutations([HEADS] * data.draw(st.integers(0, 3)) + [WIDTH] * widths))
     size = heads * head_size * parts.count(HEADS) + width * widths
-    spans = [cut_side(Style(Cut.ROW, tuple(parts)), size, heads, head_size, index, ranks) for index in range(ranks)]
+    spans = [cut_side(LayerCut(CutKind.ROW, tuple(parts)), size, heads, head_size, index, ranks) for index in range(ranks)]
     assert sorted(i for rank in spans for span in rank for i in range(span.start, span.stop)) == list(range(size))
     for own in spans:
         assert len(own) == len(parts)

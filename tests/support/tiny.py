@@ -74,7 +74,7 @@ def save_original(model: torch.nn.Module, config: dict, path: Path, prefix: str 
 def whole_model(path: Path, dtype: str = "fp32") -> torch.nn.Module:
     """The checkpoint as one process's model, loaded by our own loader."""
     checkpoint = open_checkpoint(path)
-    blocks = checkpoint.family.block_count(checkpoint.config)
+    blocks = checkpoint.family.blocks.total(checkpoint.config)
     return build_stage(checkpoint, Span(0, blocks), torch.device("cpu"), dtype).model
 
 
@@ -116,14 +116,14 @@ def inputs(
 ):
     """A latent, timesteps and conditioning tensors for a model of this config."""
     g = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, FAMILIES[family].latent_channels(config), height, width, generator=g)
+    x = torch.randn(batch, FAMILIES[family].sizes.latent_channels(config), height, width, generator=g)
     tensors = {
         "context": torch.randn(batch, text, config["joint_attention_dim"], generator=g),
         "pooled": torch.randn(batch, config["pooled_projection_dim"], generator=g),
     }
     if config.get("guidance_embeds"):
         tensors["guidance"] = torch.full((batch,), 3.5)
-    time_factor = FAMILIES[family].time_embed[1]
+    time_factor = FAMILIES[family].forward.time_embed.factor
     return x, torch.full((batch,), 700.0 / time_factor), tensors
 
 

@@ -91,7 +91,7 @@ def check_stage_split(stage_split: str, stages: int, blocks: int) -> tuple[Span,
 def balance(pool: Pool, checkpoint: Checkpoint, degrees: Degrees, dtype: str, stage_split: str, poll: Poll) -> Balance:
     """Measure where there is something to divide and the user left it to us; this takes the ranks' present model away."""
     family, config = checkpoint.family, checkpoint.config
-    lists = [name for name, count in family.blocks(config).items() for _ in range(count)]
+    lists = [name for name, count in family.blocks.counts(config).items() for _ in range(count)]
     by_hand = check_stage_split(stage_split, degrees.pipe, len(lists))
     even = (1 / degrees.patch,) * degrees.patch
     if by_hand is not None or stage_split.strip().lower() == "even" or degrees.pipe == degrees.patch == 1:
@@ -138,7 +138,7 @@ def divide(
 def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: int) -> list[int]:
     """Bytes of each block on one rank."""
     sizes = dict.fromkeys(((name, index) for index, name in _numbered(lists)), 0)
-    for target in checkpoint.recipe:
+    for target in checkpoint.key_map:
         name, _, rest = target.partition(".")
         if name in lists:
             sizes[name, int(rest.partition(".")[0])] += checkpoint.nbytes(target, dtype) // tensor

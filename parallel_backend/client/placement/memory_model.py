@@ -13,7 +13,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
-from parallel_backend.families.base.family import IMAGE, JOINT
+from parallel_backend.families.base.blocks import IMAGE, JOINT
 
 from .balance import block_bytes
 
@@ -115,15 +115,15 @@ class Request:
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """Of ranks on devices like `device`."""
     family, config = checkpoint.family, checkpoint.config
-    lists = [name for name, count in family.blocks(config).items() for _ in range(count)]
-    parts = [target.split(".") for target in checkpoint.recipe]
+    lists = [name for name, count in family.blocks.counts(config).items() for _ in range(count)]
+    parts = [target.split(".") for target in checkpoint.key_map]
     modules = {".".join(names[:count]) for names in parts for count in range(2, len(names))}
 
     def layers(name: str, over: dict[str, str]) -> tuple[str, ...]:
         return tuple(tokens for layer, tokens in over.items() if tokens in (JOINT, IMAGE) and f"{name}.{layer}" in modules)
 
     attention, prologue = [], []
-    for spec in family.block_lists:
+    for spec in family.blocks.lists:
         indices = sorted({int(names[1]) for names in parts if names[0] == spec.name})
         found = [layers(f"{spec.name}.{index}", dict(spec.attention)) for index in indices]
         if spec.prologue:
@@ -135,10 +135,10 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         ends_bytes(checkpoint, dtype),
         tuple(attention),
         tuple(prologue),
-        family.heads(config),
-        family.key_heads(config),
-        family.head_size(config),
-        family.hidden(config),
+        family.sizes.heads(config),
+        family.sizes.key_heads(config),
+        family.sizes.head_size(config),
+        family.sizes.hidden(config),
         compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize,
         joint_text(checkpoint),
     )
@@ -146,20 +146,20 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
 
 def joint_text(checkpoint: Checkpoint) -> bool:
     """Whether text tokens run through the blocks, beside the image's."""
-    return any(spec.joined or "text" in spec.returns for spec in checkpoint.family.block_lists if not spec.prologue)
+    return any(spec.joined or "text" in spec.returns for spec in checkpoint.family.blocks.lists if not spec.prologue)
 
 
 def ends_bytes(checkpoint: Checkpoint, dtype: str) -> tuple[int, int, int]:
     """Bytes of the weights of no counted block that the first, the last, every stage has."""
     family = checkpoint.family
-    counted = {spec.name for spec in family.block_lists if not spec.prologue}
-    prologue = {*family.prologue, *(spec.name for spec in family.block_lists if spec.prologue)}
+    counted = {spec.name for spec in family.blocks.lists if not spec.prologue}
+    prologue = {*family.blocks.prologue, *(spec.name for spec in family.blocks.lists if spec.prologue)}
     first = last = shared = 0
-    for target in checkpoint.recipe:
+    for target in checkpoint.key_map:
         top, size = target.partition(".")[0], checkpoint.nbytes(target, dtype)
         if top in prologue:
             first += size
-        elif top in family.epilogue:
+        elif top in family.blocks.epilogue:
             last += size
         elif top not in counted:
             shared += size

@@ -1,9 +1,9 @@
-"""What a family is to the backend: data, and a few functions of a line or two."""
+"""What a family is: a few records, each read by another part of the code, and every field documented where it stands."""
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -12,153 +12,231 @@ from torch import nn
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 
+from .blocks import Blocks
 from .patching import Patching
-from .step_inputs import Config, Cut, Shapes, StepInputs
+from .step_inputs import Config, Shapes, StepInputs
 from .tensor_plan import Plan
-
-JOINT, IMAGE, LINEAR, NEIGHBOURS = "joint", "image", "linear", "neighbours"
-"""Which tokens a module is over: attention over the whole sequence, or the image's alone; linear attention over the image;
-3 x 3 convolutions, over the neighbours in the image (linear_attention.py)."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter's values are: rows `rows` (None: all) of checkpoint tensor `key`.
-
-    `swap_halves`: the first and second half of the rows are exchanged (adaLN's shift and scale in diffusers' order).
-    """
+    """Where the values of a parameter are in a checkpoint."""
 
     key: str
+    """Name of the checkpoint's tensor."""
+
     rows: Span | None = None
+    """Rows of that tensor. None: all."""
+
     swap_halves: bool = False
+    """The first and the second half of the rows are exchanged: adaLN's shift and scale, in diffusers' order."""
 
 
 @dataclass(frozen=True)
-class BlockList:
-    """One of the class's block lists: how its blocks are called, and what they return.
+class FileLayout:
+    """How checkpoints of the family are recognised and read. Read by checkpoints/.
 
-    `returns`: the streams ("text", "image") that a block returns, in its order. `image`, `text`: their argument names.
-    `joined`: one stream ("image") holds the tokens of both, in the family's order. `cuts`: other arguments that have a
-    token axis, in families of `whole_latent`. `attention`: name in a block of a module that looks at other tokens -> which
-    tokens it is over. `prologue`: belongs to the first stage as a whole (a refiner), and is not counted among the blocks.
-    `needs_text`: its blocks cannot run on no text at all, in families of `whole_latent`: they get a token then, of which
-    nothing is used.
-    `skips`: (blocks that have run, blocks) -> of how many, from the first on, later ones still want the output, beside that
-    of the last to run (long skips): so many travel from stage to stage with the hidden states.
+    Single files have the original key layout, which is that of ComfyUI's own model class. Folders have diffusers'.
     """
 
-    name: str
-    returns: tuple[str, ...] = ("text", "image")
-    image: str = "hidden_states"
-    text: str = "encoder_hidden_states"
-    joined: bool = False
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-    attention: Mapping[str, str] = field(default_factory=lambda: {"attn": JOINT})
-    prologue: bool = False
-    needs_text: bool = False
-    skips: Callable[[int, int], int] = lambda _done, _count: 0
+    detect: Callable[[Shapes], bool]
+    """Whether a single file with these keys and shapes is of this family. True for one family at most."""
+
+    configure: Callable[[Shapes], Config]
+    """Keys and shapes of a single file -> arguments of the class's constructor. ValueError for a model that cannot run."""
+
+    key_map: Callable[[Config], dict[str, Source]]
+    """Constructor arguments -> every parameter of the class -> its source in the original key layout. ValueError for a
+    configuration that cannot run."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Endings of keys that some files use -> the usual ones."""
+
+    ignored: tuple[str, ...] = ()
+    """Keys (regular expressions) that a file may have and the class has no use for. Other keys without use are refused."""
+
+    settings: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
+    """Entries of the configuration that the class's constructor does not take -> their value where neither a single file's
+    header (JSON `config`, as in Lightricks' files) nor a folder's config.json says it."""
+
+    max_settings: Mapping[str, int] = field(default_factory=dict)
+    """Settings that the constructor makes tables from -> the largest value that is built. Others have a common limit."""
+
+    video_size: tuple[str, ...] = ()
+    """Settings that together are the size of a video for which the constructor makes positions. Their product is limited."""
+
+    older_class: str = ""
+    """`Family.model_class` in the folders that older versions of diffusers made."""
+
+    takes_folder: Callable[[Config], bool] = lambda _config: True
+    """Whether a folder with this config.json is of this family, where several families share a class."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model, each from its constructor arguments. Read for refusals, memory, cost and tensor parallelism."""
+
+    latent_channels: Callable[[Config], int]
+    """Channels of the latent, with those of pictures that are joined to it."""
+
+    hidden: Callable[[Config], int] = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
+    """Channels of a token between blocks."""
+
+    heads: Callable[[Config], int] = lambda config: config["num_attention_heads"]
+    """Attention heads."""
+
+    key_heads: Callable[[Config], int | None] = lambda _config: None
+    """Heads of keys and values, with grouped-query attention. None: as many as `heads`."""
+
+    head_size: Callable[[Config], int] = lambda config: config["attention_head_dim"]
+    """Channels of a head."""
+
+    max_side: Callable[[Config], int | None] = lambda _config: None
+    """Tokens along a side that there are positions for. None: any number."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a sampler's model call becomes before it is sent. Read in ComfyUI's process.
+
+    A conditioning tensor is batch first. Besides those named here every family may have those of base/step_inputs.py.
+    """
+
+    conditioning: Callable[[Config, dict[str, Any]], dict[str, torch.Tensor]]
+    """Arguments of ComfyUI's model call -> conditioning tensors. ValueError, beginning with the input's name, for what is
+    missing or cannot be forwarded."""
+
+    accepts: tuple[str, ...] = ("context", "y", "guidance")
+    """Arguments of ComfyUI's model call that `conditioning` knows. All others are refused."""
+
+    token_tensors: tuple[str, ...] = ()
+    """Conditioning tensors [B, T, ...] of the text that runs through the blocks. Only the first stage gets them."""
+
+    vector_tensors: tuple[str, ...] = ()
+    """Conditioning tensors that every stage gets."""
+
+    exact: tuple[str, ...] = ()
+    """Conditioning tensors that keep their dtype: positions, sizes, rates, which bf16 cannot hold."""
+
+    example: Callable[[Config, int], dict[str, torch.Tensor]] = lambda config, text_tokens: {
+        "context": torch.randn(1, text_tokens, config["joint_attention_dim"])
+    }
+    """(constructor arguments, text tokens) -> random conditioning tensors of batch 1, to time and to size the model with."""
+
+    padded: Callable[[int], int] = lambda tokens: tokens
+    """Tokens -> tokens with those that the class itself adds, to the text and to the image alike. Those of the image follow
+    it at once; they count as the first of the text, and layers over the image see them too."""
+
+
+class CacheScope(Enum):
+    """Micro-steps that have a module's output in common. They have the same conditioning and batch entries in any case."""
+
+    CALL = "call"  # those of one timestep
+    PROMPT = "prompt"  # all
+    BAND = "band"  # those for the same tokens
+
+
+@dataclass(frozen=True)
+class TimeEmbed:
+    """The module that embeds the timestep. It is handed the timestep in float32: diffusers rounds it to bf16 first, which
+    moves Flux's output by 4 %."""
+
+    module: str
+    """Submodule of the class whose first argument is the timestep."""
+
+    factor: float = 1.0
+    """Between the model's timestep and that argument."""
+
+    model_time: Callable[[torch.Tensor], torch.Tensor] = lambda timestep: timestep
+    """The sampler's timestep -> the model's, where that counts from noise to picture."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How a rank calls the class's own forward, and what that forward does. Read by rank/."""
+
+    arguments: Callable[[StepInputs, Config], dict[str, Any]]
+    """A micro-step -> keyword arguments of the forward."""
+
+    whole_latent: bool = False
+    """The forward takes a picture or a video, not tokens. It gets a whole one, zero outside of the rank's tokens, and the
+    blocks' arguments are cut down to those. Token tensors are then whole on every rank of the first stage, at every
+    micro-step."""
+
+    time_embed: TimeEmbed | None = None
+    """None: the class does not round the timestep."""
+
+    prepare: Callable[[nn.Module, StepInputs], None] = lambda _model, _step: None
+    """Tells modules of the model, before the forward, what the forward's arguments cannot."""
+
+    output: Callable[[torch.Tensor], torch.Tensor] = lambda out: out
+    """What the forward returns -> tokens [b, n, c], or a latent where `whole_latent`."""
+
+    drops_mask: bool = False
+    """The forward makes an attention mask for the whole sequence. The TEXT_MASK, which says the same, is used instead."""
+
+    cached_modules: Mapping[str, CacheScope] = field(default_factory=dict)
+    """Submodules whose output many micro-steps share -> which. Each is computed once for those. In a name, a star in front
+    stands for a block ("<list>.<index>"), elsewhere for an index. tests/rank/test_module_cache.py finds what is missing."""
+
+    weight_readers: tuple[str, ...] = ()
+    """Submodules that hand the weights of their linear layers to a function of torch, rather than call the layers. LoRA is
+    added to those weights, not beside them."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the registry. Names in `block_lists`, `prologue`, `epilogue` are attributes of the diffusers class.
-
-    prologue: modules that only the first stage has; their outputs elsewhere are zeros of the hidden width.
-    whole_latent: the class's forward takes a picture or video, not tokens: it gets a whole one, and its blocks' arguments
-    are cut down to the rank's tokens. Token tensors are then whole on every rank of the first stage, at every micro-step.
-    detect: key shapes -> is it this family. older_class: what folders made by older versions of diffusers call model_class.
-    takes: a folder's config.json -> can it be this family, one of several that share a class. configure: key shapes -> the
-    class's constructor arguments.
-    recipe: constructor arguments -> parameter name -> Source.
-    conditioning: constructor arguments, ComfyUI's keyword arguments of a model call (those in `accepts`) -> the tensors
-    that the ranks need, batch first; ValueError for what is missing or cannot be forwarded.
-    example: constructor arguments, text tokens -> random conditioning tensors of batch 1, to time the model with.
-    time_embed: submodule whose first argument is the timestep, and the factor between the model's and its own. None: the
-    class does not round what it is given.
-    model_time: the sampler's timestep -> the model's, where that counts from noise to picture.
-    padded: how many tokens the class makes of so many by adding some of its own, to the text and to the image. Those of the
-    image follow it at once; they are taken for the first of the text, and are seen by layers over the image too.
-    prepare: tells the model's own modules, before its forward, what the forward's arguments cannot.
-    output: what the forward returns -> tokens [b, n, c], or a latent in families of `whole_latent`.
-    drops_mask: the class's forward makes an attention mask for the whole sequence; the micro-step's text mask, which must
-    say the same, is used instead.
-    residuals: a ControlNet's outputs as ComfyUI names them ("input", "output") -> the block list behind whose blocks each
-    is added to the image tokens.
-    exact: conditioning tensors that no dtype but their own can hold.
-    settings: what is part of the configuration and no argument of the class -> its value where neither a single file's
-    header (JSON `config`, as Lightricks' files have it) nor a folder's config.json says it.
-    native_values: constructor arguments -> attributes of ComfyUI's native model that its BaseModel reads, no tensors.
-    unsupported: axes of the mesh on which the family cannot have more than one rank; "pipe" stands for bands too.
-    in_comfyui: ComfyUI has a native model of this kind, whose MODEL ours can stand in for.
-    ignored: keys (regular expressions) that a checkpoint may have and this family has no use for.
-    """
+    """One row of the registry: a diffusers class, and all that is particular to it."""
 
     name: str
+    """As users read it in messages and calibrations."""
+
     model_class: str
-    block_lists: tuple[BlockList, ...]
-    prologue: tuple[str, ...]
-    epilogue: tuple[str, ...]
-    token_tensors: tuple[str, ...]  # conditioning tensors with a text token axis (axis 1), needed by the first stage
-    vector_tensors: tuple[str, ...]  # conditioning tensors that every stage needs
-    time_embed: tuple[str, float] | None
-    latent_channels: Callable[[Config], int]
-    blocks: Callable[[Config], dict[str, int]]  # block list -> how many, without those of `prologue` lists
+    """Class of diffusers."""
+
+    file: FileLayout
+    blocks: Blocks
+    sizes: Sizes
+    inputs: Inputs
+    forward: Forward
+
     tensor_plan: Plan
-    detect: Callable[[Shapes], bool]
-    configure: Callable[[Shapes], Config]
-    recipe: Callable[[Config], dict[str, Source]]
-    arguments: Callable[[StepInputs, Config], dict[str, Any]]
-    conditioning: Callable[[Config, dict[str, Any]], dict[str, torch.Tensor]]
-    hidden: Callable[[Config], int] = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
-    heads: Callable[[Config], int] = lambda config: config["num_attention_heads"]
-    key_heads: Callable[[Config], int | None] = lambda _config: None  # where heads share keys (grouped-query attention)
-    head_size: Callable[[Config], int] = lambda config: config["attention_head_dim"]
-    example: Callable[[Config, int], dict[str, torch.Tensor]] = lambda config, text_tokens: {
-        "context": torch.randn(1, text_tokens, config["joint_attention_dim"])
-    }
+    """Which layers tensor parallelism cuts, and how. Applied by rank/stage/tensor_parallel.py."""
+
     patching: Patching = field(default_factory=Patching)
-    whole_latent: bool = False
-    older_class: str = ""
-    takes: Callable[[Config], bool] = lambda _config: True
-    native_values: Callable[[Config], Mapping[str, Any]] = lambda _config: {}
-    accepts: tuple[str, ...] = ("context", "y", "guidance")
-    exact: tuple[str, ...] = ()
-    settings: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
-    drops_mask: bool = False
-    residuals: Mapping[str, str] = field(default_factory=dict)
-    text_first: bool = True  # joint sequence [text, image]; False: [image, text]
-    model_time: Callable[[torch.Tensor], torch.Tensor] = lambda timestep: timestep
-    padded: Callable[[int], int] = lambda tokens: tokens
-    prepare: Callable[[nn.Module, StepInputs], None] = lambda _model, _step: None
-    output: Callable[[torch.Tensor], torch.Tensor] = lambda out: out
-    max_side: Callable[[Config], int | None] = lambda _config: None  # tokens; None: positions have no end
-    key_aliases: dict[str, str] = field(default_factory=dict)  # key endings that some files use for others
+    """How latents become tokens."""
+
     unsupported: tuple[str, ...] = ()
+    """Mesh axes on which the family cannot have more than one rank. "pipe" stands for bands too."""
+
     in_comfyui: bool = True
-    ignored: tuple[str, ...] = ()
+    """ComfyUI has a native model of this kind, in whose MODEL the remote one takes its place."""
+
+    native_values: Callable[[Config], Mapping[str, Any]] = lambda _config: {}
+    """Attributes, no tensors, of ComfyUI's native model that its BaseModel reads -> their values."""
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
-        """The model's own forward for one micro-step: [b, m, c], the picture's tokens among the rank's.
+        """Run the model's own forward for one micro-step; [b, m, c], the rank's tokens of the picture.
 
-        Unless the stage ends it before its epilogue.
+        The stage's stand-ins end the forward early where the epilogue is not this rank's.
         """
-        if self.whole_latent:
+        if self.forward.whole_latent:
             step = replace(step, x=self._whole(model, step))
-        self.prepare(model, step)
-        out = self.output(model(**self.arguments(step, model.config), return_dict=False)[0])
+        self.forward.prepare(model, step)
+        out = self.forward.output(model(**self.forward.arguments(step, model.config), return_dict=False)[0])
         own = step.stream.images(step.image)
-        if self.whole_latent:
+        if self.forward.whole_latent:
             return self.patching.pack(out)[:, own.slice]
-        return (
-            out if len(own) == len(step.image) else out[:, step.stream.places(step.image).to(out.device) < step.stream.image]
-        )
+        if len(own) == len(step.image):
+            return out
+        return out[:, step.stream.places(step.image).to(out.device) < step.stream.image]
 
     def _whole(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
-        """[b, C, (T,) H, W] with the shard in its place."""
+        """The whole latent [b, C, (T,) H, W], zero outside of the rank's tokens."""
         batch, own = len(step.timestep), step.stream.images(step.image)
         sizes = self.patching.whole(step.grid)
         if step.x is None:
-            return step.timestep.new_zeros(batch, self.latent_channels(model.config), *sizes, dtype=step.dtype)
+            return step.timestep.new_zeros(batch, self.sizes.latent_channels(model.config), *sizes, dtype=step.dtype)
         packed = step.x
         if len(own) < step.stream.image:
             packed = step.x.new_zeros(batch, step.stream.image, step.x.shape[-1])
@@ -167,35 +245,8 @@ class Family:
 
     def image_padding(self, grid: tuple[int, ...]) -> int:
         """Tokens that the class adds to the image."""
-        return self.padded(math.prod(grid)) - math.prod(grid)
+        return self.inputs.padded(math.prod(grid)) - math.prod(grid)
 
     def stream(self, grid: tuple[int, ...], references: int = 0) -> TokenOrder:
         """The order of a request's image tokens."""
         return TokenOrder(math.prod(grid), self.patching.row_tokens(grid), references)
-
-    def owned(self, config: Config, span: Span) -> dict[str, range]:
-        """`span` counts the blocks of all lists through; block list -> which of its own blocks fall into it.
-
-        Lists of the prologue belong to the first stage. An empty range says on which side of it the stage is.
-        """
-        owned, start, counts = {}, 0, self.blocks(config)
-        for spec in self.block_lists:
-            if spec.prologue:
-                owned[spec.name] = range(sys.maxsize) if span.start == 0 else range(sys.maxsize, sys.maxsize)
-                continue
-            count = counts[spec.name]
-            owned[spec.name] = range(*sorted(min(max(edge - start, 0), count) for edge in (span.start, span.stop)))
-            start += count
-        return owned
-
-    def carried(self, config: Config, boundary: int) -> tuple[str, ...]:
-        """The blocks, as "<list>.<index>", whose outputs cross `boundary` (counted as in `owned`) with the hidden states."""
-        done, counts = self.owned(config, Span(0, boundary)), self.blocks(config)
-        return tuple(
-            f"{name}.{index}"
-            for name, skips in ((spec.name, spec.skips) for spec in self.block_lists if not spec.prologue)
-            for index in range(skips(done[name].stop, counts[name]))
-        )
-
-    def block_count(self, config: Config) -> int:
-        return sum(self.blocks(config).values())

@@ -108,5 +108,5 @@ class Rows:
         return torch.cat(parts if self.text_first else parts[::-1], dim)
 
 
-Cut = Callable[[Any, Rows], Any]
-"""Cuts an argument of a block, made for the whole sequence, down to the rank's tokens."""
+ArgumentCut = Callable[[Any, Rows], Any]
+"""(argument of a block, made for the whole sequence; rows) -> the same for the rank's tokens."""

@@ -7,75 +7,68 @@ from enum import Enum
 from parallel_backend.core.spans import Span, split
 
 
-class Cut(Enum):
-    COLUMN = "column"  # output features; the following layers take them as they are
-    ROW = "row"  # input features; outputs are added up over the axis
-    GATHER = "gather"  # output features, gathered again at once
-    NORM = "norm"  # an RMSNorm over what a column-cut layer gives: it divides by the root mean square of all of it
-    TABLE = "table"  # no layer: the last axis of the tensors that a module gives for the features of a column-cut layer
+class CutKind(Enum):
+    """Which side of a layer is cut, and how the ranks' results come together."""
+
+    COLUMN = "column"
+    """Output features. The layers that follow take a rank's own as they are."""
+
+    ROW = "row"
+    """Input features. The ranks' outputs are added up."""
+
+    GATHER = "gather"
+    """Output features, gathered again at once."""
+
+    NORM = "norm"
+    """An RMSNorm over the output of a column-cut layer: the root mean square is that of all ranks' features."""
+
+    TABLE = "table"
+    """No layer: the last axis of the tensors that a module gives for the features of a column-cut layer."""
 
 
 HEADS = "heads"
-
-
+"""Part of a cut side: one attention projection, cut between heads."""
 KEY_HEADS = "key heads"
-
-
+"""Part of a cut side: a projection to keys or values that several heads share (grouped-query attention). The heads that
+share one stay on one rank."""
 WIDTH = "width"
+"""Part of a cut side: anything else, cut evenly. Several of them have equal shares of what heads leave."""
 
 
 @dataclass(frozen=True)
-class Style:
-    """`parts`: what the cut side of the weight is made of, in order; each part is cut on its own.
+class LayerCut:
+    """How one layer is cut."""
 
-    HEADS: one attention projection, cut between heads. KEY_HEADS: one of keys or values where several heads share them
-    (grouped-query attention); those heads stay together. WIDTH: anything else, cut evenly; several share what is left in
-    equal parts.
-    """
+    kind: CutKind
 
-    cut: Cut
     parts: tuple[str, ...] = (WIDTH,)
+    """What the cut side of the weight is made of, in order: HEADS, KEY_HEADS, WIDTH. Each part is cut on its own."""
 
 
-COLUMN_BY_HEADS = Style(Cut.COLUMN, (HEADS,))
+COLUMN_BY_HEADS = LayerCut(CutKind.COLUMN, (HEADS,))
+COLUMN_BY_KEY_HEADS = LayerCut(CutKind.COLUMN, (KEY_HEADS,))
+ROW_BY_HEADS = LayerCut(CutKind.ROW, (HEADS,))
+COLUMN = LayerCut(CutKind.COLUMN)
+ROW = LayerCut(CutKind.ROW)
+GATHER = LayerCut(CutKind.GATHER)
+NORM_BY_HEADS = LayerCut(CutKind.NORM, (HEADS,))
+TABLE_BY_HEADS = LayerCut(CutKind.TABLE, (HEADS,))
 
-
-COLUMN_BY_KEY_HEADS = Style(Cut.COLUMN, (KEY_HEADS,))
-
-
-ROW_BY_HEADS = Style(Cut.ROW, (HEADS,))
-
-
-COLUMN = Style(Cut.COLUMN)
-
-
-ROW = Style(Cut.ROW)
-
-
-GATHER = Style(Cut.GATHER)
-
-
-NORM_BY_HEADS = Style(Cut.NORM, (HEADS,))
-
-
-TABLE_BY_HEADS = Style(Cut.TABLE, (HEADS,))
-
-
-Plan = Mapping[str, Mapping[str, Style]]
-"""Block list -> layer's name inside one of its blocks -> how it is cut. Another module of the model has the name ""."""
+Plan = Mapping[str, Mapping[str, LayerCut]]
+"""Block list -> layer of its blocks -> how it is cut. A module outside the blocks is a list whose layer is ""."""
 
 
 def cut_side(
-    style: Style, size: int, heads: int, head_size: int, index: int, ranks: int, key_heads: int | None = None
+    cut: LayerCut, size: int, heads: int, head_size: int, index: int, ranks: int, key_heads: int | None = None
 ) -> tuple[Span, ...]:
     """Rank `index`'s spans of a weight's cut side of `size` features."""
     key_heads = key_heads or heads
     own = split(Span(0, key_heads), ranks)[index]
     features = {HEADS: heads // key_heads * head_size, KEY_HEADS: head_size}  # for each key head
-    widths = style.parts.count(WIDTH)
-    rest = size - sum(key_heads * features[part] for part in style.parts if part != WIDTH)
+    widths = cut.parts.count(WIDTH)
+    rest = size - sum(key_heads * features[part] for part in cut.parts if part != WIDTH)
     spans, start = [], 0
-    for part in style.parts:
+    for part in cut.parts:
         if part != WIDTH:
             spans.append(Span(start + own.start * features[part], start + own.stop * features[part]))
             start += key_heads * features[part]

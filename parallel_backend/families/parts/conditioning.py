@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from parallel_backend.core.spans import Span
 from parallel_backend.families.base.step_inputs import Shapes
 
 
@@ -27,12 +26,6 @@ def check_learned_variance(model: str, learned: bool) -> None:
     """ValueError for a model that predicts none, which the native one cannot be. `model`: what the user calls it."""
     if not learned:
         raise ValueError(f"model_name: this {model} predicts no variance, as ComfyUI's does. Use another {model} file.")
-
-
-def grid_positions(grid: tuple[int, ...], span: Span) -> torch.Tensor:
-    """[n, 3]: (0, row, column) of image tokens `span`, counted row by row."""
-    index = torch.arange(span.start, span.stop)
-    return torch.stack((torch.zeros_like(index), index // grid[1], index % grid[1]), dim=1).float()
 
 
 def rotary_table(positions: torch.Tensor, widths: Sequence[int], theta: float) -> torch.Tensor:

@@ -4,11 +4,18 @@
 
 from typing import Any
 
-from parallel_backend.families.base.family import JOINT, BlockList
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, Style
+from parallel_backend.families.base.blocks import JOINT, BlockList
+from parallel_backend.families.base.family import CacheScope
+from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
 
 _COLUMNS = [f"{attention}.to_{part}" for attention in ("attn1", "attn2") for part in "qkv"]
 _NORMS = [f"{attention}.norm_{part}" for attention in ("attn1", "attn2") for part in "qk"]
+
+TEXT_KEYS = dict.fromkeys(
+    [f"*.attn2.{name}" for name in ("to_k", "to_v", "norm_k", "add_k_proj", "add_v_proj", "norm_added_k")], CacheScope.CALL
+)
+"""`Forward.cached_modules`: keys and values of the text, which are the same for every band. Not every class has them all.
+Those of all blocks at once are too much to keep for a whole run: 0.4 GB in a Wan of 14 B."""
 
 
 def block_list(name: str, **others: Any) -> BlockList:
@@ -16,7 +23,7 @@ def block_list(name: str, **others: Any) -> BlockList:
     return BlockList(name, returns=("image",), attention={"attn1": JOINT}, **others)
 
 
-def block_plan(feed_forward: str, norms: bool = True) -> dict[str, Style]:
+def block_plan(feed_forward: str, norms: bool = True) -> dict[str, LayerCut]:
     """How a block is cut for tensor parallelism. `feed_forward`: its name in the block. `norms`: those of queries and keys
     are over all heads at once, where there are any.
     """

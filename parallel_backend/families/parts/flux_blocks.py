@@ -9,10 +9,19 @@ from typing import Any
 import torch
 
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, HEADS, ROW, ROW_BY_HEADS, WIDTH, Cut, Style
+from parallel_backend.families.base.tensor_plan import (
+    COLUMN,
+    COLUMN_BY_HEADS,
+    HEADS,
+    ROW,
+    ROW_BY_HEADS,
+    WIDTH,
+    CutKind,
+    LayerCut,
+)
 
 from .conditioning import count_blocks, hidden
-from .key_map import BOTH, Keys
+from .key_map import BOTH, KeyMap
 
 DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
 QKV, ADDED_QKV = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
@@ -44,7 +53,7 @@ DOUBLE_PLAN = {
     **dict.fromkeys(("ff.net.0.proj", "ff_context.net.0.proj"), COLUMN),
     **dict.fromkeys(("ff.net.2", "ff_context.net.2"), ROW),
 }
-BOTH_ROWS = Style(Cut.ROW, (HEADS, WIDTH))
+BOTH_ROWS = LayerCut(CutKind.ROW, (HEADS, WIDTH))
 """A single block's last layer takes attention and feed-forward side by side."""
 SINGLE_PLAN = {**dict.fromkeys(QKV, COLUMN_BY_HEADS), "proj_mlp": COLUMN, "proj_out": BOTH_ROWS}
 
@@ -79,17 +88,17 @@ def block_counts(config: Config) -> dict[str, int]:
     return {DOUBLE: config["num_layers"], SINGLE: config["num_single_layers"]}
 
 
-def double_keys(keys: Keys, config: Config, layers: Mapping[str, str], leaves: Iterable[str] = BOTH) -> None:
+def double_keys(keys: KeyMap, config: Config, layers: Mapping[str, str], parameters: Iterable[str] = BOTH) -> None:
     """The double blocks: attention, which is one in all three, and `layers`, the family's others (ours -> original)."""
     for index in range(config["num_layers"]):
         block = keys.inside(f"{DOUBLE}.{index}.", f"double_blocks.{index}.")
-        block.copy(PROJECTIONS | layers, leaves)
+        block.copy(PROJECTIONS | layers, parameters)
         block.copy(DOUBLE_NORMS, SCALE)
-        block.split("img_attn.qkv", dict.fromkeys(QKV, hidden(config)), leaves)
-        block.split("txt_attn.qkv", dict.fromkeys(ADDED_QKV, hidden(config)), leaves)
+        block.split("img_attn.qkv", dict.fromkeys(QKV, hidden(config)), parameters)
+        block.split("txt_attn.qkv", dict.fromkeys(ADDED_QKV, hidden(config)), parameters)
 
 
-def single_keys(keys: Keys, config: Config, layers: Mapping[str, str]) -> None:
+def single_keys(keys: KeyMap, config: Config, layers: Mapping[str, str]) -> None:
     """The single blocks of Flux.1 and Chroma, and `layers` of them."""
     width = hidden(config)
     for index in range(config["num_single_layers"]):

@@ -10,39 +10,39 @@ BOTH = ("weight", "bias")
 
 
 @dataclass(frozen=True)
-class Keys:
+class KeyMap:
     """Collects `sources`. Module names are put behind the prefixes `target` (diffusers) and `source` (original).
 
-    `leaves`: the parameters that a module has; a mapping where their names differ (diffusers' -> original).
+    `parameters`: the parameters that a module has; a mapping where their names differ (diffusers' -> original).
     """
 
     sources: dict[str, Source] = field(default_factory=dict)
     target: str = ""
     source: str = ""
 
-    def inside(self, target: str, source: str) -> "Keys":
+    def inside(self, target: str, source: str) -> "KeyMap":
         """The same collection, for modules inside these two."""
-        return Keys(self.sources, self.target + target, self.source + source)
+        return KeyMap(self.sources, self.target + target, self.source + source)
 
     def copy(
-        self, names: Mapping[str, str], leaves: Iterable[str] | Mapping[str, str] = BOTH, swap_halves: bool = False
+        self, names: Mapping[str, str], parameters: Iterable[str] | Mapping[str, str] = BOTH, swap_halves: bool = False
     ) -> None:
         """diffusers module -> original module, its parameters as they are (or with their halves exchanged)."""
         for target, source in names.items():
-            for ours, theirs in _pairs(leaves):
+            for ours, theirs in _pairs(parameters):
                 self.sources[f"{self.target}{target}.{ours}"] = Source(
                     f"{self.source}{source}.{theirs}", swap_halves=swap_halves
                 )
 
-    def same(self, *names: str, leaves: Iterable[str] | Mapping[str, str] = BOTH) -> None:
+    def same(self, *names: str, parameters: Iterable[str] | Mapping[str, str] = BOTH) -> None:
         """Modules that have one name in both layouts."""
-        self.copy({name: name for name in names}, leaves)
+        self.copy({name: name for name in names}, parameters)
 
-    def split(self, source: str, rows: Mapping[str, int], leaves: Iterable[str] | Mapping[str, str] = BOTH) -> None:
+    def split(self, source: str, rows: Mapping[str, int], parameters: Iterable[str] | Mapping[str, str] = BOTH) -> None:
         """One original module -> several of diffusers', each so many rows of it, in order."""
         start = 0
         for target, count in rows.items():
-            for ours, theirs in _pairs(leaves):
+            for ours, theirs in _pairs(parameters):
                 self.sources[f"{self.target}{target}.{ours}"] = Source(
                     f"{self.source}{source}.{theirs}", Span(start, start + count)
                 )
@@ -53,5 +53,5 @@ class Keys:
         self.sources[self.target + target] = Source(self.source + (source or target))
 
 
-def _pairs(leaves: Iterable[str] | Mapping[str, str]) -> Iterable[tuple[str, str]]:
-    return leaves.items() if isinstance(leaves, Mapping) else ((name, name) for name in leaves)
+def _pairs(parameters: Iterable[str] | Mapping[str, str]) -> Iterable[tuple[str, str]]:
+    return parameters.items() if isinstance(parameters, Mapping) else ((name, name) for name in parameters)

@@ -8,7 +8,7 @@ import torch
 from parallel_backend.families.base.step_inputs import Shapes
 
 from .conditioning import count_blocks, text
-from .key_map import Keys
+from .key_map import KeyMap
 
 WEIGHT = ("weight",)
 MODULATED, REFINER, CONTEXT = "layers", "noise_refiner", "context_refiner"
@@ -18,6 +18,7 @@ IGNORED = (r"norm_final\.weight",)
 """Of the original files, never applied."""
 AXES_LENS = (4096, 512, 512)
 """How many positions tables are made for: of the caption and the image behind it, token rows, token columns."""
+MAX_SETTINGS = {"axes_lens": 1 << 16}
 
 
 def has_keys(shapes: Shapes, modulation: str) -> bool:
@@ -43,8 +44,8 @@ def sizes(shapes: Shapes) -> dict[str, int]:
 
 
 def blocks(
-    keys: Keys, counts: Mapping[str, int], attention: str, queries: int, key_values: int
-) -> Iterator[tuple[str, Keys]]:
+    keys: KeyMap, counts: Mapping[str, int], attention: str, queries: int, key_values: int
+) -> Iterator[tuple[str, KeyMap]]:
     """(list, the inside of a block), for each; its attention layers, of these widths, are in `keys` already."""
     for name, count in counts.items():
         for index in range(count):

@@ -11,7 +11,7 @@ from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.family import LINEAR, NEIGHBOURS
+from parallel_backend.families.base.blocks import LINEAR, NEIGHBOURS
 from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 
 from .context import AttentionContext, AttentionStep
@@ -113,7 +113,7 @@ def _overlap(one: Span, two: Span) -> Span:
 
 
 def install_linear(modules: list[tuple[nn.Module, str]], context: AttentionContext) -> None:
-    """Make a stage's modules over LINEAR and NEIGHBOURS (families.base) work together over the sequence axes."""
+    """Make a stage's modules over LINEAR and NEIGHBOURS (base/blocks.py) work together over the sequence axes."""
     for module, over in modules:
         if over == LINEAR:
             module.processor = SharedLinearAttention(context)

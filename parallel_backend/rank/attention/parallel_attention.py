@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from parallel_backend.families.base.family import IMAGE, JOINT
+from parallel_backend.families.base.blocks import IMAGE, JOINT
 from parallel_backend.rank.comm.collectives import start_gather
 
 from .context import AttentionContext, AttentionStep

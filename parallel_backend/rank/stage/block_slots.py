@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel_backend.families.base.family import BlockList
-from parallel_backend.families.base.step_inputs import Cut, Rows
+from parallel_backend.families.base.blocks import BlockList
+from parallel_backend.families.base.step_inputs import ArgumentCut, Rows
 
 
 class StageDone(Exception):
@@ -49,7 +49,7 @@ class StageIO:
     outputs: dict[str, torch.Tensor] = field(default_factory=dict, init=False)  # [b, t + n, hidden] of those blocks
     _cut: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False)
 
-    def cut(self, name: str, cut: Cut, value: Any) -> Any:
+    def cut(self, name: str, cut: ArgumentCut, value: Any) -> Any:
         """`cut(value, rows)`, made once for all blocks that are given the same object."""
         known, done = self._cut.get(name, (None, None))
         if known is not value:

@@ -31,7 +31,7 @@ GUIDANCE_FACTOR = 1000.0
 
 @dataclass(frozen=True)
 class Stage:
-    """`attention`: the attention modules in the order in which they run, each with the tokens it is over (families.base)."""
+    """`attention`: the attention modules in the order in which they run, each with what BlockList.attention says of it."""
 
     model: nn.Module
     attention: list[tuple[nn.Module, str]]
@@ -54,15 +54,15 @@ def build_stage(
     loading.Load.
     """
     family, config = checkpoint.family, checkpoint.config
-    first, last = span.start == 0, span.stop == family.block_count(config)
+    first, last = span.start == 0, span.stop == family.blocks.total(config)
     dtype = compute_dtype(dtype_name, device)
     model = meta_model(family, config)
-    owned = family.owned(config, span)
-    skipped = (() if first else family.prologue) + (() if last else family.epilogue)
+    owned = family.blocks.owned(config, span)
+    skipped = (() if first else family.blocks.prologue) + (() if last else family.blocks.epilogue)
     # The state dict, not the parameters: a table of positions may be a buffer. As loaded it counts as a parameter.
     left_out = {
         f"{spec.name}.{index}."
-        for spec in family.block_lists
+        for spec in family.blocks.lists
         for index in (owned[spec.name] if only and not spec.prologue else ())
         if f"{spec.name}.{index}" not in only
     }
@@ -75,7 +75,7 @@ def build_stage(
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-    width = family.hidden(config)
+    width = family.sizes.hidden(config)
     for name in skipped:
         # A refiner's blocks are simply none, other modules' outputs are looked at for their shape.
         module = getattr(model, name)
@@ -84,10 +84,11 @@ def build_stage(
         else:
             absent = nn.ModuleList() if isinstance(module, nn.ModuleList) else Placeholder(width, dtype, device)
         setattr(model, name, absent)
-    arriving, leaving = (() if end else family.carried(config, at) for end, at in ((first, span.start), (last, span.stop)))
-    flow, attention = StageIO(family.text_first, arriving, leaving), []
-    for spec in family.block_lists:
-        attention += fill_slots(model, spec, flow, owned[spec.name], family.whole_latent, only)
+    arriving = () if first else family.blocks.carried(config, span.start)
+    leaving = () if last else family.blocks.carried(config, span.stop)
+    flow, attention = StageIO(family.blocks.text_first, arriving, leaving), []
+    for spec in family.blocks.lists:
+        attention += fill_slots(model, spec, flow, owned[spec.name], family.forward.whole_latent, only)
     return Stage(model, attention, flow)
 
 
@@ -109,16 +110,16 @@ def keep_timestep_exact(
     In bf16 that rounding moves Flux's output by 4 % (timestep) and 7 % (a guidance of 3.5). `values_of()` gives the current
     micro-step's timestep and embedded guidance, [b] float32 each; None without guidance.
     """
-    if family.time_embed is None:
+    embedding = family.forward.time_embed
+    if embedding is None:
         return
-    name, factor = family.time_embed
-    embed = model.get_submodule(name)
+    embed = model.get_submodule(embedding.module)
     names = list(inspect.signature(embed.forward).parameters)
 
     def exact(_module: nn.Module, arguments: tuple) -> tuple:
         timestep, guidance = values_of()
         given = dict(zip(names, arguments, strict=False))
-        given[names[0]] = family.model_time(timestep) * factor
+        given[names[0]] = embedding.model_time(timestep) * embedding.factor
         if guidance is not None and given.get(GUIDANCE) is not None:
             given[GUIDANCE] = guidance * GUIDANCE_FACTOR
         return tuple(given.values())

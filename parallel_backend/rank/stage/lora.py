@@ -17,12 +17,9 @@ from parallel_backend.wire.loading import Adapt
 from .linear import PackedLinear, RankLinear
 from .tensor_parallel import TensorPlan
 
-READS_WEIGHTS = ("HunyuanDiTAttentionPool",)
-"""Classes of diffusers that hand the weights of their linear layers to a function of torch, rather than call the layers."""
-
 
 def parameter_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters that a rank has, as the recipe calls them, however they are kept."""
+    """Names of the parameters that a rank has, as the key map calls them, however they are kept."""
     names = []
     for name, module in model.named_modules():
         packed = isinstance(module, PackedLinear)
@@ -80,8 +77,8 @@ class Adapters:
         name, _, leaf = part.parameter.rpartition(".")
         layer = self._model.get_submodule(name)
         up = part.up.to(self._device, torch.float32) * part.scale
-        parent = self._model.get_submodule(name.rpartition(".")[0])
-        if isinstance(layer, RankLinear) and leaf == "weight" and type(parent).__name__ not in READS_WEIGHTS:
+        called = name.rpartition(".")[0] not in self._checkpoint.family.forward.weight_readers
+        if isinstance(layer, RankLinear) and leaf == "weight" and called:
             down = None if part.down is None else part.down.to(self._device, self._dtype)
             layer.adapters.append((up.to(self._dtype), down))
             self._layers.append(layer)

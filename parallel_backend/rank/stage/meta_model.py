@@ -16,9 +16,9 @@ def meta_model(family: Family, config: dict[str, Any]) -> nn.Module:
     Buffers and other tensors are real: constructors compute tables of positions and frequencies, which no file has.
     """
     with _meta_parameters():
-        arguments = {name: value for name, value in config.items() if name not in family.settings}
+        arguments = {name: value for name, value in config.items() if name not in family.file.settings}
         model = getattr(diffusers, family.model_class)(**arguments).eval().requires_grad_(False)
-    model.register_to_config(**{name: config[name] for name in family.settings})
+    model.register_to_config(**{name: config[name] for name in family.file.settings})
     return model
 
 

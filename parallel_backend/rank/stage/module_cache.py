@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from parallel_backend.families.parts.shared_modules import CacheScope
+from parallel_backend.families.base.family import CacheScope
 from parallel_backend.wire.sampling import Step
 
 from .stand_ins import STAND_INS
@@ -28,7 +28,7 @@ class ModuleCache:
     """What the modules of one rank's model gave in earlier micro-steps."""
 
     def __init__(self, model: nn.Module, plan: Mapping[str, CacheScope]):
-        """From now on the modules of `plan` (see families.once) answer from what is kept."""
+        """From now on the modules of `plan` (Forward.cached_modules) answer from what is kept."""
         self._kept: dict[CacheScope, OrderedDict[tuple[Hashable, ...], Outputs]] = {per: OrderedDict() for per in CacheScope}
         self.current: dict[CacheScope, Outputs] = {}  # of the micro-step under way
         self.calls: Counter[nn.Module] = Counter()  # in it

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_backend.families.base.family import BlockList
+from parallel_backend.families.base.blocks import BlockList
 
 from .block_slots import BlockSlot, StageDone, StageIO
 

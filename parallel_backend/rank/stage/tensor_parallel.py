@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel_backend.core.spans import Shard, Span, split
-from parallel_backend.families.base.tensor_plan import Cut, Plan, Style, cut_side
+from parallel_backend.families.base.tensor_plan import CutKind, LayerCut, Plan, cut_side
 from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
@@ -29,7 +29,7 @@ class TensorPlan:
     axis: Axis
     key_heads: int | None = None
 
-    def style(self, parameter: str) -> Style | None:
+    def layer_cut(self, parameter: str) -> LayerCut | None:
         """Of the layer that `parameter` (`<list>.<index>.<layer>.weight`) belongs to. None: every rank has it whole."""
         if self.axis.size == 1:
             return None
@@ -40,15 +40,15 @@ class TensorPlan:
         """This rank's part of each of these parameters that is cut; the others it has whole."""
         shards = {}
         for parameter, shape in shapes.items():
-            style = self.style(parameter)
-            if style is None:
+            cut = self.layer_cut(parameter)
+            if cut is None:
                 continue
-            if parameter.endswith(".bias") and style.cut is Cut.ROW:
+            if parameter.endswith(".bias") and cut.kind is CutKind.ROW:
                 if self.axis.index > 0:  # it is added once: by the first rank
                     shards[parameter] = Shard(0, ())
                 continue
-            dim = 1 if style.cut is Cut.ROW else 0
-            spans = cut_side(style, shape[dim], self.heads, self.head_size, self.axis.index, self.axis.size, self.key_heads)
+            dim = 1 if cut.kind is CutKind.ROW else 0
+            spans = cut_side(cut, shape[dim], self.heads, self.head_size, self.axis.index, self.axis.size, self.key_heads)
             shards[parameter] = Shard(dim, spans)
         return shards
 
@@ -66,28 +66,28 @@ class TensorPlan:
                 module.inner_dim = local_heads * self.head_size
                 if hasattr(module, "mlp_hidden_dim"):  # its layers are the feed-forward's too, divided by these two widths
                     module.mlp_hidden_dim = len(split(Span(0, module.mlp_hidden_dim), self.axis.size)[self.axis.index])
-            style = self.style(f"{name}.weight")
-            if style is None:
+            cut = self.layer_cut(f"{name}.weight")
+            if cut is None:
                 continue
-            if style.cut is Cut.NORM:
+            if cut.kind is CutKind.NORM:
                 SharedRMSNorm.adopt(module, self.axis, traffic)
                 continue
-            if style.cut is Cut.TABLE:
-                module.register_forward_hook(functools.partial(self._cut_table, style))
+            if cut.kind is CutKind.TABLE:
+                module.register_forward_hook(functools.partial(self._cut_table, cut))
                 continue
-            if style.cut is Cut.ROW:
+            if cut.kind is CutKind.ROW:
                 module.register_forward_hook(lambda _module, _input, out: all_reduce(out, self.axis, traffic))
-            elif style.cut is Cut.GATHER:
+            elif cut.kind is CutKind.GATHER:
                 sizes = [len(span) for span in split(Span(0, module.out_features), self.axis.size)]
                 module.register_forward_hook(functools.partial(_gather, sizes, self.axis, traffic))
             module.out_features, module.in_features = module.weight_shape
 
     def _cut_table(
-        self, style: Style, _module: nn.Module, _input: tuple, tables: tuple[torch.Tensor, ...]
+        self, cut: LayerCut, _module: nn.Module, _input: tuple, tables: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
         """Forward hook: each [..., features] -> [..., this rank's features]."""
         width, axis = tables[0].shape[-1], self.axis
-        spans = cut_side(style, width, self.heads, self.head_size, axis.index, axis.size, self.key_heads)
+        spans = cut_side(cut, width, self.heads, self.head_size, axis.index, axis.size, self.key_heads)
         return tuple(torch.cat([table[..., span.slice] for span in spans], dim=-1) for table in tables)
 
 

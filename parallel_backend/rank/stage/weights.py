@@ -35,7 +35,7 @@ def fill_weights(
     for target in targets:
         if _without_ones(checkpoint.shape(target)) != _without_ones(known[target].shape):
             raise ValueError(
-                f"model_name: {checkpoint.path.name} holds {checkpoint.recipe[target].key} of shape "
+                f"model_name: {checkpoint.path.name} holds {checkpoint.key_map[target].key} of shape "
                 f"{list(checkpoint.shape(target))}, where {checkpoint.family.name} has {list(known[target].shape)}."
             )
     shards = {} if plan is None else plan.shards({target: checkpoint.shape(target) for target in targets})

@@ -315,7 +315,7 @@ def _watch_blocks(agent: Agent, engine_class: Any) -> None:
 
     def init(engine: Any, *arguments: Any) -> None:
         make(engine, *arguments)
-        for block in own_blocks(engine.model, engine.family.block_lists).values():
+        for block in own_blocks(engine.model, engine.family.blocks.lists).values():
             block.register_forward_hook(seen)
 
     def seen(_block: Any, _inputs: Any, output: Any) -> Any:

@@ -216,23 +216,23 @@ def opened(path: Path) -> str:
         model = meta_model(checkpoint.family, checkpoint.config)
     except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError, AssertionError, AttributeError, ImportError):
         return "refused by a rank"  # which names itself in the error
-    return "opened" if set(checkpoint.recipe) <= set(model.state_dict()) else "refused by a rank"
+    return "opened" if set(checkpoint.key_map) <= set(model.state_dict()) else "refused by a rank"
 
 
 def look_at(checkpoint: Checkpoint) -> None:
     """As the loader and ComfyUI's side do."""
     family, config = checkpoint.family, checkpoint.config
     assert checkpoint.dtype and checkpoint.original_shapes is not None
-    assert family.max_side(config) is None or family.max_side(config) > 0
-    assert family.blocks(config) and family.owned(config, Span(0, family.block_count(config)))
-    assert sum(checkpoint.nbytes(target, "bf16") for target in checkpoint.recipe) > 0
+    assert family.sizes.max_side(config) is None or family.sizes.max_side(config) > 0
+    assert family.blocks.counts(config) and family.blocks.owned(config, Span(0, family.blocks.total(config)))
+    assert sum(checkpoint.nbytes(target, "bf16") for target in checkpoint.key_map) > 0
     for degrees in (Degrees(), Degrees(pipe=2), Degrees(tensor=4), Degrees(ulysses=3)):
         try:
             check_model(
                 degrees,
-                heads=family.heads(config),
-                blocks=family.block_count(config),
-                key_heads=family.key_heads(config),
+                heads=family.sizes.heads(config),
+                blocks=family.blocks.total(config),
+                key_heads=family.sizes.key_heads(config),
                 unsupported=family.unsupported,
             )
         except ValueError as error:

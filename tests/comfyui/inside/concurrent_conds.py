@@ -190,7 +190,7 @@ def on_the_bundled_model(results: Results) -> None:
     case("two areas", [[*area, *other], negative])
     case("cfg 1", unequal, partial(_cfg_1))
 
-    control = Adds(model.model.diffusion_model.checkpoint.family.hidden(model.model.diffusion_model.checkpoint.config))
+    control = Adds(model.model.diffusion_model.checkpoint.family.sizes.hidden(model.model.diffusion_model.checkpoint.config))
     controlled = [[[text, {**extras, "control": control}] for text, extras in prompt] for prompt in unequal]
     case("control", controlled, more=lambda: {"far": _far(run, model, controlled, unequal, empty)})
 

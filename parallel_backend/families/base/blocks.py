@@ -1,0 +1,105 @@
+"""The blocks of a model: which lists they are in, what surrounds them, and which of them a pipeline stage has."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from parallel_backend.core.spans import Span
+
+from .step_inputs import ArgumentCut, Config
+
+JOINT, IMAGE, LINEAR, NEIGHBOURS = "joint", "image", "linear", "neighbours"
+"""Which tokens a module mixes. JOINT: attention over text and image. IMAGE: attention over the image alone. LINEAR: linear
+attention over the image. NEIGHBOURS: 3 x 3 convolutions over the image."""
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """One of the class's lists of blocks: what its blocks are called with, and what they return."""
+
+    name: str
+    """Attribute of the diffusers class."""
+
+    returns: tuple[str, ...] = ("text", "image")
+    """Streams that a block returns, in its order."""
+
+    image: str = "hidden_states"
+    """A block's argument for the image stream."""
+
+    text: str = "encoder_hidden_states"
+    """A block's argument for the text stream."""
+
+    joined: bool = False
+    """Text and image are one tensor, the image stream, in the order that `Blocks.text_first` says."""
+
+    cuts: Mapping[str, ArgumentCut] = field(default_factory=dict)
+    """Other arguments of a block that have a token axis -> how they are cut down to a rank's tokens. Only where
+    `Forward.whole_latent`."""
+
+    attention: Mapping[str, str] = field(default_factory=lambda: {"attn": JOINT})
+    """Module of a block that looks at other tokens -> JOINT, IMAGE, LINEAR or NEIGHBOURS."""
+
+    prologue: bool = False
+    """The list belongs to the first stage as a whole (refiners). Its blocks are not counted among the model's."""
+
+    needs_text: bool = False
+    """The blocks cannot run without text: where a rank has none they get one token that nothing looks at. Only where
+    `Forward.whole_latent`."""
+
+    skips: Callable[[int, int], int] = lambda _done, _count: 0
+    """Long skips. (blocks that have run, blocks of the list) -> how many blocks, from the first on, have an output that a
+    later block still wants. Those outputs cross to the next stage with the hidden states."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A model's blocks and the modules around them. Blocks are numbered through all lists that are no prologue.
+
+    Read by the ranks' stages, by placement and memory on the client, and by ControlNet.
+    """
+
+    lists: tuple[BlockList, ...]
+    """In the order in which they run."""
+
+    counts: Callable[[Config], dict[str, int]]
+    """List -> number of its blocks. Lists of the prologue are left out."""
+
+    epilogue: tuple[str, ...]
+    """Modules of the class that only the last stage has."""
+
+    prologue: tuple[str, ...] = ()
+    """Modules of the class that only the first stage has. On later stages each gives zeros of the hidden width."""
+
+    text_first: bool = True
+    """Order of the joint sequence: [text, image], or else [image, text]."""
+
+    residuals: Mapping[str, str] = field(default_factory=dict)
+    """ControlNet: kind of output as ComfyUI names it ("input", "output") -> list behind whose blocks it is added."""
+
+    def total(self, config: Config) -> int:
+        """Number of the model's blocks."""
+        return sum(self.counts(config).values())
+
+    def owned(self, config: Config, span: Span) -> dict[str, range]:
+        """List -> its own blocks among the model's blocks `span`.
+
+        Lists of the prologue belong to the first stage. An empty range says on which side of it the stage is.
+        """
+        owned, start, counts = {}, 0, self.counts(config)
+        for spec in self.lists:
+            if spec.prologue:
+                owned[spec.name] = range(sys.maxsize) if span.start == 0 else range(sys.maxsize, sys.maxsize)
+                continue
+            count = counts[spec.name]
+            owned[spec.name] = range(*sorted(min(max(edge - start, 0), count) for edge in (span.start, span.stop)))
+            start += count
+        return owned
+
+    def carried(self, config: Config, boundary: int) -> tuple[str, ...]:
+        """Blocks "<list>.<index>" whose outputs cross the boundary before block `boundary`, for long skips."""
+        done, counts = self.owned(config, Span(0, boundary)), self.counts(config)
+        return tuple(
+            f"{name}.{index}"
+            for name, skips in ((spec.name, spec.skips) for spec in self.lists if not spec.prologue)
+            for index in range(skips(done[name].stop, counts[name]))
+        )
