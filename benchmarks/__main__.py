@@ -89,7 +89,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> None:
     given = parse(arguments)
     torch.set_num_threads(1)
-    say = measuring.Progress()
+    say = measuring.TimedLog()
     parts = given.only or [name for name in PARTS if name not in ON_CUDA or torch.cuda.is_available()]
     for name in sorted(set(PARTS) - set(parts)):
         say(f"left out: {name}" + (", which needs a CUDA device" if name in ON_CUDA and not given.only else ""))

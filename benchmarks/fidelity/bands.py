@@ -1,6 +1,6 @@
 """What brings PipeFusion closer to the exact run, and at what cost in time: other exact steps, other orders of the bands.
 
-    python benchmarks/fidelity/bands.py --out benchmarks/results/fidelity_mini_NAME_DATE.json
+    python -m benchmarks.fidelity.bands --out benchmarks/results/fidelity_mini_NAME_DATE.json
 
 For each number of steps and of bands, on the trained mini model: the run as it is (first step exact, bands from the top of
 the picture to its end), other exact steps, and other orders of the bands, each with the PSNR to the exact run (as in
@@ -13,26 +13,21 @@ band sees depends on nothing else. With the present order the pictures equal tho
 checked for each number of steps and bands. As in quality.py, split_batch shares the pictures out to use every core.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.harness import mini_model as mini  # noqa: E402
-from benchmarks.harness.mini_model import CHUNK, judge, load, sample  # noqa: E402
-from parallel_backend.client.pipefusion.banded_run import cut_rows  # noqa: E402
-from parallel_backend.client.pipefusion.order import MicroStep  # noqa: E402
-from parallel_backend.client.placement.pipeline_model import StageCost, by_share, simulate  # noqa: E402
-from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
-from parallel_backend.core.degrees import Degrees  # noqa: E402
-from parallel_backend.core.spans import Span  # noqa: E402
-from parallel_backend.processes.pool import wait_for  # noqa: E402
-from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas  # noqa: E402
+from benchmarks.harness import mini_model as mini
+from benchmarks.harness.mini_model import CHUNK, judge, load, sample
+from parallel_backend.client.pipefusion.banded_run import cut_rows
+from parallel_backend.client.pipefusion.order import MicroStep
+from parallel_backend.client.placement.pipeline_model import StageCost, by_share, simulate
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Span
+from parallel_backend.processes.pool import wait_for
+from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas
 
 STAGES = [StageCost(0.0, 0.5)] * 2
 

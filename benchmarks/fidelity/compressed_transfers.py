@@ -1,6 +1,6 @@
 """What one byte for each value costs and saves Ulysses: pictures of the mini model, bytes, and time on links of given speed.
 
-    python benchmarks/fidelity/compressed_transfers.py --images 40 --out benchmarks/results/compressed_transfers_X.json
+    python -m benchmarks.fidelity.compressed_transfers --images 40 --out benchmarks/results/compressed_transfers_X.json
 
 Pictures: PSNR to the run with full transfers, and digits read, two ranks. Time: packing and unpacking of one block's values
 of Flux at 1024 x 1024 is measured, in bf16 on a CUDA device where there is one, and the time on a link is worked out from
@@ -8,27 +8,22 @@ the bytes: nothing is sent. `break_even_gigabytes_per_second`: on slower links i
 """
 
 import argparse
-import json
 import math
 import statistics
-import sys
 import time
 from datetime import date
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import common  # noqa: E402
-from benchmarks.harness.mini_model import CHUNK, judge, requests, sample  # noqa: E402
-from parallel_backend.checkpoints.checkpoint import open_checkpoint  # noqa: E402
-from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
-from parallel_backend.core.degrees import TRANSFER_DTYPES, Degrees  # noqa: E402
-from parallel_backend.processes.pool import Pool  # noqa: E402
-from parallel_backend.quickstart.model import WEIGHTS  # noqa: E402
-from parallel_backend.rank.comm.transfer_codec import KINDS, Codec  # noqa: E402
+from benchmarks.harness import measuring
+from benchmarks.harness.mini_model import CHUNK, judge, requests, sample
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import TRANSFER_DTYPES, Degrees
+from parallel_backend.processes.pool import Pool
+from parallel_backend.quickstart.model import WEIGHTS
+from parallel_backend.rank.comm.transfer_codec import KINDS, Codec
 
 TOKENS, HEADS, SIZE = 4096 + 512, 24, 128  # Flux at 1024 x 1024
 LINKS = (1, 3, 6, 12, 25)  # GB/s
@@ -102,17 +97,14 @@ def main() -> None:
     torch.set_num_threads(1)
     result = {
         "date": date.today().isoformat(),
-        "hardware": common.hardware(),
+        "hardware": measuring.hardware(),
         "images": options.images,
         "steps": options.steps,
         "ranks": options.ranks,
         "pictures": pictures(options.images, options.steps, options.ranks),
         "one_block_of_flux_1024": times(options.ranks),
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
+    measuring.report(result, options.out)
 
 
 if __name__ == "__main__":

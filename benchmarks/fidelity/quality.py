@@ -1,7 +1,7 @@
 """How far PipeFusion is from one rank on the trained mini model, and how far fewer steps would be: the rarer control.
 
-    python benchmarks/fidelity/quality.py --images 400 --out benchmarks/results/quality_NAME_DATE.json
-    python benchmarks/fidelity/quality.py --images 400 --steps 20 --bands "" --patches 2,4 --out ...
+    python -m benchmarks.fidelity.quality --images 400 --out benchmarks/results/quality_NAME_DATE.json
+    python -m benchmarks.fidelity.quality --images 400 --steps 20 --bands "" --patches 2,4 --out ...
 
 For each number of steps: the digits read and the PSNR to the exact run (decoded pictures in 0..1, mean over pictures)
 of PipeFusion with one warm-up step and M bands, of displaced patches with one warm-up step and of naive patches, and of
@@ -12,18 +12,13 @@ largest difference.
 """
 
 import math
-import sys
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.harness import mini_model as mini  # noqa: E402
-from benchmarks.harness.mini_model import CHUNK, judge, load, sample  # noqa: E402
-from parallel_backend.client.placement.pipeline_model import StageCost, finish_times  # noqa: E402
-from parallel_backend.core.degrees import Degrees  # noqa: E402
+from benchmarks.harness import mini_model as mini
+from benchmarks.harness.mini_model import CHUNK, judge, load, sample
+from parallel_backend.client.placement.pipeline_model import StageCost, finish_times
+from parallel_backend.core.degrees import Degrees
 
 
 def same_time_steps(steps: int, stages: int, bands: int) -> set[int]:

@@ -1,6 +1,6 @@
 """What the step cache costs and gains on the trained mini model, beside fewer steps: the control that needs no cache.
 
-    python benchmarks/fidelity/step_cache.py --images 400 --out benchmarks/results/step_cache_mini_400_NAME_DATE.json
+    python -m benchmarks.fidelity.step_cache --images 400 --out benchmarks/results/step_cache_mini_400_NAME_DATE.json
 
 For each number of steps and of PipeFusion's patches (one warm-up step; 0: whole calls, exact): the calls computed, the
 digits read, and the PSNR (decoded pictures in 0..1, mean over pictures) to the uncached run of the same steps and patches,
@@ -13,18 +13,13 @@ Seconds are those of two stages and a picture at a time, uncached, cached and wi
 """
 
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.harness import mini_model as mini  # noqa: E402
-from benchmarks.harness.mini_model import judge, load, pictures, sample_latents  # noqa: E402
-from parallel_backend.core.degrees import Degrees  # noqa: E402
+from benchmarks.harness import mini_model as mini
+from benchmarks.harness.mini_model import judge, load, pictures, sample_latents
+from parallel_backend.core.degrees import Degrees
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ taken within a round. A run is timed from its first step to its last, after a re
 outside unless a result says otherwise.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -54,13 +55,17 @@ Outcomes = dict[str, list[Outcome]]
 
 
 class Watch:
-    """CPU seconds and the highest resident set of other processes, from here on. The latter on Linux only, else 0."""
+    """CPU seconds and highest resident set of processes, from here on. The latter on Linux only, else 0.
+
+    `resident_bytes`: what they had at the start.
+    """
 
     def __init__(self, pids: Sequence[int]):
         self._processes = [psutil.Process(pid) for pid in pids]
         if sys.platform == "linux":
             for pid in pids:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+        self.resident_bytes = tuple(process.memory_info().rss for process in self._processes)
         self._before = self._cpu()
 
     def _cpu(self) -> list[float]:
@@ -144,8 +149,8 @@ class Stolen:
         return round((stolen - stolen_before) / max(whole - whole_before, 1e-9), 3)
 
 
-class Progress:
-    """Prints each run with the time since the start and, once a round is over, an estimate of what is left."""
+class TimedLog:
+    """Prints a line with the seconds since the log was made."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -168,6 +173,14 @@ def interleave(cases: Cases, rounds: int, say: Callable[[str], None]) -> Outcome
 
 def seconds(outcomes: list[Outcome]) -> list[float]:
     return [outcome.seconds for outcome in outcomes]
+
+
+def median(outcomes: list[Outcome], digits: int = 2) -> float:
+    return round(statistics.median(seconds(outcomes)), digits)
+
+
+def spread(outcomes: list[Outcome], digits: int = 2) -> list[float]:
+    return [round(bound(seconds(outcomes)), digits) for bound in (min, max)]
 
 
 def ratios(numerator: list[Outcome], denominator: list[Outcome], factor: float = 1.0) -> list[float]:
@@ -244,3 +257,20 @@ def keep(result: dict, folder: Path, label: str) -> Path:
     path = folder / f"{result['what']}_{label}_{result['date']}.json"
     path.write_text(readable(result) + "\n")
     return path
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of a benchmark that is a command of its own."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--out", type=Path)
+    return options
+
+
+def report(result: dict, out: Path | None) -> None:
+    """Print the result and, if asked for, keep it."""
+    text = readable(result)
+    print(text)
+    if out is not None:
+        out.write_text(text + "\n")

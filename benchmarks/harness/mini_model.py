@@ -3,7 +3,6 @@
 import argparse
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -11,19 +10,16 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from parallel_backend.checkpoints.checkpoint import open_checkpoint  # noqa: E402
-from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
-from parallel_backend.client.step_cache import StepCache  # noqa: E402
-from parallel_backend.core.degrees import Degrees  # noqa: E402
-from parallel_backend.processes.pool import Pool  # noqa: E402
-from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
-from parallel_backend.quickstart.digits import read_digits  # noqa: E402
-from parallel_backend.quickstart.model import WEIGHTS  # noqa: E402
-from parallel_backend.quickstart.prompt import CELLS  # noqa: E402
-from parallel_backend.quickstart.sampling import digit_prompts, linear_sigmas, sample_in_bands, sample_whole  # noqa: E402
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.step_cache import StepCache
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.pool import Pool
+from parallel_backend.quickstart.codec import decode, process_out
+from parallel_backend.quickstart.digits import read_digits
+from parallel_backend.quickstart.model import WEIGHTS
+from parallel_backend.quickstart.prompt import CELLS
+from parallel_backend.quickstart.sampling import digit_prompts, linear_sigmas, sample_in_bands, sample_whole
 
 CHUNK = 20  # pictures per request
 

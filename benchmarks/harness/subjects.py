@@ -1,4 +1,4 @@
-"""What the suite measures: shapes of models, their random weights as a diffusers folder, and the inputs of a run.
+"""Models to measure: their shapes, random weights of them as a diffusers folder, and the inputs of a run.
 
 The same folder is read by every competitor, the same tensors go into it, and the same Euler steps from sigma 1 to 0 are
 made with it; the timestep that a model is given is sigma itself.
@@ -6,9 +6,11 @@ made with it; the timestep that a model is given is sigma itself.
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -118,6 +120,12 @@ class Subject:
                 file.write(values.to(TORCH_DTYPES[self.dtype]).flatten().view(torch.uint8).numpy())
         return folder
 
+    @contextmanager
+    def saved(self) -> Iterator[Path]:
+        """A temporary folder with random weights, for as long as the context lasts."""
+        with TemporaryDirectory() as folder:
+            yield self.save(Path(folder))
+
     def bytes(self, folder: Path) -> int:
         return (folder / WEIGHTS).stat().st_size
 
@@ -220,6 +228,9 @@ def _pixart_config(layers: int, heads: int, caption: int, sample: int, sizes: bo
 
 FLUX_LIKE = Subject("Flux-like", "flux", _flux_config(2, 4, 8, 64, 64, 64, (8, 28, 28)), side=64, text=32)
 PIXART_LIKE = Subject("PixArt-like", "pixart", _pixart_config(4, 8, 64, 128, False), side=48, text=32, cfg=4.5)
+DEEPEST_FLUX_LIKE = Subject("Flux-like", "flux", _flux_config(4, 8, 8, 64, 64, 64, (8, 28, 28)), side=64, text=32)
+"""Twelve blocks: enough for stages that are cut unevenly, and for a loading that takes seconds."""
+
 DEEPER_FLUX_LIKE = Subject("Flux-like", "flux", _flux_config(2, 6, 8, 64, 64, 64, (8, 28, 28)), side=64, text=32)
 """Enough blocks for eight stages."""
 

@@ -1,35 +1,31 @@
 """What Parallel Doctor predicts for every mode at 2 ranks, beside what the mode then takes; and how good its advice is.
 
-    python benchmarks/predictions/doctor.py --rounds 2 --out benchmarks/results/doctor_NAME_DATE.json
-    python benchmarks/predictions/doctor.py --only 1024
+    python -m benchmarks.predictions.doctor --rounds 2 --out benchmarks/results/doctor_NAME_DATE.json
+    python -m benchmarks.predictions.doctor --only 1024
 
 CPU ranks of one thread over Gloo; transformer and sampler loop only, Euler. In every round the doctor predicts and then
-each mode runs, so that a drifting machine hits all alike; ratios are taken within a round (see common.py). The doctor
+each mode runs, so that a drifting machine hits all alike; ratios are taken within a round. The doctor
 knows nothing of this model or machine beforehand: every constant is measured at run time.
 """
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import common  # noqa: E402
-from benchmarks.common import Outcome, Outcomes, run_ranks  # noqa: E402
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
-from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
-from parallel_backend.planning.doctor import Findings, examine  # noqa: E402
-from parallel_backend.planning.modes import Mode  # noqa: E402
-from parallel_backend.planning.workload import subject_of  # noqa: E402
-from parallel_backend.processes.pool import Pool  # noqa: E402
+from benchmarks.harness import measuring
+from benchmarks.harness.measuring import Outcome, Outcomes
+from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.planning.doctor import Findings, examine
+from parallel_backend.planning.modes import Mode
+from parallel_backend.planning.workload import subject_of
+from parallel_backend.processes.pool import Pool
 
 WORLD = 2
 WITHIN = 0.25
@@ -59,7 +55,7 @@ class Bench:
     def examine(self, problem: Problem) -> tuple[Findings, float]:
         """What the doctor finds, and the seconds it needs."""
         shape = (1, 16, problem.side, problem.side)
-        subject = subject_of(self.checkpoint, "fp32", "cpu", shape, problem.batch, problem.steps, common.TEXT)
+        subject = subject_of(self.checkpoint, "fp32", "cpu", shape, problem.batch, problem.steps, DEEPEST_FLUX_LIKE.text)
         started = time.perf_counter()
         findings = examine(self.pool, self.checkpoint, subject, "auto", lambda: None, lambda: None)
         return findings, time.perf_counter() - started
@@ -68,7 +64,8 @@ class Bench:
         pool = self.pool if mode.device is None else self.single
         model = RemoteTransformer(pool, self.checkpoint, mode.degrees, "fp32", "auto", lambda: None, stage_split="auto")
         bands = 0 if mode.exact else mode.bands
-        return run_ranks(model, problem.steps, problem.batch, bands, problem.side)
+        subject = DEEPEST_FLUX_LIKE.at(side=problem.side, steps=problem.steps)
+        return measuring.run_ranks(model, subject, problem.batch, bands)
 
 
 Round = tuple[dict[str, float], str, float]
@@ -78,8 +75,8 @@ Round = tuple[dict[str, float], str, float]
 def run(problem: Problem, rounds: int) -> tuple[list[Round], Outcomes]:
     predicted: list[Round] = []
     measured: Outcomes = {}
-    with common.weights() as path, ExitStack() as stack:
-        bench = Bench(open_checkpoint(path), stack)
+    with DEEPEST_FLUX_LIKE.saved() as folder, ExitStack() as stack:
+        bench = Bench(open_checkpoint(folder), stack)
         for turn in range(rounds):
             findings, seconds = bench.examine(problem)
             modes = {str(found.mode): found for found in findings.predictions if 1 <= found.mode.bands <= 2 * WORLD}
@@ -97,12 +94,12 @@ def summary(problem: Problem, predicted: list[Round], measured: Outcomes) -> dic
         ratios = [times[name] / run.seconds for (times, _, _), run in zip(predicted, runs, strict=True)]
         modes[name] = {
             "predicted_seconds": round(statistics.median(times[name] for times, _, _ in predicted), 2),
-            "median_seconds": common.median(runs),
-            "spread_seconds": common.spread(runs),
+            "median_seconds": measuring.median(runs),
+            "spread_seconds": measuring.spread(runs),
             "predicted_over_measured": round(statistics.median(ratios), 3),
             "rounds": [round(ratio, 3) for ratio in ratios],
         }
-    fastest = min(measured, key=lambda name: common.median(measured[name]))
+    fastest = min(measured, key=lambda name: measuring.median(measured[name]))
     advised = [advice for _, advice, _ in predicted]
     return {
         "image_tokens": (problem.side // 2) ** 2,
@@ -114,7 +111,7 @@ def summary(problem: Problem, predicted: list[Round], measured: Outcomes) -> dic
         "advised": advised,
         "fastest": fastest,
         "advised_over_fastest": [
-            round(common.median(measured[name]) / common.median(measured[fastest]), 3) if name in measured else None
+            round(measuring.median(measured[name]) / measuring.median(measured[fastest]), 3) if name in measured else None
             for name in advised
         ],
         "modes": modes,
@@ -130,18 +127,17 @@ def chosen(text: str) -> list[str]:
 
 def measure(description: str, run: Callable[[Problem, int], tuple], summary: Callable[..., dict]) -> None:
     """A benchmark over PROBLEMS, from its options to its result. `run` gives what `summary` takes, outcomes second."""
-    parser = common.parser(description)
+    parser = measuring.parser(description)
     parser.set_defaults(rounds=2)
     parser.add_argument("--only", type=chosen, default=list(PROBLEMS), help=f"comma list of {', '.join(PROBLEMS)}")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {name: run(PROBLEMS[name], options.rounds) for name in options.only}
-    head = common.head(options.steps, next(iter(found.values()))[1])
-    for key in ("steps", "rounds"):
+    head = measuring.head("predictions", DEEPEST_FLUX_LIKE, options.rounds)
+    for key in ("what", "steps", "rounds"):
         head.pop(key)
-    head["model"] = "Flux-like, random weights, hidden 512, 4 + 8 blocks, 32 text tokens, fp32"
     problems = {name: summary(PROBLEMS[name], *each) for name, each in found.items()}
-    common.report({**head, "ranks": WORLD, "rounds": options.rounds, "problems": problems}, options.out)
+    measuring.report({**head, "ranks": WORLD, "rounds": options.rounds, "problems": problems}, options.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the planner says of every mode at 2 ranks, beside what the mode then takes; and how good its choice is.
 
-    python benchmarks/predictions/planner.py --rounds 2 --out benchmarks/results/planner_NAME_DATE.json
-    python benchmarks/predictions/planner.py --only 1024
+    python -m benchmarks.predictions.planner --rounds 2 --out benchmarks/results/planner_NAME_DATE.json
+    python -m benchmarks.predictions.planner --only 1024
 
 CPU ranks of one thread over Gloo; transformer and sampler loop only, Euler. In every round the ranks are calibrated, all
 modes are planned from that, and then each runs, as in doctor.py, which rehearses instead. `exact` is what `degrees auto`
@@ -9,23 +9,19 @@ takes without PipeFusion, `pipelined` with it; both are held against the fastest
 """
 
 import statistics
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from benchmarks.harness import measuring
+from benchmarks.harness.measuring import Outcomes
+from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.planning.calibration import calibrate, job_of
+from parallel_backend.planning.planner import Plan, choose, plan
+from parallel_backend.planning.workload import subject_of
 
-from benchmarks import common  # noqa: E402
-from benchmarks.common import Outcomes  # noqa: E402
-from parallel_backend.checkpoints.checkpoint import open_checkpoint  # noqa: E402
-from parallel_backend.planning.calibration import calibrate, job_of  # noqa: E402
-from parallel_backend.planning.planner import Plan, choose, plan  # noqa: E402
-from parallel_backend.planning.workload import subject_of  # noqa: E402
-
-from .doctor import WITHIN, WORLD, Bench, Problem, measure  # noqa: E402
+from .doctor import WITHIN, WORLD, Bench, Problem, measure
 
 AS_FAST = 1.10
 """A choice within this factor of the fastest counts as good."""
@@ -43,7 +39,7 @@ class Round:
 
 def planned(bench: Bench, problem: Problem) -> Round:
     shape, file = (1, 16, problem.side, problem.side), bench.checkpoint
-    subject = subject_of(file, "fp32", "cpu", shape, problem.batch, problem.steps, common.TEXT)
+    subject = subject_of(file, "fp32", "cpu", shape, problem.batch, problem.steps, DEEPEST_FLUX_LIKE.text)
     started = time.perf_counter()
     machine = calibrate(bench.pool, file, "fp32", lambda: None)
     counts = range(1, WORLD + 1)
@@ -56,8 +52,8 @@ def planned(bench: Bench, problem: Problem) -> Round:
 def run(problem: Problem, rounds: int) -> tuple[list[Round], Outcomes]:
     turns: list[Round] = []
     measured: Outcomes = {}
-    with common.weights() as path, ExitStack() as stack:
-        bench = Bench(open_checkpoint(path), stack)
+    with DEEPEST_FLUX_LIKE.saved() as folder, ExitStack() as stack:
+        bench = Bench(open_checkpoint(folder), stack)
         for turn in range(rounds):
             turns.append(planned(bench, problem))
             for found in sorted(turns[-1].plan.predictions, key=lambda each: str(each.mode)):
@@ -72,8 +68,11 @@ def run(problem: Problem, rounds: int) -> tuple[list[Round], Outcomes]:
 
 def choice(names: list[str], measured: Outcomes, allowed: list[str]) -> dict:
     """How much slower each round's choice is than the fastest that it could have been, by medians."""
-    fastest = min(allowed, key=lambda name: common.median(measured[name]))
-    over = [common.median(measured[name]) / common.median(measured[fastest]) if name in measured else None for name in names]
+    fastest = min(allowed, key=lambda name: measuring.median(measured[name]))
+    over = [
+        measuring.median(measured[name]) / measuring.median(measured[fastest]) if name in measured else None
+        for name in names
+    ]
     return {
         "chosen": names,
         "fastest": fastest,
@@ -89,8 +88,8 @@ def summary(problem: Problem, turns: list[Round], measured: Outcomes) -> dict:
         ratios = [seconds / run.seconds for seconds, run in zip(times, runs, strict=True)]
         modes[name] = {
             "planned_seconds": round(statistics.median(times), 2),
-            "median_seconds": common.median(runs),
-            "spread_seconds": common.spread(runs),
+            "median_seconds": measuring.median(runs),
+            "spread_seconds": measuring.spread(runs),
             "planned_over_measured": round(statistics.median(ratios), 3),
             "rounds": [round(ratio, 3) for ratio in ratios],
         }

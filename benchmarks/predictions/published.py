@@ -1,23 +1,18 @@
 """What the planner's cost model says of published runs, beside the published seconds.
 
-    python benchmarks/predictions/published.py
+    python -m benchmarks.predictions.published
 
 Each run's own time on one device gives its block's time; everything else is a constant of the hardware (presets.py), the
 same for all its runs. `fitted` runs have set a constant, the others are predictions. No device is needed.
 """
 
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from parallel_backend.core.degrees import Degrees  # noqa: E402
-from parallel_backend.planning.machine import Machine  # noqa: E402
-from parallel_backend.planning.modes import Mode  # noqa: E402
-from parallel_backend.planning.planner import predict  # noqa: E402
-from parallel_backend.planning.presets import HARDWARE, MODELS  # noqa: E402
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.planning.machine import Machine
+from parallel_backend.planning.modes import Mode
+from parallel_backend.planning.planner import predict
+from parallel_backend.planning.presets import HARDWARE, MODELS
 
 TEXT_SECONDS, MEGAPIXEL_SECONDS = 0.27, 0.23
 """Text encoders and VAE on A100 and H100, for a picture and for each million pixels of it (of all frames): outside of the

@@ -1,34 +1,30 @@
 """Memory and seconds of loading one checkpoint on four ranks: each its own part, against the whole on each.
 
-    python benchmarks/speed/loading.py --gigabytes 2 --rounds 2 --out benchmarks/results/loading_NAME_DATE.json
+    python -m benchmarks.speed.loading --gigabytes 2 --rounds 2 --out benchmarks/results/loading_NAME_DATE.json
 
-Ranks run already and have loaded a tiny model before, so what they import does not count. `anonymous`: the highest sum over
+Ranks run already and have loaded a small model before, so what they import does not count. `anonymous`: the highest sum over
 the ranks of memory that is theirs alone and that the system cannot take back, above what they had. `unique`: the same with
 pages of the mapped file that one rank alone has touched, which the system takes back when it needs them.
 """
 
 import argparse
 import statistics
-import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import common  # noqa: E402
-from parallel_backend.checkpoints.checkpoint import open_checkpoint  # noqa: E402
-from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
-from parallel_backend.core.degrees import Degrees  # noqa: E402
-from parallel_backend.processes.pool import Pool  # noqa: E402
-from parallel_backend.wire.lifecycle import Unload, Unloaded  # noqa: E402
-from tests.support import tiny  # noqa: E402
-from tests.system.test_memory import CONFIG, write_random  # noqa: E402
+from benchmarks.harness import measuring
+from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, Subject
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.pool import Pool
+from parallel_backend.wire.lifecycle import Unload, Unloaded
 
 RANKS = 4
 MODES = {
@@ -38,6 +34,19 @@ MODES = {
     "the whole on each (ulysses 4)": Degrees(ulysses=RANKS),
 }
 INTERVAL = 0.05  # seconds between looks
+
+
+def large(gigabytes: float) -> Subject:
+    """Flux with 7 of its 24 heads and as many single blocks as it takes; a double block has 2.4 times as much."""
+    subject = FLUX_SCHNELL.at(heads=7)
+    hidden = subject.width
+    singles = round(gigabytes * 1e9 / (15 * hidden**2 * 4)) - 10
+    return replace(
+        subject,
+        name="Flux-like",
+        config=subject.config | {"num_layers": 4, "num_single_layers": max(1, singles), "joint_attention_dim": 64},
+        reduced="",
+    )
 
 
 def memory(pids: tuple[int, ...]) -> tuple[int, int]:
@@ -99,17 +108,15 @@ def main() -> None:
     given = options.parse_args()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in MODES}
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "large.safetensors"
-        singles = CONFIG["num_single_layers"]
-        size = write_random(path, CONFIG)
-        per_single = size / (singles + 3 * CONFIG["num_layers"])  # a double block has about three times as much
-        more = round((given.gigabytes * 1e9 - size) / per_single)
-        size = write_random(path, CONFIG | {"num_single_layers": max(1, singles + more)})
+        subject = large(given.gigabytes)
+        path, small = (Path(directory) / name for name in ("large", "small"))
+        path.mkdir()
+        small.mkdir()
+        size = subject.bytes(subject.save(path))
         pool = Pool(("cpu",) * RANKS, threads=1)
         try:
             pool.ready.result()
-            small = tiny.save_original(tiny.random_flux(), tiny.FLUX, Path(directory) / "small.safetensors")
-            RemoteTransformer(pool, open_checkpoint(small), MODES["tensor 4"], "fp32", "sdpa", lambda: None)
+            RemoteTransformer(pool, open_checkpoint(FLUX_LIKE.save(small)), MODES["tensor 4"], "fp32", "sdpa", lambda: None)
             for turn in range(given.rounds):
                 for name, degrees in MODES.items():
                     found[name].append(measure(pool, path, size, degrees))
@@ -118,9 +125,9 @@ def main() -> None:
             pool.close()
     result = {
         "date": date.today().isoformat(),
-        "hardware": common.hardware(),
+        "hardware": measuring.hardware(),
         "rounds": given.rounds,
-        "model": f"Flux-like, random weights, fp32, a file of {size / 1e9:.2f} GB, in the page cache",
+        "model": f"{subject}; a file of {size / 1e9:.2f} GB, in the page cache",
         "figures": "memory and weights as multiples of the file, over all ranks; highest and median of the rounds",
         "modes": {
             name: {
@@ -130,7 +137,7 @@ def main() -> None:
             for name, runs in found.items()
         },
     }
-    common.report(result, given.out)
+    measuring.report(result, given.out)
 
 
 if __name__ == "__main__":

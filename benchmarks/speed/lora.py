@@ -1,14 +1,12 @@
 """Seconds until two ranks compute with another strength of a LoRA, against loading the model again.
 
-    python benchmarks/speed/lora.py --rounds 5 --out benchmarks/results/lora_NAME_DATE.json
+    python -m benchmarks.speed.lora --rounds 5 --out benchmarks/results/lora_NAME_DATE.json
 
 Loading is RemoteTransformer's construction on ranks that run already, its file in the page cache: what merging the LoRA
 into the weights would at least take. Every case ends with the ranks' word; no step is computed.
 """
 
 import itertools
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,19 +14,16 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from benchmarks.harness import measuring
+from benchmarks.harness.measuring import Outcome, Outcomes
+from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE, Subject
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.client.lora import Delta
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.pool import Pool
 
-from benchmarks import common  # noqa: E402
-from benchmarks.common import Outcome, Outcomes  # noqa: E402
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
-from parallel_backend.client.lora import Delta  # noqa: E402
-from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
-from parallel_backend.core.degrees import Degrees  # noqa: E402
-from parallel_backend.processes.pool import Pool  # noqa: E402
-from tests.support import tiny  # noqa: E402
-
-CONFIG = common.CONFIG | {"num_attention_heads": 11}
+SUBJECT = replace(DEEPEST_FLUX_LIKE, config=DEEPEST_FLUX_LIKE.config | {"num_attention_heads": 11})
 RANK = 16
 MODES = {"pipefusion 2": Degrees(pipe=2), "tensor 2": Degrees(tensor=2)}
 
@@ -42,9 +37,9 @@ def lora(checkpoint: Checkpoint) -> list[Delta]:
     ]
 
 
-def measure(path: Path, rounds: int) -> tuple[Outcomes, dict]:
+def measure(subject: Subject, folder: Path, rounds: int) -> tuple[Outcomes, dict]:
     """The outcomes, and how large the LoRA is: bytes of its factors, and on the ranks."""
-    pool, checkpoint = Pool(("cpu", "cpu"), threads=1), open_checkpoint(path)
+    pool, checkpoint = Pool(("cpu", "cpu"), threads=1), open_checkpoint(folder)
     pool.ready.result()
     models: dict[str, RemoteTransformer] = {}
     factors, others = lora(checkpoint), lora(checkpoint)
@@ -84,30 +79,31 @@ def measure(path: Path, rounds: int) -> tuple[Outcomes, dict]:
         for name, step in steps.items()
     }
     try:
-        outcomes = common.interleave(cases, rounds)
+        outcomes = measuring.interleave(cases, rounds, measuring.TimedLog())
         adapt(list(MODES)[-1])
         on_ranks = models[list(MODES)[-1]].adapter_bytes
     finally:
         pool.close()
     sent = sum(delta.up.nbytes + delta.down.nbytes for delta in factors)
-    return outcomes, {"file_bytes": path.stat().st_size, "factor_bytes": sent, "bytes_on_ranks_tensor_2": on_ranks}
+    return outcomes, {"file_bytes": subject.bytes(folder), "factor_bytes": sent, "bytes_on_ranks_tensor_2": on_ranks}
 
 
-def summary(outcomes: Outcomes, sizes: dict) -> dict:
-    def seconds(case: str, digits: int = 4) -> float:
-        return round(sorted(common.seconds(outcomes[case]))[len(outcomes[case]) // 2], digits)
+def summary(subject: Subject, rounds: int, outcomes: Outcomes, sizes: dict) -> dict:
+    def share(mode: str, name: str) -> float:
+        shares = measuring.ratios(outcomes[f"{mode}, {name}"], outcomes[f"{mode}, load"])
+        return measuring.figure(shares, 4)["median"]
 
-    head = common.head(0, outcomes)
-    del head["steps"]
+    scope = "until the ranks say that all is in place; no step is computed, the file is in the page cache"
+    head = measuring.head("lora", subject, rounds, scope)
+    head.pop("steps")
     return {
         **head,
-        "model": f"Flux-like, random weights, hidden {11 * 64}, 4 + 8 blocks, fp32; LoRA of rank {RANK} on all matrices",
-        "scope": "until the ranks say that all is in place; no step is computed, the file is in the page cache",
+        "lora": f"of rank {RANK}, on all matrices",
         "sizes": sizes,
-        "median_seconds": {case: seconds(case) for case in outcomes},
-        "spread_seconds": {case: [round(f(common.seconds(runs)), 4) for f in (min, max)] for case, runs in outcomes.items()},
+        "median_seconds": {case: measuring.median(runs, 4) for case, runs in outcomes.items()},
+        "spread_seconds": {case: measuring.spread(runs, 4) for case, runs in outcomes.items()},
         "share_of_load": {
-            f"{mode}, {name}": round(common.ratio(outcomes[f"{mode}, {name}"], outcomes[f"{mode}, load"]), 4)
+            f"{mode}, {name}": share(mode, name)
             for mode in MODES
             for name in ("first LoRA", "strength changed", "another LoRA")
         },
@@ -115,12 +111,11 @@ def summary(outcomes: Outcomes, sizes: dict) -> dict:
 
 
 def main() -> None:
-    options = common.parser(__doc__).parse_args()
+    options = measuring.parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        path = tiny.save_original(tiny.random_flux(CONFIG), CONFIG, Path(directory) / "flux-like.safetensors")
-        outcomes, sizes = measure(path, options.rounds)
-    common.report(summary(outcomes, sizes), options.out)
+    with SUBJECT.saved() as folder:
+        outcomes, sizes = measure(SUBJECT, folder, options.rounds)
+    measuring.report(summary(SUBJECT, options.rounds, outcomes, sizes), options.out)
 
 
 if __name__ == "__main__":
