@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 
@@ -89,6 +90,25 @@ def test_a_wrong_key_is_refused_and_the_right_one_still_gets_in(reception, key):
     assert all(rank.join().connection is not None for rank in right)
     for connection in (*(caller.connection for caller in callers), *(rank.connection for rank in right)):
         connection.close()
+
+
+def test_a_stranger_that_goes_on_after_its_refusal_is_not_let_in(reception, key):
+    """It takes both parts of the handshake, but has no proof for the first."""
+    with ThreadPoolExecutor(1) as thread:
+        callers = thread.submit(receive, reception)
+        with Client(reception.address) as stranger, pytest.raises((EOFError, OSError)):
+            stranger.recv_bytes()
+            stranger.send_bytes(b"no proof")
+            stranger.recv_bytes()
+            stranger.send_bytes(b"#CHALLENGE#" + bytes(20))
+            stranger.recv_bytes()
+            stranger.send_bytes(b"#WELCOME#")
+            stranger.send_bytes(HELLO.pack(0, os.getpid()))
+            assert stranger.poll(5), "it was let in"
+            stranger.recv_bytes()
+        ranks = [Rank(reception.address, key, rank) for rank in (0, 1)]
+        for connection in (*(caller.connection for caller in callers.result()), *(rank.join().connection for rank in ranks)):
+            connection.close()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""Micro-steps go out in the order of their calls, a window of them at a time, and what comes back is put in its place."""
+
+import pytest
+import torch
+
+from parallel_backend.client.call import Call, Conditioning
+from parallel_backend.client.micro_step_queue import MicroSteps
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Span, split
+from parallel_backend.core.token_order import TokenOrder
+from parallel_backend.wire.encoding import BadMessage
+from parallel_backend.wire.sampling import Output
+
+TOKENS, WIDTH = 6, 4
+
+
+class Queue:
+    """Micro-steps that go to nobody. `sent`: (replica, number, entries of the call) of each."""
+
+    def __init__(self, degrees: Degrees, newest: int = 0):
+        self.degrees, self.sent = degrees, []
+        self.steps = MicroSteps(degrees, newest, WIDTH, self._send, lambda call, index: self.rows(index))
+
+    def _send(self, replica, step):
+        self.sent.append((replica, step.seq, step.entries))
+
+    def rows(self, index: int) -> Span:
+        return split(Span(0, TOKENS), self.degrees.sequence)[index]
+
+    def answer(self, seq: int, rank: int, entries: int, value: float, finite: bool = True):
+        rows = self.rows(self.degrees.sequence_index(self.degrees.coordinate(rank)))
+        return self.steps.take(Output(rank, seq, torch.full((entries, len(rows), WIDTH), value)), finite)
+
+
+def call(batch: int, first_replica: int = 0, run: int = 0) -> Call:
+    order = TokenOrder(TOKENS, 3)
+    conditioning = Conditioning(1, (2, 3), order, 0, batch, {}, first_replica)
+    x = torch.zeros(batch, TOKENS, WIDTH)
+    return Call(x, torch.zeros(batch), conditioning, Span(0, TOKENS), True, run, False, True, {})
+
+
+def test_entries_of_an_exact_call_fill_a_pipeline_in_order_a_window_at_a_time():
+    queue = Queue(Degrees(pipe=2), newest=10)
+    queue.steps.post(call(5))
+    assert queue.sent == [(0, 11 + index, Span(index, index + 1)) for index in range(3)]
+    last = 1  # the rank of the last stage
+    for index in range(5):
+        assembly, complete, _ = queue.answer(11 + index, last, 1, float(index))
+        assert complete == (index == 4)
+        assert [seq for _, seq, _ in queue.sent] == list(range(11, min(16, 15 + index)))
+    assert assembly.value[:, 0, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_calls_go_out_one_after_the_other():
+    queue = Queue(Degrees())
+    calls = [call(2) for _ in range(4)]
+    for each in calls:
+        queue.steps.post(each)
+    order = []
+    for seq in range(1, 5):
+        assembly, complete, _ = queue.answer(seq, 0, 2, 0.0)
+        assert complete
+        order.append(id(assembly.call))
+    assert order == list(map(id, calls))
+    assert [seq for _, seq, _ in queue.sent] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("first_replica", "shares"), [(0, {0: 2, 1: 1}), (1, {0: 1, 1: 2})])
+def test_the_first_replica_has_the_first_entries(first_replica, shares):
+    queue = Queue(Degrees(batch=2))
+    queue.steps.post(call(3, first_replica))
+    assert {replica: len(entries) for replica, _, entries in queue.sent} == shares
+    assert next(entries for replica, _, entries in queue.sent if replica == first_replica) == Span(0, 2)
+
+
+def test_parts_of_sequence_ranks_are_put_side_by_side():
+    queue = Queue(Degrees(ulysses=2))
+    queue.steps.post(call(1))
+    assert not queue.answer(1, 1, 1, 2.0)[1]
+    assembly, complete, _ = queue.answer(1, 0, 1, 1.0)
+    assert complete
+    assert assembly.value[0, :, 0].tolist() == [1.0] * 3 + [2.0] * 3
+
+
+def test_what_nobody_waits_for_is_refused_and_what_is_left_is_dropped():
+    queue = Queue(Degrees(ulysses=2), newest=7)
+    assert queue.answer(7, 0, 1, 0.0) is None  # of the model before
+    with pytest.raises(BadMessage, match="which nobody waits for"):
+        queue.answer(8, 0, 1, 0.0)
+    queue.steps.post(call(1))
+    queue.answer(8, 0, 1, 0.0)
+    with pytest.raises(BadMessage, match="which nobody waits for"):
+        queue.answer(8, 0, 1, 0.0)
+    with pytest.raises(BadMessage, match="for 1 entries and 3 tokens"):
+        queue.answer(8, 1, 2, 0.0)
+
+
+def test_a_run_that_is_forgotten_sends_no_more():
+    queue = Queue(Degrees())
+    for number in (1, 2, 1, 3):
+        queue.steps.post(call(1, run=number))
+    queue.steps.forget(lambda each: each.run == 1)
+    for seq in (1, 2):
+        queue.answer(seq, 0, 1, 0.0)
+    assert [seq for _, seq, _ in queue.sent] == [1, 2, 4]
+    assert [each.run for each in queue.steps.end()] == [3]

@@ -1,0 +1,52 @@
+"""The report's figures are sums over the ranks."""
+
+from types import SimpleNamespace
+
+from parallel_backend.client.reports.run_report import RunReport
+from parallel_backend.core.degrees import Degrees
+
+
+def rank(number: int, **bytes_sent: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        rank=number,
+        micro_steps=8,
+        compute_seconds=3.0,
+        wait_seconds=1.0,
+        transfer_seconds=4.0,
+        bytes_sent=bytes_sent,
+        buffer_bytes=5_000_000,
+        peak_bytes=2_000_000_000,
+        graphs=number,
+    )
+
+
+RANKS = (rank(0, pipe=3_000_000, ulysses=1_000_000), rank(1, ulysses=2_000_000), rank(2, pipe=4_000_000))
+
+
+PIPELINE = Degrees(pipe=2, ulysses=2)
+
+
+def report(degrees=PIPELINE, calls=(1, 3), reason=None, ranks=RANKS) -> RunReport:
+    return RunReport(degrees, 4, 4, 2.0, calls, reason, ranks)
+
+
+def test_bytes_are_of_all_ranks_by_axis():
+    assert report().bytes_sent == {"pipe": 7_000_000, "ulysses": 3_000_000}
+    text = str(report())
+    assert "moved between ranks: pipe 7.0 MB, ulysses 3.0 MB (2.50 MB per step)" in text
+    assert "2.00 s, 0.500 s per step" in text
+    assert "blocked in transfers: 25 % of the ranks' working time; 75 % of the transfers' time was hidden" in text
+    assert "compiled: 2 graphs" in text
+    assert "rank 1: 8 micro-steps, computing 3.00 s, K/V buffers 5.0 MB, peak memory 2.00 GB" in text
+
+
+def test_it_says_which_calls_were_exact():
+    assert report().what == "1 model calls exact (warm-up), 3 pipelined in 4 bands with keys one step old"
+    assert report(calls=None, reason="of a mask").what == "all model calls exact, since of a mask"
+    displaced = report(Degrees(patch=2, patch_mode="displaced"))
+    assert displaced.what == "1 model calls exact (warm-up), 3 in displaced patches with keys one step old"
+    assert "never see each other" in report(Degrees(patch=2, patch_mode="naive")).what
+
+
+def test_a_run_that_moved_nothing():
+    assert "moved between ranks: nothing" in str(report(Degrees(), ranks=(rank(0),)))

@@ -1,0 +1,63 @@
+"""Degrees that cannot be are refused by widget, and those at the limit are not."""
+
+import pytest
+
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.validate import MOST_RANKS, check_devices, check_model, check_ranks, factors
+
+MODEL = {"heads": 12, "blocks": 5}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "model"),
+    [
+        (Degrees(pipe=5), MODEL),
+        (Degrees(ulysses=12), MODEL),
+        (Degrees(tensor=12), MODEL),
+        (Degrees(tensor=5, ulysses=2), MODEL),
+        (Degrees(tensor=3), MODEL | {"key_heads": 3}),
+        (Degrees(tensor=3, ulysses=4), MODEL | {"key_heads": 3}),
+        (Degrees(ring=40), MODEL),
+        (Degrees(batch=2, pipe=5, ulysses=12), MODEL),
+    ],
+    ids=str,
+)
+def test_what_the_model_can_be_cut_into_is_let_through(degrees, model):
+    check_model(degrees, **model)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "model", "most"),
+    [
+        (Degrees(pipe=6), MODEL, "pipefusion_degree <= 5"),
+        (Degrees(ulysses=13), MODEL, "ulysses_degree <= 12"),
+        (Degrees(tensor=13), MODEL, "tensor_parallel_degree <= 12"),
+        (Degrees(tensor=5, ulysses=3), MODEL, "ulysses_degree <= 2"),
+        (Degrees(tensor=4), MODEL | {"key_heads": 3}, "tensor_parallel_degree <= 3"),
+        (Degrees(tensor=2, ulysses=5), MODEL | {"key_heads": 3}, "ulysses_degree <= 4"),
+        (Degrees(ring=2), MODEL | {"unsupported": ("ring", "pipe")}, "use ulysses_degree or split_batch_degree"),
+    ],
+    ids=str,
+)
+def test_more_is_refused_with_what_goes(degrees, model, most):
+    with pytest.raises(ValueError, match=most):
+        check_model(degrees, **model)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_there_is_a_device_for_each_rank(count):
+    check_devices(Degrees(ulysses=2), ("cpu", "cpu"))
+    with pytest.raises(ValueError, match=f"devices names {count} .* needs 2"):
+        check_devices(Degrees(ulysses=2), ("cpu",) * count)
+
+
+def test_ranks_are_processes_and_so_not_any_number():
+    check_ranks(Degrees(ring=MOST_RANKS))
+    with pytest.raises(ValueError, match=f"makes {MOST_RANKS + 1} ranks, of which {MOST_RANKS} are the most"):
+        check_ranks(Degrees(ring=MOST_RANKS + 1))
+
+
+def test_factors_are_every_product_once():
+    found = list(factors(12, 3))
+    assert len(found) == len(set(found)) == 18
+    assert all(a * b * c == 12 for a, b, c in found)

@@ -1,0 +1,85 @@
+"""What nodes hold their inputs to. The module needs no ComfyUI, but the package around it does: it is loaded by itself."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+FILE = Path(__file__).parents[2] / "nodes" / "ui" / "input_checks.py"
+
+
+@pytest.fixture(scope="module")
+def checks():
+    spec = importlib.util.spec_from_file_location("input_checks", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LIMITS = {"min": 1, "max": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "options", "expected"),
+    [
+        ("INT", 8, LIMITS, 8),
+        ("INT", 1.0, LIMITS, 1),
+        ("INT", "5", LIMITS, 5),
+        ("INT", 10**9, {}, 10**9),
+        ("FLOAT", 8, LIMITS, 8.0),
+        ("FLOAT", 1.5, LIMITS, 1.5),
+        ("BOOLEAN", 1, {}, True),
+        ("STRING", "8", {}, "8"),
+        (["auto", "even"], "even", {}, "even"),
+        ("MODEL", 3, LIMITS, 3),  # of a type that has no check
+    ],
+)
+def test_what_fits_is_given_as_the_inputs_type(checks, kind, value, options, expected):
+    found = checks.coerce("name", value, kind, options)
+    assert (found, type(found)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [
+        ("INT", 9, "9 is out of its limits, 1 to 8"),
+        ("INT", 0, "0 is out of its limits, 1 to 8"),
+        ("INT", 2.5, "2.5 is no whole number"),
+        ("INT", "two", "'two' is no whole number"),
+        ("INT", None, "None is no whole number"),
+        ("FLOAT", 8.001, "8.001 is out of its limits"),
+        ("FLOAT", 0.999, "0.999 is out of its limits"),
+        ("FLOAT", float("nan"), "nan is no number"),
+        ("FLOAT", float("inf"), "inf is no number"),
+        ("BOOLEAN", 2, "2 is neither true nor false"),
+        ("STRING", 3, "3 is no text"),
+        (["auto", "even"], "odd", "'odd' is none of auto, even"),
+        ("LATENT", {"samples": torch.zeros(1, 4, 0, 8)}, "cannot be used"),
+        ("LATENT", torch.zeros(1, 4, 8, 8), "this is no latent"),
+        ("CONDITIONING", [torch.zeros(1, 4)], "this is no conditioning"),
+    ],
+)
+def test_what_does_not_is_refused_by_the_inputs_name(checks, kind, value, words):
+    with pytest.raises(ValueError, match=f"^steps: .*{words}"):
+        checks.coerce("steps", value, kind, LIMITS)
+
+
+def test_a_class_whose_inputs_are_checked(checks):
+    @checks.validate("free")
+    class Node:
+        FUNCTION = "run"
+
+        @classmethod
+        def INPUT_TYPES(cls):
+            return {"required": {"steps": ("INT", LIMITS), "free": ("INT", LIMITS)}, "optional": {"more": ("FLOAT",)}}
+
+        def run(self, steps, free, more=None):
+            return steps, free, more
+
+    assert Node().run("3", 99) == (3, 99, None)
+    assert Node().run(steps=3, free=99, more=None) == (3, 99, None)
+    with pytest.raises(ValueError, match=r"^steps: 9 is out of its limits"):
+        Node().run(9, 1)
+    with pytest.raises(ValueError, match=r"^more: 'much' is no number"):
+        Node().run(3, 1, "much")
