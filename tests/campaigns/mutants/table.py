@@ -165,7 +165,7 @@ CHECKPOINT_MUTANTS = (
     Mutant(
         "other names of keys ignored",
         CHECKPOINTS + "checkpoint.py",
-        "in family.key_aliases.items():",
+        "in family.file.aliases.items():",
         "in {}.items():",
         ("tests/families/test_flux_families.py", "-k", "norms"),
     ),
@@ -247,8 +247,8 @@ RANK_MUTANTS = (
     Mutant(
         "timestep rounded to the compute dtype",
         RANK + "stage/build.py",
-        "given[names[0]] = family.model_time(timestep) * factor",
-        "given[names[0]] = (family.model_time(timestep) * factor).to(dtype)",
+        "given[names[0]] = embedding.model_time(timestep) * embedding.factor",
+        "given[names[0]] = (embedding.model_time(timestep) * embedding.factor).to(dtype)",
         ("tests/families/test_families.py", "-k", "bf16_rounds and flux"),
     ),
     Mutant(
