@@ -8,7 +8,7 @@ from .node_text import say
 
 
 class LoadingBar:
-    """A pool.Progress: the node's bar, and a line of text on it. Says nothing as long as nothing is loaded."""
+    """A pool.LoadProgress: the node's bar, and a line of text on it. Says nothing as long as nothing is loaded."""
 
     def __init__(self) -> None:
         self._shown: tuple[str, int] | None = None

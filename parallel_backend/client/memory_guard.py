@@ -1,7 +1,5 @@
 """Asks the ranks for their memory before a model is loaded and once for each sampling run, and says no in time."""
 
-from collections.abc import Iterator
-
 import torch
 
 from parallel_backend.client.placement.memory_check import DeviceMemory, MemoryCheck, device_memories
@@ -9,7 +7,7 @@ from parallel_backend.client.placement.memory_model import KV_COPIES, Request
 from parallel_backend.families import Family
 from parallel_backend.processes.failure_text import out_of_memory
 from parallel_backend.processes.pool import Poll, Pool, RankError, wait_for
-from parallel_backend.wire.diagnosis import Memory, ReadMemory
+from parallel_backend.wire.diagnosis import RankMemory, ReadMemory
 
 from .call import Conditioning
 
@@ -18,10 +16,10 @@ REQUESTS_KEPT = 8
 
 
 class MemoryGuard:
-    """For one model on the ranks of `pool`. `numbers`: gives each question its own."""
+    """For one model on the ranks of `pool`."""
 
-    def __init__(self, pool: Pool, fitting: MemoryCheck, family: Family, numbers: Iterator[int]):
-        self.pool, self.fitting, self.family, self._numbers = pool, fitting, family, numbers
+    def __init__(self, pool: Pool, fitting: MemoryCheck, family: Family):
+        self.pool, self.fitting, self.family = pool, fitting, family
         self._runs: dict[int, _Run] = {}
         self._found: tuple[DeviceMemory, ...] | None = None  # for exact calls, since `begin`
         self._admitted: set[Request] = set()
@@ -77,7 +75,7 @@ class MemoryGuard:
         return RankError("\n".join((first, advice, *rest)))
 
     def _device_memories(self, poll: Poll) -> tuple[DeviceMemory, ...]:
-        return device_memories(self.pool.devices, wait_for(self.pool.ask(ReadMemory(next(self._numbers)), Memory), poll))
+        return device_memories(self.pool.devices, wait_for(self.pool.ask(ReadMemory(), RankMemory), poll))
 
 
 class _Run:

@@ -13,7 +13,7 @@ from typing import Any
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.pool import Poll, Pool, Progress, RankError, wait_for
+from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
 from parallel_backend.processes.ray_ranks import start_of
 from parallel_backend.wire import messages as m
 
@@ -55,7 +55,7 @@ class Registry:
         self._owner: Any = None
 
     def model(
-        self, key: ModelKey, poll: Poll, progress: Progress = lambda doing, fraction: None, owner: Any = None
+        self, key: ModelKey, poll: Poll, progress: LoadProgress = lambda doing, fraction: None, owner: Any = None
     ) -> RemoteTransformer:
         """The model, loaded now if it is not, on ranks started now if there are none or they have failed.
 

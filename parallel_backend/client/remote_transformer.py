@@ -24,7 +24,7 @@ from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_devices, check_model
 from parallel_backend.families.base.step_inputs import REFERENCES
-from parallel_backend.processes.pool import Poll, Pool, Progress, RankError, again, wait_for
+from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, again, wait_for
 from parallel_backend.wire import messages as m
 
 from .call import Call, Conditioning, PostedStep, Residuals, fail
@@ -57,7 +57,7 @@ class RemoteTransformer:
         attention: str,
         poll: Poll,
         stage_split: str = "even",
-        progress: Progress = lambda doing, fraction: None,
+        progress: LoadProgress = lambda doing, fraction: None,
         only: tuple[str, ...] = (),
         compile: bool = False,
         transfer_dtype: str = "full",
@@ -88,7 +88,7 @@ class RemoteTransformer:
         found = balance(pool, checkpoint, degrees, dtype, stage_split, poll)
         self.stage_blocks, self.patch_shares, self.stage_costs = found.stage_blocks, found.patch_shares, found.stage_costs
         fitting = MemoryCheck(checkpoint, degrees, self.stage_blocks, dtype, pool.devices, devices_for(pool.devices))
-        self._memory = MemoryGuard(pool, fitting, family, self._runs)
+        self._memory = MemoryGuard(pool, fitting, family)
         if not only:
             self._memory.check_weights(poll)
         self.cut = SequenceCut(self.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
@@ -114,7 +114,7 @@ class RemoteTransformer:
         self._adapters: Hashable | None = None
         self.adapter_bytes = [0] * len(replies)
 
-    def _load(self, load: m.Load, poll: Poll, progress: Progress) -> list[m.Loaded]:
+    def _load(self, load: m.Load, poll: Poll, progress: LoadProgress) -> list[m.Loaded]:
         def look() -> None:
             poll()
             progress("loading", fmean(self._loading))
@@ -137,7 +137,7 @@ class RemoteTransformer:
                 return
             self._adapters = object()  # equal to no name, until the ranks say that all is in place
             self._deltas.replace(deltas, poll)
-            replies = wait_for(self.pool.ask(m.AdaptersSent(next(self._runs)), m.Adapted), poll)
+            replies = wait_for(self.pool.ask(m.AdaptersSent(), m.Adapted), poll)
             self.adapter_bytes = [reply.adapter_bytes for reply in replies]
             self._adapters = name
 
@@ -289,7 +289,7 @@ class RemoteTransformer:
 
     def timeline(self, poll: Poll) -> list[m.Timeline]:
         """What each rank did when since the last `begin_timeline`, or since it was loaded, in rank order."""
-        found = wait_for(self.pool.ask(m.ReadTimeline(next(self._runs)), m.Timeline), poll)
+        found = wait_for(self.pool.ask(m.ReadTimeline(), m.Timeline), poll)
         for each in found:
             spans = len(each.times)
             if (each.times.shape, each.labels.shape) != ((spans, 2), (spans, 5)) or not each.times.isfinite().all():
@@ -361,7 +361,7 @@ class RemoteTransformer:
             fail(call.future, error)
 
         try:
-            question = m.FindNotFinite(next(self._runs), call.run, 0 if call.run else first_seq)
+            question = m.FindNotFinite(call.run, 0 if call.run else first_seq)
             self.pool.ask(question, m.NotFiniteFound).add_done_callback(end)
         except RankError as error:
             fail(call.future, error)

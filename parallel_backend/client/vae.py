@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from uuid import uuid4
 
 import torch
 
@@ -58,6 +57,4 @@ class RemoteDecoder:
                 raise self.pool.refuse(part.rank, f"rows of a picture of the shape {found} for {len(own)} rows of latent")
 
     def _ask(self, latent: torch.Tensor, bytes_needed: int, poll: Poll) -> list[m.Decoded]:
-        # A number of no order: the reply to a cancelled call must not be taken for this one's, whoever made it.
-        request = m.Decode(uuid4().int, self.name, latent, bytes_needed)
-        return wait_for(self.pool.ask(request, m.Decoded), poll)
+        return wait_for(self.pool.ask(m.Decode(self.name, latent, bytes_needed), m.Decoded), poll)

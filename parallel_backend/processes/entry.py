@@ -6,7 +6,7 @@ from pathlib import Path
 
 from parallel_backend.wire.rank_settings import RankSettings
 
-from .import_blocker import hidden
+from .import_blocker import blocked_imports
 from .parent_watch import end_with_parent
 from .rank_log import write_log
 
@@ -18,7 +18,7 @@ def main(settings: RankSettings, connection: Connection) -> None:
     if settings.log is not None:
         write_log(settings.log, f"rank {settings.rank} ({settings.devices[settings.rank]})")
     # What diffusers' schedulers and pipelines want, and no rank has: a third of its start inside ComfyUI.
-    with hidden("scipy", "transformers"):
+    with blocked_imports("scipy", "transformers"):
         import diffusers.utils  # noqa: F401  # looks for what is installed, once for all
     from parallel_backend.rank.worker import run
 

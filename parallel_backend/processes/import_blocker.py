@@ -6,12 +6,12 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def hidden(*packages: str) -> Iterator[None]:
-    """Within it these packages look as if they were not installed, but for those that have been imported before."""
-    hiding = [package for package in packages if package not in sys.modules]
-    sys.modules.update(dict.fromkeys(hiding))
+def blocked_imports(*packages: str) -> Iterator[None]:
+    """Within it these packages cannot be imported, as if they were not installed. Those imported before stay."""
+    blocked = [package for package in packages if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(blocked))
     try:
         yield
     finally:
-        for package in hiding:
+        for package in blocked:
             del sys.modules[package]

@@ -33,19 +33,19 @@ _MAIN_MODULE = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which ranks to start: see pool.Pool. `beat`: seconds between their signs of life."""
+class StartSettings:
+    """Which ranks to start, and with what: see pool.Pool. `heartbeat_seconds`: between their heartbeats."""
 
     devices: tuple[str, ...]
     threads: int
     timeout: timedelta
     slowdown: tuple[float, ...]
     logs: Path | None = None
-    beat: float = 1.0
+    heartbeat_seconds: float = 1.0
 
 
 class Ranks(Protocol):
-    """Processes that were started by a Plan. `channels`: one to each, in rank order."""
+    """Processes that were started by StartSettings. `channels`: one to each, in rank order."""
 
     channels: list[Channel]
     names: tuple[str, ...]
@@ -95,32 +95,38 @@ def clean_main_module() -> Iterator[None]:
 class LocalRanks:
     """Processes of this machine, children of this one. `directory`: theirs alone, which nobody else can read.
 
-    Their logs are in there too, and go away with it, unless the plan says where to keep them.
+    Their logs are in there too, and go away with it, unless the settings say where to keep them.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, start: StartSettings):
         self.directory = Path(tempfile.mkdtemp(prefix="parallel-dit-"))
         self.channels: list[Channel] = []
-        self.names = plan.devices
+        self.names = start.devices
         self._processes: list[Any] = []
         self._killing = threading.Lock()
         self._store = self.directory / "store"
         context = torch.multiprocessing.get_context("spawn")
         try:
             self._store.touch()
-            self._logs = self._new_logs(plan)
-            for index in range(len(plan.devices)):
-                self._start(index, plan, context)
+            self._logs = self._new_logs(start)
+            for index in range(len(start.devices)):
+                self._start(index, start, context)
         except BaseException:  # the machine has no more processes, memory or room in its folder for temporary files
             self.kill()
             raise
 
-    def _start(self, index: int, plan: Plan, context: Any) -> None:
+    def _start(self, index: int, start: StartSettings, context: Any) -> None:
         ours, theirs = context.Pipe(duplex=True)
         self.channels.append(Channel(ours))
-        slowdown = plan.slowdown[index]
         settings = RankSettings(
-            index, plan.devices, self._store, plan.threads, plan.timeout, slowdown, self._logs[index], plan.beat
+            rank=index,
+            devices=start.devices,
+            rendezvous=self._store,
+            threads=start.threads,
+            timeout=start.timeout,
+            slowdown=start.slowdown[index],
+            log=self._logs[index],
+            heartbeat_seconds=start.heartbeat_seconds,
         )
         process = context.Process(target=main, args=(settings, theirs), name=f"parallel-dit rank {index}", daemon=True)
         with clean_main_module():
@@ -163,10 +169,10 @@ class LocalRanks:
             self.join(KILL_SECONDS)
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _new_logs(self, plan: Plan) -> list[Path]:
-        if plan.logs is not None:
+    def _new_logs(self, start: StartSettings) -> list[Path]:
+        if start.logs is not None:
             try:
-                return new_logs(plan.logs, len(plan.devices))
+                return new_logs(start.logs, len(start.devices))
             except OSError as error:
-                log.warning("Parallel DiT: the ranks' logs cannot be kept in %s (%s)", plan.logs, error)
-        return new_logs(self.directory, len(plan.devices))
+                log.warning("Parallel DiT: the ranks' logs cannot be kept in %s (%s)", start.logs, error)
+        return new_logs(self.directory, len(start.devices))

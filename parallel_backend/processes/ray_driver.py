@@ -23,7 +23,7 @@ LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Job:
+class RayJob:
     """What to run: see pool.Pool. `entry`: of a rank, as entry.main. `root`: the folder that this package is in. `patience`:
     seconds that the cluster has to find room.
     """
@@ -34,7 +34,7 @@ class Job:
     slowdown: tuple[float, ...]
     entry: Callable[[RankSettings, Connection], None]
     root: str
-    beat: float
+    heartbeat_seconds: float
     patience: float
 
     def needs(self, rank: int) -> dict[str, float]:
@@ -54,7 +54,7 @@ class Refused(Exception):
     """The cluster cannot run the job; the text is for the user."""
 
 
-def drive(connection: Connection, job: Job) -> None:
+def drive(connection: Connection, job: RayJob) -> None:
     """Entry of the process. Says where the ranks will be, waits for the client to be ready for them, starts them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the console's Ctrl-C is for ComfyUI, and this ends with it
     try:
@@ -107,7 +107,7 @@ def connect() -> Any:
     return ray
 
 
-def place(ray: Any, job: Job) -> tuple[Any, dict[int, Node], list[int]]:
+def place(ray: Any, job: RayJob) -> tuple[Any, dict[int, Node], list[int]]:
     """(placement group, bundle -> where it is, rank -> its bundle). Few machines; neighbours on the same one."""
     bundles = [job.needs(rank) for rank in range(len(job.devices))]
     wanted = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("GPU", "CPU")}
@@ -132,7 +132,7 @@ def place(ray: Any, job: Job) -> tuple[Any, dict[int, Node], list[int]]:
     return group, {bundle: Node(name, addresses[name]) for bundle, name in found.items()}, order
 
 
-def _short(job: Job, wanted: dict[str, float]) -> str:
+def _short(job: RayJob, wanted: dict[str, float]) -> str:
     cores = f" ({job.threads} for each CPU rank)" if wanted["CPU"] else ""
     return f"{len(job.devices)} ranks on {', '.join(job.devices)} need {_counted(wanted)}{cores}"
 
@@ -165,7 +165,7 @@ def rank_actor() -> type:
     return ParallelDiTRank
 
 
-def start(ray: Any, job: Job, group: Any, bundles: list[int], ready: dict[str, Any], actors: list[Any]) -> dict[Any, int]:
+def start(ray: Any, job: RayJob, group: Any, bundles: list[int], ready: dict[str, Any], actors: list[Any]) -> dict[Any, int]:
     """{what Ray gives for an actor's run: its rank}; the actors go into `actors` as they are made."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -180,7 +180,15 @@ def start(ray: Any, job: Job, group: Any, bundles: list[int], ready: dict[str, A
         ).remote(job.root)
         actors.append(actor)
         rendezvous = tuple(ready["rendezvous"])
-        settings = RankSettings(rank, job.devices, rendezvous, job.threads, job.timeout, job.slowdown[rank], beat=job.beat)
+        settings = RankSettings(
+            rank=rank,
+            devices=job.devices,
+            rendezvous=rendezvous,
+            threads=job.threads,
+            timeout=job.timeout,
+            slowdown=job.slowdown[rank],
+            heartbeat_seconds=job.heartbeat_seconds,
+        )
         run = actor.run.remote(job.entry, settings, tuple(ready["address"]), bytes.fromhex(ready["key"]))
         runs[run] = rank
     return runs

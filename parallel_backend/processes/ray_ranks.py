@@ -18,9 +18,9 @@ from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.tcp import Listener, is_closed, shutdown
 
 from .entry import main
-from .local import LocalRanks, Plan, Ranks, clean_main_module
+from .local import LocalRanks, Ranks, StartSettings, clean_main_module
 from .pool import RankError
-from .ray_driver import Job, drive
+from .ray_driver import RayJob, drive
 
 ROOT = str(Path(__file__).resolve().parents[2])
 """The pack must be there on all machines."""
@@ -39,7 +39,7 @@ MOST_NEWS = 1 << 20
 """Bytes of one message of the driver's."""
 
 
-def start_of(devices: tuple[str, ...]) -> Callable[[Plan], Ranks]:
+def start_of(devices: tuple[str, ...]) -> Callable[[StartSettings], Ranks]:
     """Where ranks on these devices are started."""
     return RayRanks if on_ray(devices[0]) else LocalRanks
 
@@ -52,10 +52,10 @@ class RayRanks:
     the cluster knows it.
     """
 
-    def __init__(self, plan: Plan):
-        assert all(map(on_ray, plan.devices)), plan.devices
+    def __init__(self, start: StartSettings):
+        assert all(map(on_ray, start.devices)), start.devices
         self.channels: list[Channel] = []
-        self.names = plan.devices
+        self.names = start.devices
         self._how: dict[int, str] = {}
         self._silent_since: dict[int, float] = {}
         self._pids: tuple[int, ...] = ()
@@ -64,13 +64,22 @@ class RayRanks:
         self._store: dist.TCPStore | None = None
         context = multiprocessing.get_context("spawn")
         self._news, theirs = context.Pipe()
-        job = Job(plan.devices, plan.threads, plan.timeout, plan.slowdown, main, ROOT, plan.beat, PLACE_SECONDS)
+        job = RayJob(
+            devices=start.devices,
+            threads=start.threads,
+            timeout=start.timeout,
+            slowdown=start.slowdown,
+            entry=main,
+            root=ROOT,
+            heartbeat_seconds=start.heartbeat_seconds,
+            patience=PLACE_SECONDS,
+        )
         self._driver = context.Process(target=drive, args=(theirs, job), name="parallel-dit ray driver", daemon=True)
         try:
             with clean_main_module():
                 self._driver.start()
             theirs.close()
-            self._receive(plan)
+            self._receive(start)
         except BaseException:
             self.kill()
             raise
@@ -120,16 +129,16 @@ class RayRanks:
                     self._driver.kill()
                     self._driver.join()
 
-    def _receive(self, plan: Plan) -> None:
+    def _receive(self, start: StartSettings) -> None:
         placed = self._placed(CONNECT_SECONDS + PLACE_SECONDS)
-        self.names = tuple(f"{name} on {at}" for name, at in zip(plan.devices, placed["placed"], strict=True))
+        self.names = tuple(f"{name} on {at}" for name, at in zip(start.devices, placed["placed"], strict=True))
         host = LOOPBACK if set(placed["placed"]) == {placed["here"]} else placed["here"]
         key = secrets.token_bytes(KEY_BYTES)
-        self._reception = Listener(host, key, len(plan.devices))
+        self._reception = Listener(host, key, len(start.devices))
         listener = socket.create_server((host, 0))  # the store would listen on every address
         rendezvous = listener.getsockname()
         self._store = dist.TCPStore(
-            *rendezvous, is_master=True, wait_for_workers=False, timeout=plan.timeout, master_listen_fd=listener.detach()
+            *rendezvous, is_master=True, wait_for_workers=False, timeout=start.timeout, master_listen_fd=listener.detach()
         )
         ready = {"address": self._reception.address, "rendezvous": rendezvous, "key": key.hex()}
         self._news.send_bytes(json.dumps(ready).encode())

@@ -71,14 +71,14 @@ class Engine:
         load: Load,
         slowdown: float,
         progress: Callable[[float], None],
-        pulse: Heartbeat | None = None,
+        heartbeat: Heartbeat | None = None,
     ):
         """Loads the rank's own part of the checkpoint. Collective over all ranks (it builds the mesh's groups).
 
-        `slowdown`: see RankSettings. `progress`: see fill_weights. `pulse` is told of every block and wait.
+        `slowdown`: see RankSettings. `progress`: see fill_weights. `heartbeat` is told of every block and wait.
         """
         self.rank, self.device, self.slowdown = rank, device, slowdown
-        self.pulse = pulse = pulse or Heartbeat()
+        self.heartbeat = heartbeat = heartbeat or Heartbeat()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         checkpoint = open_checkpoint(load.path)
@@ -88,14 +88,14 @@ class Engine:
         self.family, self.hidden = family, family.sizes.hidden(config)
         self.dtype = compute_dtype(load.dtype, device)
         degrees = Degrees(*load.degrees, load.patch_mode)
-        with pulse.waits():
+        with heartbeat.blocked():
             self.axes = axes = make_axes(degrees, rank)
         self.pipe, self.tensor = axes["pipe"], axes["tensor"]
         self.cut = SequenceCut(load.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
         self.place = degrees.sequence_index(degrees.coordinate(rank))
         self.ops = stage_ops(self.pipe.index, self.pipe.size)
 
-        self.traffic = Traffic(device, pulse)
+        self.traffic = Traffic(device, heartbeat)
         self.link = StageLink(self.pipe, device, self.traffic)
         plan = TensorPlan(
             family.tensor_plan,
@@ -118,7 +118,7 @@ class Engine:
         self.compiler = self._compiler(checkpoint, degrees.world) if load.compile else None
         self.watch = BlockWatch(self.model, load.only, self.traffic, slowdown)
         for block in own_blocks(self.model, family.blocks.lists).values():
-            block.register_forward_hook(lambda *_: pulse.done())
+            block.register_forward_hook(lambda *_: heartbeat.done())
         self.timestep: torch.Tensor | None = None
         self.guidance: torch.Tensor | None = None
         # Of the last grid and number of reference tokens: the stream's places in the model's own order (Rows.image).
@@ -138,8 +138,8 @@ class Engine:
 
     def find_not_finite(self, asked: FindNotFinite) -> NotFiniteFound:
         """Where values that are not finite began on this rank."""
-        seq = self.finite.first(asked.sampling_run, asked.since)
-        return NotFiniteFound(self.rank, asked.run, seq, bad_weights(self.model), bad_adapters(self.model))
+        seq = self.finite.first(asked.run, asked.since)
+        return NotFiniteFound(self.rank, seq, bad_weights(self.model), bad_adapters(self.model))
 
     def close(self) -> None:
         """Let the transfers under way end, then the mesh's groups. Collective over all ranks."""
@@ -147,7 +147,7 @@ class Engine:
         self._drop_buffers(lambda key: True)
         if self.compiler is not None:
             self.compiler.close()
-        with self.pulse.waits():
+        with self.heartbeat.blocked():
             close_axes(self.axes)
 
     def put_conditioning(self, message: PutConditioning) -> None:
@@ -228,8 +228,8 @@ class Engine:
         self.link.await_sends()
         self.traffic.recorder.restart()
 
-    def timeline(self, run: int) -> Timeline:
-        return Timeline(self.rank, run, *self.traffic.recorder.read())
+    def timeline(self) -> Timeline:
+        return Timeline(self.rank, *self.traffic.recorder.read())
 
     def _label(self, step: Step) -> StepLabel:
         exact = not step.stale and step.tokens == self.conditionings[step.conditioning].stream.span

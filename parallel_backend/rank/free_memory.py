@@ -7,24 +7,24 @@ from pathlib import Path
 
 import torch
 
-from parallel_backend.wire.diagnosis import Memory
+from parallel_backend.wire.diagnosis import RankMemory
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
 """What version 1 of control groups writes for no limit is larger."""
 
 
-def read_memory(rank: int, run: int, device: torch.device, held: int) -> Memory:
+def read_memory(rank: int, device: torch.device, held: int) -> RankMemory:
     """`held`: bytes that the rank's model has on a CPU; a CUDA device knows itself what this process holds."""
     node = platform.node()
     if device.type != "cuda":
         free, total = host_memory()
-        return Memory(rank, run, node, free, held, 0, total)
+        return RankMemory(rank, node, free, held, 0, total)
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_allocated(device)
     # By the card's own number: two processes may each call another card cuda:0.
     place = f"{node} {getattr(torch.cuda.get_device_properties(device), 'uuid', device)}"
-    return Memory(rank, run, place, free, held, torch.cuda.memory_reserved(device) - held, total)
+    return RankMemory(rank, place, free, held, torch.cuda.memory_reserved(device) - held, total)
 
 
 def host_memory() -> tuple[int | None, int | None]:

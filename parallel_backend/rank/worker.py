@@ -65,25 +65,26 @@ class Worker:
     `check_store`: see process_group.join.
     """
 
-    def __init__(self, settings: RankSettings, channel: Channel, pulse: Heartbeat, check_store: Callable[[], None]):
-        self.settings, self.channel, self.pulse, self._check_store = settings, channel, pulse, check_store
+    def __init__(self, settings: RankSettings, channel: Channel, heartbeat: Heartbeat, check_store: Callable[[], None]):
+        self.settings, self.channel, self.heartbeat, self._check_store = settings, channel, heartbeat, check_store
         self.device = torch.device(settings.device)
         self.engine: Engine | None = None
         self.decoder: BandedDecoder | None = None
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ahead: list[Any] = []
+        self._inbox: queue.SimpleQueue[m.Envelope] = queue.SimpleQueue()
+        self._ahead: list[m.Envelope] = []
+        self._request_id: int | None = None  # of the message that is being handled
         self._reported = 0.0
-        self._taken, self._interval = time.monotonic(), 0.0
+        self._handled_at, self._interval = time.monotonic(), 0.0
 
     def serve(self) -> None:
         """Handle messages until Stop. Raises whatever went wrong."""
         threading.Thread(target=self._read, name="control", daemon=True).start()
         self.channel.send(m.Ready(self.settings.rank))
-        while not isinstance(message := self._take(), m.Stop):
+        while not isinstance(message := self._next(), m.Stop):
             step = isinstance(message, m.Step)
-            self.pulse.doing = f"micro-step {message.seq}" if step else DOING.get(type(message), BETWEEN)
+            self.heartbeat.doing = f"micro-step {message.seq}" if step else DOING.get(type(message), BETWEEN)
             self._handle(message)
-            self.pulse.done()
+            self.heartbeat.done()
 
     def _handle(self, message: Any) -> None:
         match message:
@@ -98,66 +99,70 @@ class Worker:
             case m.Rescale():
                 self.engine.adapters.rescale(message.scales)
             case m.AdaptersSent():
-                self.channel.send(m.Adapted(self.settings.rank, message.run, self.engine.adapted()))
+                self._reply(m.Adapted(self.settings.rank, self.engine.adapted()))
             case m.PutConditioning():
                 self.engine.put_conditioning(message)
             case m.DropConditioning():
                 self.engine.drop_conditioning(message.id)
             case m.CloseRun():
-                self.channel.send(self.engine.close_run(message.run))
+                self._reply(self.engine.close_run(message.run))
             case m.PutDecoder():
                 self._check_store()
                 self.decoder = None  # before the new one is there
                 world = len(self.settings.devices)
-                self.decoder = BandedDecoder(message, self.settings.rank, world, self.device, self.pulse)
+                self.decoder = BandedDecoder(message, self.settings.rank, world, self.device, self.heartbeat)
             case m.Decode():
-                self.channel.send(self._decode(message))
+                self._reply(self._decode(message))
             case m.OpenRun():
                 self.engine.open_run(message)
             case m.ReadMemory():
                 held = 0 if self.engine is None else self.engine.weight_bytes + self.engine.adapters.nbytes
-                self.channel.send(read_memory(self.settings.rank, message.run, self.device, held))
+                self._reply(read_memory(self.settings.rank, self.device, held))
             case m.FindNotFinite():
-                nothing = m.NotFiniteFound(self.settings.rank, message.run, None, (), ())  # unloaded meanwhile
-                self.channel.send(nothing if self.engine is None else self.engine.find_not_finite(message))
+                nothing = m.NotFiniteFound(self.settings.rank, None, (), ())  # unloaded meanwhile
+                self._reply(nothing if self.engine is None else self.engine.find_not_finite(message))
             case m.BeginTimeline():
                 self.engine.begin_timeline()
             case m.ReadTimeline():
-                self.channel.send(self.engine.timeline(message.run))
+                self._reply(self.engine.timeline())
             case m.Probe():
                 self._unload()
                 checkpoint, settings = open_checkpoint(message.path), self.settings
                 found = probe(settings.rank, checkpoint, self.device, message.dtype, settings.slowdown, message.rows)
-                self.channel.send(found)
+                self._reply(found)
             case m.ProbeLinks():
                 self._unload()
                 self._check_store()
-                with self.pulse.waits():
+                with self.heartbeat.blocked():
                     found = probe_links(self.settings.rank, self.settings.devices, message.sizes)
-                self.channel.send(found)
+                self._reply(found)
             case m.Load():
                 self._unload()
                 self._check_store()
                 slowdown = self.settings.slowdown
-                self.engine = Engine(self.settings.rank, self.device, message, slowdown, self._report, self.pulse)
+                self.engine = Engine(self.settings.rank, self.device, message, slowdown, self._report, self.heartbeat)
                 names = parameter_names(self.engine.model)
-                self.channel.send(m.Loaded(self.settings.rank, self.engine.weight_bytes, names))
+                self._reply(m.Loaded(self.settings.rank, self.engine.weight_bytes, names))
             case m.Unload():
                 self._unload()
-                self.channel.send(m.Unloaded(self.settings.rank))
+                self._reply(m.Unloaded(self.settings.rank))
             case _:
                 raise m.BadMessage(f"{type(message).__name__} is not for a rank")
 
+    def _reply(self, message: Any) -> None:
+        """Answer the request that is being handled."""
+        self.channel.send(message, self._request_id)
+
     def _report(self, fraction: float) -> None:
         """Tell the client how much of the weights is in place. Called before each of them."""
-        self.pulse.done()
+        self.heartbeat.done()
         if fraction == 0.0 or fraction - self._reported >= REPORT_STEP:
             self._reported = fraction
             self.channel.send(m.Loading(self.settings.rank, fraction))
 
     def _decode(self, message: m.Decode) -> m.Decoded:
         if self.decoder is None or self.decoder.name != message.name:
-            return m.Decoded(self.settings.rank, message.run, None, False, {})
+            return m.Decoded(self.settings.rank, None, False, {})
         return self.decoder.decode(message)
 
     def _unload(self) -> None:
@@ -170,14 +175,15 @@ class Worker:
         else:
             give_back()
 
-    def _take(self) -> Any:
-        message = self._ahead.pop(0) if self._ahead else self._wait()
+    def _next(self) -> Any:
+        """The next message, whose request `_reply` answers from now on."""
+        message, self._request_id = self._ahead.pop(0) if self._ahead else self._wait()
         now = time.monotonic()
-        self._interval, self._taken = now - self._taken, now
+        self._interval, self._handled_at = now - self._handled_at, now
         return message
 
-    def _wait(self) -> Any:
-        self.pulse.doing = m.IDLE
+    def _wait(self) -> m.Envelope:
+        self.heartbeat.doing = m.IDLE
         try:
             return self._inbox.get(timeout=REST_SECONDS + self._interval)
         except queue.Empty:
@@ -192,7 +198,8 @@ class Worker:
                 self._ahead.append(self._inbox.get_nowait())
             except queue.Empty:
                 return None
-        return self._ahead[0] if isinstance(self._ahead[0], m.Step) else None
+        message = self._ahead[0].message
+        return message if isinstance(message, m.Step) else None
 
     def _read(self) -> None:
         try:
@@ -215,24 +222,24 @@ class Worker:
 def run(settings: RankSettings, connection: Connection) -> None:
     """A rank's whole life: join the others, serve, and report what went wrong."""
     torch.set_num_threads(settings.threads)
-    channel, pulse = Channel(connection), Heartbeat()
-    beats = (pulse, settings.rank, channel, settings.beat)
-    threading.Thread(target=send_heartbeats, args=beats, name="beats", daemon=True).start()
+    channel, heartbeat = Channel(connection), Heartbeat()
+    beating = (heartbeat, settings.rank, channel, settings.heartbeat_seconds)
+    threading.Thread(target=send_heartbeats, args=beating, name="heartbeat", daemon=True).start()
     try:
         if settings.device.startswith("cuda"):
             torch.cuda.set_device(settings.device)
         else:
             keep_freed()
-        with pulse.waits():
+        with heartbeat.blocked():
             check_store = join(settings.rank, settings.devices, settings.rendezvous, settings.timeout)
-        Worker(settings, channel, pulse, check_store).serve()
+        Worker(settings, channel, heartbeat, check_store).serve()
         leave()
     except BaseException as error:  # also what a library's sys.exit raises
         summary = f"{type(error).__name__}: {error}"
         peer = isinstance(error, PeerError)
         text = traceback.format_exc()[-LONGEST_TEXT:]
         log.info("rank %d: %s", settings.rank, text)  # in the middle of another message the client cannot read this one
-        channel.send(m.Failure(settings.rank, pulse.doing, peer, summary[:LONGEST_TEXT], text))
+        channel.send(m.Failure(settings.rank, heartbeat.doing, peer, summary[:LONGEST_TEXT], text))
         # No clean-up of the process group: its other ranks are about to be ended, and it could wait for them.
         channel.close()
         os._exit(1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .encoding import MAX_HEADER_BYTES, BadMessage
+from .encoding import MAX_HEADER_BYTES, BadMessage, Envelope
 from .messages import decode_header, encode
 
 CLOSE_SECONDS = 1.0
@@ -26,9 +26,9 @@ class Channel:
         self.connection = connection
         self._sending = threading.Lock()
 
-    def send(self, message: Any) -> None:
-        """Raises OSError when the other end is gone, AssertionError for what is no message."""
-        header, tensors = encode(message)
+    def send(self, message: Any, request_id: int | None = None) -> None:
+        """Raises OSError when the other end is gone, AssertionError for what is no message. `request_id`: see Envelope."""
+        header, tensors = encode(message, request_id)
         with self._sending:
             self.connection.send_bytes(header)
             for tensor in tensors:
@@ -36,12 +36,12 @@ class Channel:
                 for start in range(0, len(content), FRAME_BYTES):
                     self.connection.send_bytes(content[start : start + FRAME_BYTES])
 
-    def receive(self) -> Any:
+    def receive(self) -> Envelope:
         """Blocks. Raises EOFError or OSError when the other end is gone, BadMessage for bytes that are no message.
 
         After a BadMessage nothing more can be received: nobody knows where the next message begins.
         """
-        message, pending = decode_header(self._frame(MAX_HEADER_BYTES))
+        envelope, pending = decode_header(self._frame(MAX_HEADER_BYTES))
         for tensor, shape, nbytes in pending:
             for start in range(0, nbytes, FRAME_BYTES):
                 length = min(FRAME_BYTES, nbytes - start)
@@ -51,7 +51,7 @@ class Channel:
                 if not start:
                     content = self._room(tensor, shape)
                 content[start : start + length] = frame
-        return message
+        return envelope
 
     @property
     def sending(self) -> bool:

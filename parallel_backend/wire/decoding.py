@@ -18,12 +18,11 @@ class PutDecoder:
 
 @dataclass(frozen=True)
 class Decode:
-    """Client -> rank: decode your rows of `latent` [B, C, H, W] by the decoder `name`. The reply repeats the number `run`.
+    """Client -> rank: decode your rows of `latent` [B, C, H, W] by the decoder `name`.
 
     `bytes_needed`: of memory for one rank's rows, beside the weights.
     """
 
-    run: int
     name: str
     latent: torch.Tensor
     bytes_needed: int
@@ -38,7 +37,6 @@ class Decoded:
     """
 
     rank: int
-    run: int
     pixels: torch.Tensor | None
     short_of_memory: bool
     bytes_sent: dict[str, int]

@@ -40,9 +40,7 @@ class BeginTimeline:
 
 @dataclass(frozen=True)
 class ReadTimeline:
-    """Client -> rank: send the spans since the last BeginTimeline. `run`: a number that the reply repeats."""
-
-    run: int
+    """Client -> rank: send the spans since the last BeginTimeline."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class Timeline:
     """Rank -> client: `times` and `labels` as recorder.Recorder.read gives them; `lost`: older spans that were not kept."""
 
     rank: int
-    run: int
     times: torch.Tensor
     labels: torch.Tensor
     lost: int
@@ -58,37 +55,33 @@ class Timeline:
 
 @dataclass(frozen=True)
 class ReadMemory:
-    """Client -> rank: how much memory is there? `run`: a number that the reply repeats."""
-
-    run: int
+    """Client -> rank: how much memory is there?"""
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Rank -> client: bytes of the memory `place`, which ranks of equal places share. None where it is not known.
-
-    `free_bytes`: for whoever asks; `cached_bytes`: beside them, free for this rank alone. `held_bytes`: what the rank's
-    model has of it.
-    """
+class RankMemory:
+    """Rank -> client: bytes of its device's memory. None where that is not known."""
 
     rank: int
-    run: int
     place: str
+    """Ranks of equal places share one memory."""
     free_bytes: int | None
+    """Free for whoever asks."""
     held_bytes: int
+    """What the rank's model has of it."""
     cached_bytes: int
+    """Free for this rank alone, beside `free_bytes`."""
     total_bytes: int | None
 
 
 @dataclass(frozen=True)
 class FindNotFinite:
-    """Client -> rank: an output was not finite; what do you know of it? `run`: a number that the reply repeats.
+    """Client -> rank: an output was not finite; what do you know of it?
 
-    Only micro-steps of the sampling run `sampling_run` (0: of none) count, from number `since` on.
+    Only micro-steps of the sampling run `run` (0: of none) count, from number `since` on.
     """
 
     run: int
-    sampling_run: int
     since: int
 
 
@@ -101,7 +94,6 @@ class NotFiniteFound:
     """
 
     rank: int
-    run: int
     seq: int | None
     weights: tuple[str, ...]
     adapters: tuple[str, ...]

@@ -2,7 +2,8 @@
 
 What a field may hold is read once from the dataclasses' annotations, and both ends keep to it: the sender fails before
 anything is sent, the receiver before anything is done. A header is a list, `["Step", 5, 1, ...]`: the type's name and the
-fields in order. A tensor in it is `[dtype, shape]`, a tuple or nested message a list, a dict a list of pairs.
+fields in order, behind the request's id in a request and its replies (`[17, "Unload"]`). A tensor in it is `[dtype, shape]`,
+a tuple or nested message a list, a dict a list of pairs.
 """
 
 import dataclasses
@@ -34,6 +35,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 class BadMessage(ValueError):
     """The bytes are no message of ours, or not one that may come from there."""
+
+
+class Envelope(NamedTuple):
+    """A message and the id of the request that it makes or answers; None for a message that does neither."""
+
+    message: Any
+    request_id: int | None = None
 
 
 class Pending(NamedTuple):
@@ -86,27 +94,32 @@ class Encoding:
         self._types = {cls.__name__: (cls, self._kind(cls)) for cls in types}
         self._pack = {cls: kind.pack for cls, kind in self._types.values()}
 
-    def encode(self, message: Any) -> tuple[bytes, list[torch.Tensor]]:
+    def encode(self, message: Any, request_id: int | None = None) -> tuple[bytes, list[torch.Tensor]]:
         """Header and the tensors (CPU, contiguous) that follow it, in order. AssertionError for what has no encoding."""
         tensors: list[torch.Tensor] = []
         pack = self._pack.get(type(message))
         assert pack is not None, f"{type(message)} cannot cross processes"
-        header = json.dumps([type(message).__name__, *pack(message, tensors)], separators=(",", ":")).encode()
+        fields = [type(message).__name__, *pack(message, tensors)]
+        if request_id is not None:
+            fields.insert(0, _pack_int(request_id, tensors))
+        header = json.dumps(fields, separators=(",", ":")).encode()
         assert len(header) <= MAX_HEADER_BYTES and len(tensors) <= MAX_TENSORS, f"{type(message).__name__} is too large"
         return header, tensors
 
-    def decode(self, header: bytes) -> tuple[Any, list[Pending]]:
+    def decode(self, header: bytes) -> tuple[Envelope, list[Pending]]:
         """The message, and its tensors, which take no memory before their bytes arrive. BadMessage for anything else."""
-        arriving = _Arriving()
+        arriving, request_id = _Arriving(), None
         try:
             value = json.loads(header)
         except (ValueError, RecursionError) as error:
             raise BadMessage(f"{type(error).__name__}: {error}") from error
+        if type(value) is list and value and type(value[0]) is int:
+            request_id = _read_int(value.pop(0), arriving)
         if type(value) is not list or not value or type(value[0]) is not str or value[0] not in self._types:
             raise BadMessage(f"a header of no known type: {_short(value)}")
         name, *fields = value
         try:
-            return self._types[name][1].read(fields, arriving), arriving
+            return Envelope(self._types[name][1].read(fields, arriving), request_id), arriving
         except BadMessage as error:
             raise BadMessage(f"{name}: {error}") from error
 

@@ -25,7 +25,7 @@ class Heartbeat:
         self.progress += 1
 
     @contextlib.contextmanager
-    def waits(self) -> Iterator[None]:
+    def blocked(self) -> Iterator[None]:
         """Around what cannot end before other ranks do their part."""
         self.waiting = True
         try:
@@ -35,9 +35,9 @@ class Heartbeat:
         self.progress += 1
 
 
-def send_heartbeats(pulse: Heartbeat, rank: int, channel: Channel, seconds: float) -> None:
+def send_heartbeats(heartbeat: Heartbeat, rank: int, channel: Channel, seconds: float) -> None:
     """A thread's whole life: a HeartbeatMessage every so many seconds, whatever the main thread does."""
     with contextlib.suppress(OSError):  # the client is gone, and the control thread ends this process
         while True:
-            channel.send(HeartbeatMessage(rank, pulse.doing, pulse.progress, pulse.waiting))
+            channel.send(HeartbeatMessage(rank, heartbeat.doing, heartbeat.progress, heartbeat.waiting))
             time.sleep(seconds)

@@ -75,9 +75,7 @@ class Rescale:
 
 @dataclass(frozen=True)
 class AdaptersSent:
-    """Client -> rank: say when all that was sent is in place. `run`: a number that the reply repeats."""
-
-    run: int
+    """Client -> rank: say when all that was sent is in place."""
 
 
 @dataclass(frozen=True)
@@ -85,5 +83,4 @@ class Adapted:
     """Rank -> client: the adapters are in place and take `adapter_bytes` on this rank."""
 
     rank: int
-    run: int
     adapter_bytes: int

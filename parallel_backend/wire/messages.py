@@ -14,17 +14,18 @@ from .diagnosis import (
     BeginTimeline,
     FindNotFinite,
     LinksProbed,
-    Memory,
     NotFiniteFound,
     Probe,
     Probed,
     ProbeLinks,
+    RankMemory,
     ReadMemory,
     ReadTimeline,
     Timeline,
 )
 from .encoding import BadMessage as BadMessage
 from .encoding import Encoding
+from .encoding import Envelope as Envelope
 from .lifecycle import IDLE as IDLE
 from .lifecycle import START_UP as START_UP
 from .lifecycle import Failure, HeartbeatMessage, Ready, Stop, Unload, Unloaded
@@ -51,7 +52,7 @@ _TYPES = {
         *(PutDecoder, Decode, Decoded),
         *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),
         *(BeginTimeline, ReadTimeline, Timeline),
-        *(ReadMemory, Memory, FindNotFinite, NotFiniteFound),
+        *(ReadMemory, RankMemory, FindNotFinite, NotFiniteFound),
     )
 }
 _ENCODING = Encoding(_TYPES.values())

@@ -14,7 +14,7 @@ class RankSettings:
     `rendezvous`: the process group's store, a file on one machine, or the address of a server that several reach.
 
     `slowdown`: 2 makes it take twice its time to compute, which stands in for a slower device in tests and benchmarks.
-    `log`: the file that takes what it prints; None leaves that where it goes. `beat`: seconds between its signs of life.
+    `log`: the file that takes what it prints; None leaves that where it goes. `heartbeat_seconds`: between its heartbeats.
     """
 
     rank: int
@@ -24,7 +24,7 @@ class RankSettings:
     timeout: timedelta
     slowdown: float
     log: Path | None = None
-    beat: float = 1.0
+    heartbeat_seconds: float = 1.0
 
     @property
     def device(self) -> str:

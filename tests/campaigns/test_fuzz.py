@@ -159,16 +159,16 @@ def test_a_client_that_takes_any_rank_s_word_is_a_defect(monkeypatch):
 
     wrong = messages.frames(m.Output(7, 1, torch.zeros(1)))
     assert "rank 0 (cpu) sent what cannot be: Output of rank 7" in said(wrong)
-    monkeypatch.setattr(Pool, "_receive", unchecked(Pool._receive))
+    monkeypatch.setattr(Pool, "_hand_on", unchecked(Pool._hand_on))
     assert said(wrong) == "goes on"
 
 
-def unchecked(receive):
-    """Pool._receive without its look at the rank's number."""
+def unchecked(hand_on):
+    """Pool._hand_on without its look at the rank's number."""
 
-    def taken(self, rank, message):
+    def taken(self, rank, message, request_id):
         try:
-            receive(self, rank, message)
+            hand_on(self, rank, message, request_id)
         except m.BadMessage:
             self._on_output(message)
 

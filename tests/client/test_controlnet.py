@@ -167,10 +167,10 @@ class Steps:
         self.by_rank: dict[int, list[m.Step]] = {}
         send = remote.pool.send
 
-        def note(rank, message):
+        def note(rank, message, request_id=None):
             if isinstance(message, m.Step):
                 self.by_rank.setdefault(rank, []).append(message)
-            send(rank, message)
+            send(rank, message, request_id)
 
         monkeypatch.setattr(remote.pool, "send", note)
 

@@ -235,10 +235,10 @@ def test_groups_of_the_first_version(tmp_path):
 
 def test_ranks_of_one_place_share_it():
     answers = [
-        m.Memory(0, 1, "a", 10 * GB, GB, 2 * GB, 24 * GB),
-        m.Memory(1, 1, "b", 5 * GB, GB, 0, 8 * GB),
-        m.Memory(2, 1, "a", 9 * GB, 3 * GB, GB, 24 * GB),
-        m.Memory(3, 1, "c", None, 0, 0, None),
+        m.RankMemory(0, "a", 10 * GB, GB, 2 * GB, 24 * GB),
+        m.RankMemory(1, "b", 5 * GB, GB, 0, 8 * GB),
+        m.RankMemory(2, "a", 9 * GB, 3 * GB, GB, 24 * GB),
+        m.RankMemory(3, "c", None, 0, 0, None),
     ]
     devices = ("cuda:0", "cuda:1", "cuda:0", "cpu")
     assert device_memories(devices, answers) == (
@@ -399,10 +399,10 @@ class Messages:
         self.asked: list[type] = []
         send = pool.send
 
-        def noting(rank, message):
+        def noting(rank, message, request_id=None):
             if rank == 0:
                 self.asked.append(type(message))
-            send(rank, message)
+            send(rank, message, request_id)
 
         monkeypatch.setattr(pool, "send", noting)
 
@@ -479,7 +479,7 @@ def test_the_ranks_are_asked_once_for_a_run(remote, monkeypatch):
 
 def test_what_ranks_say_of_their_memory(remote):
     model = remote(Degrees(pipe=2))
-    answers = model.pool.ask(m.ReadMemory(10**9), m.Memory).result(timeout=60)
+    answers = model.pool.ask(m.ReadMemory(), m.RankMemory).result(timeout=60)
     assert [answer.held_bytes for answer in answers] == model.weight_bytes
     assert len({answer.place for answer in answers}) == 1
     assert {answer.cached_bytes for answer in answers} == {0}

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from parallel_backend.processes.import_blocker import hidden
+from parallel_backend.processes.import_blocker import blocked_imports
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def package(tmp_path, monkeypatch):
 
 
 def test_it_looks_as_if_it_were_not_installed_until_the_end(package):
-    with hidden(package, "not_installed_anyway"):
+    with blocked_imports(package, "not_installed_anyway"):
         assert importlib.util.find_spec(package) is None
         with pytest.raises(ImportError):
             importlib.import_module(package)
@@ -27,11 +27,11 @@ def test_it_looks_as_if_it_were_not_installed_until_the_end(package):
 
 
 def test_an_error_within_ends_it_too(package):
-    with pytest.raises(RuntimeError, match="within"), hidden(package):
+    with pytest.raises(RuntimeError, match="within"), blocked_imports(package):
         raise RuntimeError("within")
     assert importlib.util.find_spec(package) is not None
 
 
 def test_what_has_been_imported_stays():
-    with hidden("json"):
+    with blocked_imports("json"):
         assert importlib.import_module("json") is sys.modules["json"] is not None

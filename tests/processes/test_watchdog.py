@@ -273,18 +273,18 @@ def test_words():
 class PipeRanks:
     """In place of local.LocalRanks: the test has the ranks' ends of the channels, and says what they do."""
 
-    def __init__(self, plan: launch.Plan):
-        pairs = [Pipe(duplex=True) for _ in plan.devices]
+    def __init__(self, start: launch.StartSettings):
+        pairs = [Pipe(duplex=True) for _ in start.devices]
         self.channels = [Channel(ours) for ours, _ in pairs]
         self.theirs = [Channel(theirs) for _, theirs in pairs]
         self.alive = [True] * len(pairs)
         self.dumped: list[int] = []
-        self.names, self.pids, self.ends = plan.devices, (), {}
+        self.names, self.pids, self.ends = start.devices, (), {}
         self._mute = threading.Event()
         for rank in range(len(pairs)):
             self.theirs[rank].send(m.HeartbeatMessage(rank, m.IDLE, 0, False))
             self.theirs[rank].send(m.Ready(rank))
-            threading.Thread(target=self._beat, args=(rank, plan.beat), daemon=True).start()
+            threading.Thread(target=self._beat, args=(rank, start.heartbeat_seconds), daemon=True).start()
 
     def _beat(self, rank: int, seconds: float) -> None:
         with contextlib.suppress(OSError):
@@ -434,8 +434,8 @@ def test_polite_closing_asks(pipe_pool):
     pool, ranks = pipe_pool
     closing = threading.Thread(target=pool.close)
     closing.start()
-    assert isinstance(ranks.theirs[0].receive(), m.Stop)
-    assert isinstance(ranks.theirs[1].receive(), m.Stop)
+    assert isinstance(ranks.theirs[0].receive().message, m.Stop)
+    assert isinstance(ranks.theirs[1].receive().message, m.Stop)
     closing.join(10)
 
 

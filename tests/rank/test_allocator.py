@@ -62,7 +62,7 @@ def test_freed_memory_is_kept_and_given_back_when_asked():
 
 
 class Mute:
-    def send(self, message: object) -> None:
+    def send(self, message: object, request_id: int | None = None) -> None:
         pass
 
 
@@ -86,11 +86,11 @@ def worker(monkeypatch, tmp_path):
 def test_a_rank_at_rest_gives_back_once(worker, device):
     """Unless its tensors are elsewhere."""
     made = worker(device)
-    made._inbox.put(m.Unload())
-    assert made._take() == m.Unload()
+    made._inbox.put(m.Envelope(m.Unload()))
+    assert made._next() == m.Unload()
     assert not made.given_back
-    threading.Timer(0.5, made._inbox.put, (m.Stop(),)).start()
-    assert made._take() == m.Stop()
+    threading.Timer(0.5, made._inbox.put, (m.Envelope(m.Stop()),)).start()
+    assert made._next() == m.Stop()
     assert len(made.given_back) == (1 if device == "cpu" else 0)
 
 
@@ -98,7 +98,7 @@ def test_messages_at_equal_intervals_are_no_rest(worker):
     """As a stage has them that waits for the others."""
     made = worker()
     made._interval = 60.0
-    threading.Timer(0.3, made._inbox.put, (m.Unload(),)).start()
-    assert made._take() == m.Unload()
+    threading.Timer(0.3, made._inbox.put, (m.Envelope(m.Unload()),)).start()
+    assert made._next() == m.Unload()
     assert not made.given_back
     assert made._interval < 60.0

@@ -94,7 +94,7 @@ def test_the_watch_does_not_take_large_values_for_infinite_ones(dtype):
 def found(*seqs, **named) -> list[m.NotFiniteFound]:
     """By rank; `named`: "weights1" are those of rank 1."""
     return [
-        m.NotFiniteFound(rank, 1, seq, named.get(f"weights{rank}", ()), named.get(f"adapters{rank}", ()))
+        m.NotFiniteFound(rank, seq, named.get(f"weights{rank}", ()), named.get(f"adapters{rank}", ()))
         for rank, seq in enumerate(seqs)
     ]
 
@@ -269,7 +269,7 @@ def test_inputs_are_refused_by_name_before_they_are_sent(remote, what, bad, band
     nonfinite = {"x": x, "time": timestep, **tensors}[what]
     nonfinite.view(-1)[-1] = bad
     sent, send = [], model.pool.send
-    model.pool.send = lambda rank, message: (sent.append(type(message)), send(rank, message))
+    model.pool.send = lambda rank, message, *asked: (sent.append(type(message)), send(rank, message, *asked))
     name = {"x": "latent_image: the latent", "time": "sigmas: "}.get(
         what, f"positive, negative: the conditioning's '{what}'"
     )
@@ -288,8 +288,8 @@ def test_inputs_are_refused_by_name_before_they_are_sent(remote, what, bad, band
 def test_a_late_finding_harms_nobody(remote, flux_model):
     """An answer that comes when its call was given up, and a question to ranks whose model is gone."""
     model = remote(Degrees(pipe=2))
-    answers = model.pool.ask(m.FindNotFinite(10**9, 0, 10**9), m.NotFiniteFound).result(timeout=60)
-    assert [replace(answer, rank=0) for answer in answers] == [m.NotFiniteFound(0, 10**9, None, (), ())] * 2
+    answers = model.pool.ask(m.FindNotFinite(0, 10**9), m.NotFiniteFound).result(timeout=60)
+    assert [replace(answer, rank=0) for answer in answers] == [m.NotFiniteFound(0, None, (), ())] * 2
     given = tiny.inputs(tiny.FLUX)
     patching = model.family.patching
     conditioning = model.conditioning(patching.grid(given[0].shape), given[2])

@@ -268,7 +268,7 @@ def test_each_exchange_is_needed(threads, without, equal, measured):
 
     def part(axis: Axis) -> torch.Tensor:
         decoder = BandedDecoder(put, axis.index, axis.size, torch.device("cpu"))
-        return decoder.decode(m.Decode(1, "vae", x, 0)).pixels
+        return decoder.decode(m.Decode("vae", x, 0)).pixels
 
     found = torch.cat(threads(2, without).run(part), dim=2)
     measured(f"VAE in bands, largest difference without {without}", largest(found, whole(vae, x)))

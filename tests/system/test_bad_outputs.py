@@ -74,9 +74,7 @@ class Silent:
 
 def decoded(*shapes) -> tuple[torch.Tensor, list[int]]:
     """Rows of a picture of 3 rows of latent and 4 columns from two ranks, and which of these was refused."""
-    parts = [
-        m.Decoded(rank, 1, None if shape is None else torch.zeros(shape), False, {}) for rank, shape in enumerate(shapes)
-    ]
+    parts = [m.Decoded(rank, None if shape is None else torch.zeros(shape), False, {}) for rank, shape in enumerate(shapes)]
     pool = Silent()
     decoder = RemoteDecoder(pool, "a", dict)
     decoder._check(parts, torch.zeros(1, 4, 3, 4))

@@ -43,8 +43,8 @@ MESSAGES = [
     m.Adapt("a.weight", TENSORS["bf16"], TENSORS["fp32"], -0.5),
     m.Adapt("a.bias", TENSORS["scalar"], None, 1.0),
     m.Rescale((0.5, 1e-9)),
-    m.AdaptersSent(6),
-    m.Adapted(1, 6, 2**40),
+    m.AdaptersSent(),
+    m.Adapted(1, 2**40),
     m.PutConditioning(7, (8, 6), 0, 3, 2, TENSORS),
     m.PutConditioning(8, (8, 6), 12, 0, 1, {}),
     m.DropConditioning(7),
@@ -59,20 +59,20 @@ MESSAGES = [
     m.Probed(1, {"blocks": (0.25, 1e-9)}, (0.5, 0.0), None),
     m.RunStats(0, 4, 10, 0.25, 0.5, 1e-9, {"pipe": 2**40, "ulysses": 0}, 5, 6),
     m.PutDecoder("ü-1", TENSORS),
-    m.Decode(2**127, "ü-1", TENSORS["bf16"], 2**40),
-    m.Decoded(1, 2**127, TENSORS["bf16"], False, {"rows": 2**40}),
-    m.Decoded(0, 0, None, True, {}),
-    m.ReadMemory(2**40),
-    m.Memory(1, 2**40, "ü GPU-1", 2**40, 5, 0, None),
-    m.Memory(0, 0, "", None, 0, 0, 2**40),
-    m.FindNotFinite(3, 2, 2**40),
-    m.NotFiniteFound(1, 3, 2**40, ("a.weight",), ()),
-    m.NotFiniteFound(0, 3, None, (), ("a", "b")),
+    m.Decode("ü-1", TENSORS["bf16"], 2**40),
+    m.Decoded(1, TENSORS["bf16"], False, {"rows": 2**40}),
+    m.Decoded(0, None, True, {}),
+    m.ReadMemory(),
+    m.RankMemory(1, "ü GPU-1", 2**40, 5, 0, None),
+    m.RankMemory(0, "", None, 0, 0, 2**40),
+    m.FindNotFinite(2, 2**40),
+    m.NotFiniteFound(1, 2**40, ("a.weight",), ()),
+    m.NotFiniteFound(0, None, (), ("a", "b")),
     m.Failure(1, "loading", True, "OSError: ü", 'Traceback\n  File "a"'),
     m.Failure(1, "micro-step 12", False, "", ""),
     m.BeginTimeline(),
-    m.ReadTimeline(9),
-    m.Timeline(1, 9, TENSORS["fp64"], TENSORS["int64"], 2**40),
+    m.ReadTimeline(),
+    m.Timeline(1, TENSORS["fp64"], TENSORS["int64"], 2**40),
     m.RunStats(0, 4, 10, 0.25, 0.5, 1e-9, {}, 5, 6, {"blocks.0": m.BlockStats(0.125, {"ring": 7})}),
     m.BlockStats(0.125, {}),
     m.ProbeLinks((1, 2**20)),
@@ -99,7 +99,7 @@ def through_a_pipe(*messages):
     sender, receiver = Channel(ours), Channel(theirs)
     thread = threading.Thread(target=lambda: [sender.send(message) for message in messages])
     thread.start()
-    received = [receiver.receive() for _ in messages]
+    received = [receiver.receive().message for _ in messages]
     thread.join()
     sender.close()
     with pytest.raises((EOFError, OSError)):
@@ -111,6 +111,19 @@ def through_a_pipe(*messages):
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_round_trip(message):
     assert equal(through_a_pipe(message)[0], message)
+
+
+@pytest.mark.parametrize("request_id", [None, 0, 1, 2**127])
+def test_a_request_and_its_replies_have_its_id(request_id):
+    header, tensors = m.encode(m.Output(1, 5, TENSORS["fp32"]), request_id)
+    (message, found), pending = m.decode_header(header)
+    assert (found, message.seq, len(pending)) == (request_id, 5, len(tensors))
+
+
+@pytest.mark.parametrize("request_id", [[-1], [2**128], [True], [1.0], [1, 2]], ids=repr)
+def test_what_is_no_request_id_is_refused(request_id):
+    with pytest.raises(m.BadMessage):
+        m.decode_header(json.dumps([*request_id, "Unload"]).encode())
 
 
 def test_many_in_a_row_stay_in_step():
@@ -180,7 +193,7 @@ def test_a_message_is_bounded_as_a_whole():
 
 
 def test_a_header_alone_takes_no_memory_for_tensors():
-    message, (pending,) = m.decode_header(output("float32", [2**31]))
+    (message, _), (pending,) = m.decode_header(output("float32", [2**31]))
     assert pending.nbytes == 2**33
     assert message.value is pending.tensor
     assert pending.tensor.untyped_storage().nbytes() == 0

@@ -76,10 +76,10 @@ def test_ranks_come_in_order_whoever_dials_first(reception, key):
         ours, theirs = Channel(caller.connection), Channel(connection)
         with contextlib.closing(ours), contextlib.closing(theirs):
             theirs.send(Ready(number))
-            assert ours.receive() == Ready(number)
+            assert ours.receive().message == Ready(number)
             values = torch.arange(6.0).reshape(1, 2, 3)
             theirs.send(Output(number, 1, values))
-            assert torch.equal(ours.receive().value, values)
+            assert torch.equal(ours.receive().message.value, values)
 
 
 def test_a_wrong_key_is_refused_and_the_right_one_still_gets_in(reception, key):

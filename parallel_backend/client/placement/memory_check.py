@@ -14,7 +14,7 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
-from parallel_backend.wire.diagnosis import Memory as Free
+from parallel_backend.wire.diagnosis import RankMemory
 
 from .memory_advice import Capacity, changes
 from .memory_model import USABLE_MEMORY, Memory, Request, memory_of, model_sizes
@@ -47,9 +47,9 @@ class DeviceMemory:
         return "this machine" if len(self.ranks) == 1 else f"this machine, for {len(self.ranks)} ranks"
 
 
-def device_memories(devices: Sequence[str], answers: Sequence[Free]) -> tuple[DeviceMemory, ...]:
+def device_memories(devices: Sequence[str], answers: Sequence[RankMemory]) -> tuple[DeviceMemory, ...]:
     """What the ranks, in their order, said of their memory."""
-    places: dict[str, list[Free]] = {}
+    places: dict[str, list[RankMemory]] = {}
     for answer in answers:
         places.setdefault(answer.place, []).append(answer)
     return tuple(

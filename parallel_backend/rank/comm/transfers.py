@@ -71,12 +71,12 @@ class Traffic:
 
     A transfer is under way from its start until the rank has waited for it. The hidden share of a run is the part of
     that time in which the rank was not waiting: 1 for receives that had arrived whenever they were needed, 0 for
-    collectives that nothing runs beside. `pulse`: of the rank, which is told of every wait.
+    collectives that nothing runs beside. `heartbeat`: of the rank, which is told of every wait.
     """
 
-    def __init__(self, device: torch.device, pulse: Heartbeat | None = None):
+    def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None):
         self.clock = Clock(device)
-        self.pulse = pulse or Heartbeat()
+        self.heartbeat = heartbeat or Heartbeat()
         self.bytes_sent: Counter[str] = Counter()
         self.under_way, self.waited = Elapsed(self.clock), Elapsed(self.clock)
         self.recorder = Recorder(self.clock.now if self.clock.on_stream else None)
@@ -106,15 +106,15 @@ class Transfer:
 
     def wait(self) -> None:
         waiting = self._traffic.clock.now()
-        pulse = self._traffic.pulse
-        pulse.waiting = True
+        heartbeat = self._traffic.heartbeat
+        heartbeat.waiting = True
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
             raise PeerError(str(error)) from error
-        pulse.waiting = False
-        pulse.done()
+        heartbeat.waiting = False
+        heartbeat.done()
         done = self._traffic.clock.now()
         self._traffic.under_way.add(self._started, done)
         self._traffic.waited.add(waiting, done)

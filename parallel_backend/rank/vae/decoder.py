@@ -24,10 +24,10 @@ GROUPS = 32
 class BandedDecoder:
     """Rank `rank`'s part in a decoder on all of the pool's ranks. Each of its calls is collective over them."""
 
-    def __init__(self, put: PutDecoder, rank: int, world: int, device: torch.device, pulse: Heartbeat | None = None):
+    def __init__(self, put: PutDecoder, rank: int, world: int, device: torch.device, heartbeat: Heartbeat | None = None):
         self.name, self.rank, self.device = put.name, rank, device
         self.dtype = put.tensors[f"{DECODER}conv_in.weight"].dtype
-        self.traffic = Traffic(device, pulse)
+        self.traffic = Traffic(device, heartbeat)
         self.bands = Bands(Axis("rows", world, rank, tuple(range(world)), None), self.traffic)
         self.model = build_decoder({name: tensor.to(device) for name, tensor in put.tensors.items()})
         self.bands.adopt(self.model)
@@ -42,7 +42,7 @@ class BandedDecoder:
             pixels = self.model(message.latent[:, :, spans[self.rank].slice].to(self.device, self.dtype)).cpu()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what a picture takes is much, and not needed again before the next one
-        return Decoded(self.rank, message.run, pixels, not enough, self.traffic.report()[0])
+        return Decoded(self.rank, pixels, not enough, self.traffic.report()[0])
 
     def _all_have(self, needed: int) -> bool:
         """The same on all ranks: a rank that ran out of memory half-way would leave the others waiting, and end the pool."""

@@ -372,10 +372,10 @@ def _watch_outputs(agent: Agent, worker: Any) -> None:
 
     worker.Channel = make
 
-    def sending(channel: Any, message: Any) -> None:
+    def sending(channel: Any, message: Any, request_id: int | None = None) -> None:
         fault = agent.fault() if isinstance(message, Output) else None
         if fault is None or fault.event != "sending":
-            send(channel, message)
+            send(channel, message, request_id)
             return
         header, payload = garbage.halves(message)
         with channel._sending:

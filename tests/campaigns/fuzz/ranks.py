@@ -8,7 +8,7 @@ import time
 from multiprocessing import Pipe
 from typing import Any
 
-from parallel_backend.processes.local import LocalRanks, Plan
+from parallel_backend.processes.local import LocalRanks, StartSettings
 from parallel_backend.processes.pool import Pool, RankError, wait_for
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
@@ -26,10 +26,10 @@ FOR_A_RANK = (m.Probe, m.Load, m.Unload, m.PutConditioning, m.Step, m.Decode, m.
 class ForkedRanks(LocalRanks):
     """Ranks whose process is a copy of one that has imported everything already: otherwise that takes seconds each."""
 
-    def _start(self, index: int, plan: Plan, context: Any) -> None:
+    def _start(self, index: int, start: StartSettings, context: Any) -> None:
         forkserver = multiprocessing.get_context("forkserver")
         forkserver.set_forkserver_preload(["parallel_backend.rank.worker"])
-        super()._start(index, plan, forkserver)
+        super()._start(index, start, forkserver)
 
 
 def into_rank(examples: list[Any]):
@@ -84,7 +84,7 @@ class Played:
         ours, self._theirs = Pipe(duplex=True)
         self.channels, self._answers = [Channel(ours)], Channel(self._theirs)
 
-    def start(self, _plan: Plan) -> "Played":
+    def start(self, _start: StartSettings) -> "Played":
         threading.Thread(target=self._play, daemon=True).start()
         return self
 
@@ -93,9 +93,9 @@ class Played:
             self._answers.send(m.Ready(0))
             self._answers.send(m.HeartbeatMessage(0, m.IDLE, 0, False))
             self._theirs._send(self.data)
-            while not isinstance(self._answers.receive(), m.Unload):
+            while not isinstance((asked := self._answers.receive()).message, m.Unload):
                 pass
-            self._answers.send(m.Unloaded(0))
+            self._answers.send(m.Unloaded(0), asked.request_id)
         except (EOFError, OSError):  # ended by kill
             return
 

@@ -1,0 +1,94 @@
+"""Failures and hangs of ranks: what is known of them, and the error that names the rank at fault."""
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from parallel_backend.wire import messages as m
+
+from .failure_text import died, explained, failed
+from .local import Ranks
+from .watchdog import Verdict
+
+ROOT_CAUSE_SECONDS = 1.0
+"""How long to look for the root cause after a rank reports that a transfer failed: the rank that died explains more."""
+
+
+class RankError(RuntimeError):
+    """A rank failed. The message names it, its device and what it was doing; the pool is gone, the next use rebuilds it."""
+
+
+def again(error: Exception) -> Exception:
+    """A copy of the error, to be raised to someone else: it does not keep alive what the error was raised through before."""
+    return copy.copy(error)
+
+
+class FailureReport:
+    """Failures of one pool's ranks, as the pool's receiving thread notes them.
+
+    `doing`: by rank, what it was last seen to do. `logs`: the folder in which the ranks' logs are kept, if they are.
+    """
+
+    def __init__(self, ranks: Ranks, doing: Callable[[int], str], logs: Path | None):
+        self._ranks, self._doing, self._logs = ranks, doing, logs
+        self._failures: list[m.Failure] = []
+        self._cut_off: list[int] = []  # ranks whose connection ended
+        self._since: float | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Something has failed."""
+        return self._since is not None
+
+    def note_failure(self, failure: m.Failure) -> None:
+        """A rank says that it failed."""
+        self._failures.append(failure)
+        self.note_end()
+
+    def note_cut_off(self, rank: int) -> None:
+        """A rank's connection has ended."""
+        self._cut_off.append(rank)
+        self.note_end()
+
+    def note_end(self) -> None:
+        """A rank's process has ended."""
+        self._since = self._since or time.monotonic()
+
+    def root_cause(self) -> RankError | None:
+        """The error that names the rank at fault; None while another rank may still explain more."""
+        reported = {failure.rank for failure in self._failures}
+        ended = {rank: how for rank in range(len(self._ranks.names)) if (how := self._ranks.how_ended(rank)) is not None}
+        own = [failure for failure in self._failures if not failure.peer]
+        late = time.monotonic() - self._since > ROOT_CAUSE_SECONDS
+        # One that has ended may have said why: what it sent last is read first, until its connection's end.
+        died_unheard = [rank for rank in ended if rank not in reported and (late or rank in self._cut_off)]
+        if own:
+            failure = own[0]
+            return self._error(failed(self._name(failure.rank), failure.doing, failure.summary), failure.traceback)
+        if died_unheard:
+            return self._died(died_unheard[0], ended[died_unheard[0]])
+        if late and self._failures:
+            failure = self._failures[0]
+            return self._error(f"{self._name(failure.rank)} lost its peer: {failure.summary}", failure.traceback)
+        return self._died(self._cut_off[0], "closed its connection") if late else None
+
+    def refusal(self, rank: int, why: str) -> RankError:
+        """The error for a rank that sent what cannot be."""
+        text = f"{self._name(rank)} sent what cannot be: {why}. All ranks were ended; the next use starts new ones."
+        return self._error(text, "", self._ranks.log_tail(rank))
+
+    def hang(self, verdict: Verdict) -> RankError:
+        """The error for ranks that the watchdog found to hang or to be stopped."""
+        names = " and ".join(map(self._name, verdict.ranks))
+        return self._error(f"{names} {verdict.text}", "", *map(self._ranks.log_tail, verdict.ranks))
+
+    def _died(self, rank: int, how: str) -> RankError:
+        log = self._ranks.log_tail(rank)
+        return self._error(died(self._name(rank), how, self._doing(rank), log), "", log)
+
+    def _error(self, text: str, traceback: str, *logs: str) -> RankError:
+        return RankError(explained(text, traceback, logs, self._logs))
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._ranks.names[rank]})"

@@ -1,0 +1,71 @@
+"""Requests to all ranks, and their replies until there is one of each rank."""
+
+import itertools
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallel_backend.wire.encoding import BadMessage
+
+from .failure_report import again
+
+
+@dataclass
+class _Gather:
+    """One request. `reply`: type of the replies; `replies`: those that have come, by rank."""
+
+    reply: type
+    future: Future = field(default_factory=Future)
+    replies: dict[int, Any] = field(default_factory=dict)
+
+
+class Gathers:
+    """The open requests of a pool of `world` ranks, by the id that a request's replies repeat. Thread-safe."""
+
+    def __init__(self, world: int):
+        self._world = world
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._open: dict[int, _Gather] = {}
+        self._error: Exception | None = None
+
+    def open(self, reply: type) -> tuple[int, Future]:
+        """A new request's id, and the future that gives its replies of type `reply` in rank order."""
+        gather = _Gather(reply)
+        with self._lock:
+            request_id = next(self._ids)
+            if self._error is None:
+                self._open[request_id] = gather
+            else:
+                gather.future.set_exception(again(self._error))
+        return request_id, gather.future
+
+    def add(self, request_id: int | None, rank: int, reply: Any) -> None:
+        """A rank's reply. One that nobody waits for is dropped. BadMessage for one of another type than was asked for."""
+        with self._lock:
+            gather = self._open.get(request_id)
+            if gather is None:
+                return
+            if type(reply) is not gather.reply:
+                raise BadMessage(f"{type(reply).__name__} in reply to a request for {gather.reply.__name__}")
+            gather.replies[rank] = reply
+            complete = len(gather.replies) == self._world
+            if complete:
+                del self._open[request_id]
+        if complete:
+            gather.future.set_result([gather.replies[rank] for rank in range(self._world)])
+
+    @property
+    def awaited(self) -> list[type]:
+        """Types of the replies that have not all come."""
+        with self._lock:
+            return [gather.reply for gather in self._open.values()]
+
+    def fail(self, error: Exception) -> None:
+        """All requests end with `error`, those to come too."""
+        with self._lock:
+            self._error = error
+            gathers, self._open = self._open, {}
+        for gather in gathers.values():
+            gather.future.set_exception(again(error))
