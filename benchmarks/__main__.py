@@ -1,9 +1,11 @@
 """The speed of everything, beside its peers, in one command:
 
-    python -m benchmarks --xdit-python /path/to/venv/with/xfuser/bin/python
-    python -m benchmarks --quick --only flux,overheads
-    python -m benchmarks --only field-pixart,field-flux,one-device --device cuda
-    python -m benchmarks --only one-device --compiled --device cuda
+    bash scripts/benchmark --with-xdit
+    bash scripts/benchmark --quick --only flux,overheads
+    bash scripts/benchmark --only field-pixart,field-flux,one-device --device cuda
+    bash scripts/benchmark --only one-device --compiled --device cuda
+
+The script installs what they need, xDiT in an environment of its own; where all is there, `python -m benchmarks` does.
 
 Each part writes a dated JSON into benchmarks/results as soon as it is done; `python -m benchmarks.harness.render` makes
 docs/benchmarks.md and its plots of the newest ones. Parts that are not asked for by name and need another machine are left
@@ -92,7 +94,7 @@ def main(arguments: list[str]) -> None:
     say = measuring.TimedLog()
     parts = given.only or [name for name in PARTS if name not in ON_CUDA or torch.cuda.is_available()]
     for name in sorted(set(PARTS) - set(parts)):
-        say(f"left out: {name}" + (", which needs a CUDA device" if name in ON_CUDA and not given.only else ""))
+        say(f"left out: {name}, which " + ("is not in --only" if given.only else "needs a CUDA device"))
     for name in parts:
         say(f"== {name}")
         stolen = measuring.Stolen()

@@ -1,10 +1,10 @@
-"""The README's table of families, from what tests measured.
+"""The table of families in docs/models.md, from what tests measured.
 
     python -m pytest tests/families/test_families.py tests/comfyui/test_families.py \\
         --figures benchmarks/results/families_DATE.json
     python scripts/family_table.py benchmarks/results/families_DATE.json
 
-Writes the table between the markers in README.md. A case without a figure has not been measured, and is left out.
+Writes the table between the markers of docs/models.md. A case without a figure has not been measured, and is left out.
 """
 
 import json
@@ -62,11 +62,11 @@ def table(figures: dict[str, float]) -> str:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(START)
+    page = ROOT / "docs" / "models.md"
+    before, rest = page.read_text().split(START)
     _, after = rest.split(END)
     figures = json.loads(Path(sys.argv[1]).read_text())
-    readme.write_text(f"{before}{START}\n{table(figures)}\n{END}{after}")
+    page.write_text(f"{before}{START}\n{table(figures)}\n{END}{after}")
 
 
 if __name__ == "__main__":
