@@ -6,11 +6,11 @@ from collections.abc import Callable
 import torch
 
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.pipefusion_order import entry_parts, window
 from parallel_backend.core.spans import Span
 from parallel_backend.wire import messages as m
 
 from .call import Call, PartialOutput, PostedStep
-from .pipefusion.order import entry_parts, window
 
 
 class MicroSteps:

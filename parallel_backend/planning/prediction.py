@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from parallel_backend.client.pipefusion.order import micro_steps
 from parallel_backend.client.placement.balance import divide
 from parallel_backend.client.placement.memory_model import USABLE_MEMORY, Memory, held_weights
 from parallel_backend.client.placement.pipeline_model import simulate
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import on_ray
+from parallel_backend.core.pipefusion_order import micro_steps
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.wire.diagnosis import Probed

@@ -243,7 +243,7 @@ class Engine:
 
     def _drop_buffers(self, which: Callable[[tuple[int, int]], bool]) -> None:
         for key in [key for key in self.buffers if which(key)]:
-            self.buffers.pop(key).settle()
+            self.buffers.pop(key).wait_pending()
 
     def _shards(self, step: Step) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """The micro-step's text and image tokens by sequence rank."""

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from parallel_backend.client.call import Call, Conditioning
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows, exact_above
-from parallel_backend.client.pipefusion.order import MicroStep, micro_steps
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.patching import Patching

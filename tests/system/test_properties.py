@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallel_backend.client.pipefusion.order import micro_steps
 from parallel_backend.core.degrees import AXES, Degrees
+from parallel_backend.core.pipefusion_order import micro_steps
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands

@@ -15,11 +15,10 @@ import torch
 from parallel_backend.client.call import Conditioning, Residuals
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import Computed, Forecast, StepCache
+from parallel_backend.core.pipefusion_order import MicroStep, call_steps
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.processes.pool import Poll, wait_for
-
-from .order import MicroStep, call_steps
 
 
 class NotLocal(Exception):

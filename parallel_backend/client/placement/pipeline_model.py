@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parallel_backend.client.pipefusion.order import MicroStep, micro_steps, window
+from parallel_backend.core.pipefusion_order import MicroStep, micro_steps, window
 
 HOP_SECONDS = 0.002
 """From the last stage through ComfyUI's sampler to the first: encoding, a thread's turn, a step of the sampler."""

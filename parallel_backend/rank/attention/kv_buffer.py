@@ -89,11 +89,11 @@ class KVBuffer:
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers.values())
 
-    def settle(self) -> None:
-        """Returns once nothing is on its way to this buffer any more."""
+    def wait_pending(self) -> None:
+        """Wait until nothing is on its way to this buffer any more."""
         for layer in self.layers.values():
             for arrival in layer.arriving:
-                arrival.gathering.settle()
+                arrival.gathering.wait_pending()
 
     def begin_call(self, time: float) -> None:
         """The calls at one timestep count as one: heun's second call and the next step's first are at the same."""

@@ -124,7 +124,7 @@ class ParallelAttention:
                 pieces = [step.pieces(context.patch_ranks(i)) if i != patch.index else [] for i in range(patch.size)]
                 arriving = Arriving(gathering, pieces, step.entries)
                 if not step.overlap:
-                    gathering.settle()
+                    gathering.wait_pending()
             else:
                 key, value = torch.cat(gathering.wait(), dim=2)
                 own = range(len(step.lengths))

@@ -56,14 +56,14 @@ class Gathering:
     device: torch.device
     transfer: Transfer | None
 
-    def settle(self) -> None:
-        """Returns once nothing is under way any more."""
+    def wait_pending(self) -> None:
+        """Wait until nothing is under way any more."""
         if self.transfer is not None:
             self.transfer.wait()
             self.transfer = None
 
     def wait(self) -> list[torch.Tensor]:
-        self.settle()
+        self.wait_pending()
         return [part.to(self.device) for part in self.parts]
 
 

@@ -72,14 +72,14 @@ class StageIO:
         self.received, self.text_tokens, self.rows, self.residuals = received, text_tokens, rows, residuals or {}
         self._cut.clear()
 
-    def behind(self, block: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text and image behind a block of the stages before: its own output if that came along."""
+    def output_of(self, block: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text and image that a block of the stages before gave: its own output if that came along."""
         tokens = self.outputs.get(block, self.received)
         assert tokens is not None
         return tokens[:, : self.text_tokens], tokens[:, self.text_tokens :]
 
     def keep(self, block: str, text: torch.Tensor, image: torch.Tensor) -> None:
-        """Note a block's output, if the stage behind is to have it."""
+        """Note a block's output, if the next stage is to have it."""
         if block in self.leaving and block not in self.outputs:
             self.outputs[block] = torch.cat((text, image), dim=1)
 
@@ -121,7 +121,7 @@ class BlockSlot:
         return given
 
     def note_text(self, given: Mapping[str, Any]) -> None:
-        """How long the list's whole text is, for `leave`."""
+        """How long the list's whole text is, for `emit_whole`."""
         if self.spec.joined:
             self.flow.whole_text = given[self.spec.image].shape[1] - self.flow.rows.image_tokens
         else:
@@ -146,8 +146,8 @@ class BlockSlot:
         out = tuple(text if name == "text" else image for name in self.spec.returns)
         return out if len(out) > 1 else out[0]
 
-    def leave(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
-        """Results of the list's last slot, whole again. No text: a last block may have none to give."""
+    def emit_whole(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
+        """Results of the list's last slot, as whole tensors again. `text` is None where a last block gives none."""
         rows = self.flow.rows
         whole = image.new_zeros(len(image), rows.image_tokens, image.shape[-1])
         whole[:, rows.image] = image
@@ -179,8 +179,8 @@ class BlockSlot:
         text, image = self._parts(out)
         return self.results(text[:, :0], image)
 
-    def own(self, block: nn.Module, whole_latent: bool) -> None:
-        """Hooks for a block that the stage has."""
+    def attach(self, block: nn.Module, whole_latent: bool) -> None:
+        """Hook the slot into a block that the stage has."""
         if self.spec.needs_text:
             block.register_forward_hook(lambda _block, _args, out: self.empty_text(out))
         block.register_forward_hook(lambda _block, _args, out: self.add_residual(out))
@@ -193,7 +193,7 @@ class BlockSlot:
             block.register_forward_pre_hook(lambda _block, _args, given: ((), self.fill_text(given)), with_kwargs=True)
         if self.last:
             block.register_forward_hook(
-                lambda _block, _args, out: out if self.flow.rows is None else self.leave(*self._parts(out))
+                lambda _block, _args, out: out if self.flow.rows is None else self.emit_whole(*self._parts(out))
             )
 
     def _parts(self, out: Any) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -22,9 +22,9 @@ class Upstream(nn.Module):
         slot, flow = self.slot, self.slot.flow
         if flow.rows is not None and slot.first:
             slot.note_text(slot.named(args, kwargs))
-        text, image = flow.behind(slot.name)
+        text, image = flow.output_of(slot.name)
         flow.keep(slot.name, text, image)
-        return slot.leave(text, image) if slot.last and flow.rows is not None else slot.results(text, image)
+        return slot.emit_whole(text, image) if slot.last and flow.rows is not None else slot.results(text, image)
 
 
 class Downstream(nn.Module):
@@ -48,7 +48,7 @@ class Skipped(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         slot = self.slot
         text, image = slot.streams(slot.arguments(args, kwargs))
-        return slot.leave(text, image) if slot.last and slot.flow.rows is not None else slot.results(text, image)
+        return slot.emit_whole(text, image) if slot.last and slot.flow.rows is not None else slot.results(text, image)
 
 
 class Placeholder(nn.Module):
@@ -88,7 +88,7 @@ def fill_slots(
         if index in own and only and not spec.prologue and slot.name not in only:
             blocks[index] = Skipped(slot)
         elif index in own:
-            slot.own(block, whole_latent)
+            slot.attach(block, whole_latent)
             modules = dict(block.named_modules())
             attention += [(modules[name], over) for name, over in spec.attention.items() if name in modules]
         else:

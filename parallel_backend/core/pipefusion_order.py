@@ -11,7 +11,7 @@ The sampling run, the client's queue, the predictions and the tests take the ord
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel_backend.core.spans import Span, split
+from .spans import Span, split
 
 
 @dataclass(frozen=True)
