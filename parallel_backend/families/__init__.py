@@ -1,4 +1,4 @@
-"""The DiT families: one small file each, one row here."""
+"""The registry of families: a file each, a row here."""
 
 from parallel_backend.families.base.family import Family
 

@@ -32,7 +32,7 @@ from parallel_backend.families.parts.key_map import KeyMap
 
 APPROXIMATOR = "distilled_guidance_layer."
 APPROXIMATOR_LAYERS = 5
-"""Of every Chroma, as ComfyUI takes for granted; only for the other name that some files give their norms."""
+"""Layers of that network in every Chroma, as ComfyUI takes for granted. For the aliases of its norms only."""
 
 
 def _detect(shapes: Shapes) -> bool:

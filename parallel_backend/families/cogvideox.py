@@ -12,16 +12,16 @@ import torch
 from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
 from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
 from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from parallel_backend.families.parts.conditioning import count_blocks, rotary_table, text
 from parallel_backend.families.parts.key_map import KeyMap
 
 BLOCKS = "transformer_blocks"
 HEADS_OF_2B = 30
-"""The one model whose positions are added and not rotary, which nothing else in the weights shows."""
+"""Attention heads of 2b. It is the one model whose positions are added, not rotary; nothing else in the weights shows it."""
 TRAINED = {"sample_height": 60, "sample_width": 90, "max_text_seq_length": 226}
-"""Latent rows and columns, and text tokens, that 1.0 models count positions by."""
+"""Latent rows, latent columns and text tokens that the 1.0 models count positions by."""
 PROJECTION, TABLE = "patch_embed.proj.weight", "patch_embed.pos_embedding"
 
 _BLOCK = {  # diffusers module <- original module
@@ -38,6 +38,11 @@ _PLAN = {
     "ff.net.0.proj": COLUMN,
     "ff.net.2": ROW,
 }
+
+
+def _embeds_by(dimensions: int, shapes: Shapes) -> bool:
+    """Whether the weight that embeds patches has so many dimensions: 4 in 1.0 (convolution), 2 in 1.5 (linear layer)."""
+    return "blocks.0.norm1.linear.weight" in shapes and len(shapes.get(PROJECTION, ())) == dimensions
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -78,11 +83,6 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _embeds_by(dimensions: int, shapes: Shapes) -> bool:
-    """1.0 embeds patches by a convolution (4), 1.5 by a linear layer (2)."""
-    return "blocks.0.norm1.linear.weight" in shapes and len(shapes.get(PROJECTION, ())) == dimensions
-
-
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
     context = text("CogVideoX", config["text_embed_dim"], given)
     needed = config["max_text_seq_length"]
@@ -111,7 +111,7 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
 
 
 def _sides(grid: tuple[int, ...], config: Config) -> list[torch.Tensor]:
-    """Positions along frames, rows, columns. Those of 1.0 fill the middle of the training size's grid, in its proportions.
+    """Positions along frames, rows, columns. In 1.0 they fill the middle of the training size's grid, in its proportions.
 
     From diffusers' pipeline_cogvideox.py: get_resize_crop_region_for_grid, and get_3d_rotary_pos_embed's grid types.
     """
@@ -142,12 +142,7 @@ COGVIDEOX = Family(
         detect=lambda shapes: _embeds_by(4, shapes),
         configure=_configure,
         key_map=_key_map,
-        max_settings={
-            "sample_height": 512,
-            "sample_width": 512,
-            "sample_frames": 256,
-            "max_text_seq_length": 1 << 16,
-        },
+        max_settings={"sample_height": 512, "sample_width": 512, "sample_frames": 256, "max_text_seq_length": 1 << 16},
         video_size=("sample_height", "sample_width", "sample_frames"),
         takes_folder=lambda config: config.get("patch_size_t") is None,
     ),
@@ -156,7 +151,7 @@ COGVIDEOX = Family(
             BlockList(
                 BLOCKS,
                 returns=("image", "text"),
-                cuts={"image_rotary_emb": lambda tables, rows: tuple(rows.of_image(table, 0) for table in tables)},
+                cuts={"image_rotary_emb": image_tables(0)},
                 attention={"attn1": JOINT},
             ),
         ),

@@ -13,7 +13,7 @@ from parallel_backend.families.base.family import CacheScope, Family, FileLayout
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import example, text_and_pooled
+from parallel_backend.families.parts.conditioning import embedded_guidance, example, text_and_pooled
 from parallel_backend.families.parts.flux_blocks import (
     DOUBLE,
     DOUBLE_PLAN,
@@ -78,12 +78,7 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
     tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", config, given)
-    tensors |= reference_tensors(Patching(), given, method="offset")
-    if config["guidance_embeds"]:
-        if given.get("guidance") is None:
-            raise ValueError("positive, negative: guidance is switched off, which this model's diffusers class cannot do.")
-        tensors["guidance"] = given["guidance"]
-    return tensors
+    return tensors | reference_tensors(Patching(), given, method="offset") | embedded_guidance(config, given)
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:

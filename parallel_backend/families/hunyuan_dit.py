@@ -12,7 +12,7 @@ import torch
 
 from parallel_backend.families.base.blocks import Blocks
 from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
 from parallel_backend.families.base.tensor_plan import GATHER
 from parallel_backend.families.parts.conditioning import (
     check_learned_variance,
@@ -170,13 +170,7 @@ HUNYUAN_DIT = Family(
         max_settings={"sample_size": 512, "text_len": 1 << 16, "text_len_t5": 1 << 16},
     ),
     blocks=Blocks(
-        lists=(
-            block_list(
-                "blocks",
-                cuts={"image_rotary_emb": lambda tables, rows: tuple(rows.of_image(table, 0) for table in tables)},
-                skips=_skips,
-            ),
-        ),
+        lists=(block_list("blocks", cuts={"image_rotary_emb": image_tables(0)}, skips=_skips),),
         counts=lambda config: {"blocks": config["num_layers"]},
         # No prologue: the class asks its small patch embedding for the patch size at the end.
         epilogue=("norm_out", "proj_out"),

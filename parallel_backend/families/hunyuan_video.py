@@ -11,9 +11,9 @@ import torch
 from parallel_backend.families.base.blocks import BlockList, Blocks
 from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import TEXT_MASK, Config, Rows, Shapes, StepInputs
+from parallel_backend.families.base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs, image_tables
 from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import count_blocks, example, hidden, text_and_pooled
+from parallel_backend.families.parts.conditioning import count_blocks, embedded_guidance, example, hidden, text_and_pooled
 from parallel_backend.families.parts.flux_blocks import (
     DOUBLE,
     DOUBLE_PLAN,
@@ -31,7 +31,8 @@ from parallel_backend.families.parts.key_map import KeyMap
 
 PATCH = [1, 2, 2]
 REFINER = "txt_in.individual_token_refiner.blocks."
-_OTHERS = {"cond_type_embedding.weight": "HunyuanVideo 1.5", "vision_in.proj.0.weight": "HunyuanVideo 1.5"}
+_OTHERS = dict.fromkeys(("cond_type_embedding.weight", "vision_in.proj.0.weight"), "HunyuanVideo 1.5")
+"""A key -> the model that has it, which is another class in diffusers."""
 
 _MODULATION = {"norm1.linear": "img_mod.lin", "norm1_context.linear": "txt_mod.lin"}
 _SINGLE_MODULATION = {"norm.linear": "modulation.lin"}
@@ -39,14 +40,14 @@ _PER_CALL = (
     *("time_text_embed", "context_embedder", "norm_out.linear"),
     *(f"*.{name}" for name in (*_MODULATION, *_SINGLE_MODULATION)),
 )
-_EMBEDDERS = {  # diffusers module <- original module, of two layers each
+_EMBEDDERS = {  # diffusers module <- original module, two layers each
     "time_text_embed.timestep_embedder": "time_in",
     "time_text_embed.text_embedder": "vector_in",
     "context_embedder.time_text_embed.timestep_embedder": "txt_in.t_embedder",
     "context_embedder.time_text_embed.text_embedder": "txt_in.c_embedder",
 }
 _GUIDANCE = {"time_text_embed.guidance_embedder": "guidance_in"}
-_OUTSIDE = {
+_OUTSIDE = {  # diffusers module <- original module
     "x_embedder.proj": "img_in.proj",
     "context_embedder.proj_in": "txt_in.input_embedder",
     "proj_out": "final_layer.linear",
@@ -59,11 +60,10 @@ _REFINER = {
     "ff.net.0.proj": "mlp.0",
     "ff.net.2": "mlp.2",
 }
-_TENCENT = {  # ends of modules' names: Tencent's -> ComfyUI's, as its supported_models.py has them
+_TENCENT = {  # endings of module names: Tencent's -> ComfyUI's, as in its supported_models.py
     **{f"{name}.mlp.0": f"{name}.in_layer" for name in ("time_in", "guidance_in", "t_embedder")},
     **{f"{name}.mlp.2": f"{name}.out_layer" for name in ("time_in", "guidance_in", "t_embedder")},
-    "c_embedder.linear_1": "c_embedder.in_layer",
-    "c_embedder.linear_2": "c_embedder.out_layer",
+    **{f"c_embedder.linear_{index}": f"c_embedder.{kind}_layer" for index, kind in ((1, "in"), (2, "out"))},
     "_attn_qkv": "_attn.qkv",
     "_attn_proj": "_attn.proj",
     "mlp.fc1": "mlp.0",
@@ -72,7 +72,7 @@ _TENCENT = {  # ends of modules' names: Tencent's -> ComfyUI's, as its supported
     ".modulation.linear": ".modulation.lin",
 }
 ALIASES = {
-    **{f"{theirs}.{leaf}": f"{ours}.{leaf}" for theirs, ours in _TENCENT.items() for leaf in ("weight", "bias")},
+    **{f"{theirs}.{name}": f"{ours}.{name}" for theirs, ours in _TENCENT.items() for name in ("weight", "bias")},
     "_attn_q_norm.weight": "_attn.norm.query_norm.scale",
     "_attn_k_norm.weight": "_attn.norm.key_norm.scale",
     ".q_norm.weight": ".norm.query_norm.scale",
@@ -107,7 +107,7 @@ def _configure(shapes: Shapes) -> Config:
 
 
 def _key_map(config: Config) -> dict[str, Source]:
-    """ValueError for what diffusers' class computes otherwise than ComfyUI's."""
+    """ValueError for a model that diffusers' class computes otherwise than ComfyUI's."""
     if config.get("image_condition_type") == "token_replace":
         raise ValueError(
             "model_name: this folder's config.json says token_replace, which ComfyUI computes otherwise than diffusers. Use "
@@ -128,6 +128,7 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _text(config: Config) -> Config:
+    """The configuration with the name that other classes have for the text's width."""
     return {**config, "joint_attention_dim": config["text_embed_dim"]}
 
 
@@ -136,11 +137,7 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
     mask = given.get("attention_mask")
     if mask is not None and not mask.bool().all():
         tensors[TEXT_MASK] = mask.bool()
-    if config["guidance_embeds"]:
-        if given.get("guidance") is None:
-            raise ValueError("positive, negative: guidance is switched off, which this model's diffusers class cannot do.")
-        tensors["guidance"] = given["guidance"]
-    return tensors
+    return tensors | embedded_guidance(config, given)
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
@@ -161,12 +158,8 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     }
 
 
-def _of_image(tables: tuple[torch.Tensor, ...], rows: Rows) -> tuple[torch.Tensor, ...]:
-    return tuple(rows.of_image(table, 0) for table in tables)
-
-
 def _blocks(name: str, rotary: str) -> BlockList:
-    return BlockList(name, returns=("image", "text"), cuts={rotary: _of_image}, needs_text=True)
+    return BlockList(name, returns=("image", "text"), cuts={rotary: image_tables(0)}, needs_text=True)
 
 
 HUNYUAN_VIDEO = Family(

@@ -19,19 +19,19 @@ from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_lis
 from parallel_backend.families.parts.key_map import KeyMap
 
 HEADS = 32
-"""In every model of this family; nothing in the weights shows it."""
+"""Attention heads of every model of this family. Nothing in the weights shows it."""
 SMALL = 28
-"""Blocks of the 2B models, of which some count frames otherwise than the others; a file's header says which do."""
+"""Blocks of the 2B models. Some of these count frames otherwise than the others, as a file's header says."""
 TIME = 1000.0
-"""Between ComfyUI's sigma and the model's timestep."""
+"""Factor between ComfyUI's sigma and the model's timestep."""
 BLOCKS = "transformer_blocks"
 PIXELS = (8, 32, 32)
 """Frames, rows and columns of pixels that a token stands for."""
 FRAME_RATE = 25.0
-"""ComfyUI's, where the conditioning names none."""
+"""Frames per second, ComfyUI's own, if the conditioning names none."""
 
 PATCHING = Patching(side=1, video=True, along="frames")
-"""A token is 32 x 32 pixels, so there are more frames than rows; in bands of frames tokens lie as the class has them."""
+"""In bands of frames: a token is 32 x 32 pixels, so frames are more than rows, and the class has tokens in this order."""
 
 _OUTSIDE = {  # diffusers module <- original module
     "proj_in": "patchify_proj",
@@ -76,7 +76,7 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
     """`context` [B, T, caption_channels], `frame_rate` [B]; `mask` [B, T] bool, which text may be seen; `keyframes`
     [B, 3, K, 2] in pixels, of the last K tokens. ValueError for guides that want an attention of their own.
 
-    The timesteps come from `denoise_mask`, which is only looked at for tokens that are none.
+    `denoise_mask` has made the timesteps already. It is only looked at for marks of tokens that are left out.
     """
     context = text("LTX-Video", config["caption_channels"], given)
     tensors = {"context": context, "frame_rate": torch.full((len(context),), float(given.get("frame_rate", FRAME_RATE)))}
@@ -101,7 +101,7 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    """Random values for what `conditioning` gives, of batch 1."""
+    """See Inputs.example."""
     return {"context": torch.randn(1, text_tokens, config["caption_channels"]), "frame_rate": torch.full((1,), FRAME_RATE)}
 
 
@@ -139,7 +139,7 @@ def _coordinates(step: StepInputs, places: torch.Tensor, causal: bool) -> torch.
 
 @dataclass(frozen=True)
 class Patchifier:
-    """What ComfyUI's BaseModel makes a time for each token with, as an attribute of its native model."""
+    """Attribute of ComfyUI's native model. Its BaseModel makes a time for each token with it."""
 
     patching: Patching
 

@@ -18,9 +18,9 @@ from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_lis
 from parallel_backend.families.parts.pixart_keys import UNUSED, block_keys, model_keys
 
 HEAD = 72
-"""Width of a head, in every model of this family; nothing in the weights shows it."""
+"""Width of a head in every model of this family. Nothing in the weights shows it."""
 SAMPLE = 128
-"""Side of the latent that positions are made for, where the file does not show it. All multiples of 64 give the same."""
+"""Side of the latent that positions are made for, if the file does not show it. All multiples of 64 give the same."""
 BLOCKS = "transformer_blocks"
 SIZE_EMBEDDERS = {"resolution_embedder": "csize_embedder", "aspect_ratio_embedder": "ar_embedder"}
 
@@ -48,7 +48,7 @@ def _configure(shapes: Shapes) -> Config:
 
 
 def _knows_sizes(config: Config) -> bool:
-    """The class's own rule for what a folder parameters open."""
+    """Whether the picture's size is conditioning. A folder that does not say it follows the class's own rule."""
     given = config["use_additional_conditions"]
     return config["sample_size"] == 128 if given is None else given
 

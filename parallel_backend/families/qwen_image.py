@@ -17,7 +17,8 @@ from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
 
 BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
-EDIT_2511 = "__index_timestep_zero__"  # a key of its files: their reference pictures are at time 0
+EDIT_2511 = "__index_timestep_zero__"
+"""Key that marks a file of Edit 2511, whose reference pictures are at time 0."""
 _QKV = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 _PLAN = {
     **dict.fromkeys(("img_mod.1", "txt_mod.1"), GATHER),

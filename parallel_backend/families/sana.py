@@ -1,4 +1,4 @@
-"""Sana 1.0 and 1.5: linear attention, and convolutions in the feed-forward (linear_attention.py). Sequence and batch only.
+"""Sana 1.0 and 1.5: linear attention, convolutions in the feed-forward. Sequence and batch parallelism only.
 
 Key layouts: NVIDIA's SanaMS and diffusers' SanaTransformer2DModel. ComfyUI has no Sana: it runs from Python alone.
 """
@@ -18,10 +18,10 @@ from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.pixart_keys import UNUSED, block_keys, model_keys
 
 HEAD, CROSS_HEAD, CROSS_HEAD_OF_600M = 32, 112, 72
-"""Widths of heads in self- and cross-attention; nothing in the weights shows them, but the 600M's width is its own."""
+"""Widths of heads in self- and cross-attention. Nothing in the weights shows them, but the 600M is known by its width."""
 WIDTH_OF_600M = 1152
 SIDE_WITH_POSITIONS = 64
-"""Smaller models, by the side of the latent that they were trained with, have no positions at all."""
+"""Side of the latent that a model was trained with, from which on it has positions."""
 BLOCKS = "transformer_blocks"
 
 

@@ -14,7 +14,8 @@ from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, 
 from parallel_backend.families.parts.conditioning import count_blocks, example, hidden, text_and_pooled
 from parallel_backend.families.parts.key_map import KeyMap
 
-HEAD = 64  # wide in every model of this family; the weights show it only where there are query norms
+HEAD = 64
+"""Width of a head in every model of this family. The weights show it only where there are query norms."""
 BLOCKS = "transformer_blocks"
 
 _OUTSIDE = {  # diffusers module <- original module

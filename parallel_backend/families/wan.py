@@ -10,16 +10,16 @@ import torch
 from parallel_backend.families.base.blocks import Blocks
 from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
 from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
 from parallel_backend.families.parts.conditioning import count_blocks, text
 from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
 from parallel_backend.families.parts.key_map import KeyMap
 
 HEAD = 128
-"""Width of a head, in every model of this family; nothing in the weights shows it."""
+"""Width of a head in every model of this family. Nothing in the weights shows it."""
 PROMPT = 512
 """Tokens of text that the class expects behind a picture's, to which ComfyUI's encoder for Wan pads."""
-VARIANTS = {  # for each ComfyUI has a class of its own, diffusers another one or none
+VARIANTS = {  # a key -> the model that has it, which is another class in ComfyUI and another or none in diffusers
     "vace_patch_embedding.weight": "Wan VACE",
     "control_adapter.conv.weight": "Wan with camera control",
     "casual_audio_encoder.encoder.final_linear.weight": "Wan S2V",
@@ -116,13 +116,13 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    """Random values for what `conditioning` gives, of batch 1."""
+    """See Inputs.example."""
     tokens = text_tokens if config["image_dim"] is None else 2 * PROMPT
     return {"context": torch.randn(1, tokens, config["text_dim"])}
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    """The class's call for one micro-step."""
+    """See Forward.arguments."""
     picture, time = step.tensors.get("picture"), step.timestep
     if picture is not None and config["pos_embed_seq_len"] is not None:  # the class takes first and last as a batch
         picture = picture.reshape(2 * len(picture), -1, picture.shape[-1])
@@ -151,7 +151,7 @@ WAN = Family(
             block_list(
                 "blocks",
                 cuts={
-                    "rotary_emb": lambda tables, rows: tuple(rows.of_image(table, 1) for table in tables),
+                    "rotary_emb": image_tables(1),
                     # [b, 6, hidden], or with a time for each token [b, n, 6, hidden]
                     "temb": lambda temb, rows: rows.of_image(temb, 1) if temb.ndim == 4 else temb,
                 },

@@ -11,17 +11,22 @@ from parallel_backend.core.spans import Span
 
 @dataclass(frozen=True)
 class Patching:
-    """A token is a patch of `side` x `side` latent pixels, of `frames` latent frames in a video.
+    """Latents [B, C, H, W], of a video [B, C, T, H, W] <-> tokens [B, N, C * frames * side * side].
 
-    Latents are [B, C, H, W], of a video [B, C, T, H, W]; tokens [B, N, C * frames * side * side]. Bands are cut along
-    `along` ("rows" or "frames"), which is the tokens' outermost axis here; the diffusers classes themselves count
-    frames, rows, columns.
+    The axis that bands cut is the outermost one of our tokens. diffusers' classes count frames, rows, columns.
     """
 
     side: int = 2
+    """Latent rows and columns of a token."""
+
     frames: int = 1
+    """Latent frames of a token."""
+
     video: bool = False
+    """Latents have a time axis."""
+
     along: str = "rows"
+    """Axis that bands cut: "rows" or "frames"."""
 
     def __post_init__(self):
         assert self.along in ("rows", "frames")
@@ -29,7 +34,7 @@ class Patching:
 
     @property
     def band_dim(self) -> int:
-        """The latent's dimension that bands cut."""
+        """Dimension of the latent that bands cut."""
         return -2 if self.along == "rows" else -3
 
     @property
@@ -38,7 +43,7 @@ class Patching:
         return self.side if self.along == "rows" else self.frames
 
     def rows(self, latent: torch.Tensor, rows: Span) -> torch.Tensor:
-        """A band of a latent: `rows` along `band_dim`."""
+        """Band of a latent: `rows` along `band_dim`."""
         return latent.narrow(self.band_dim, rows.start, len(rows))
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -56,13 +61,13 @@ class Patching:
         return torch.Size(grid).numel() // grid[self.band_dim]
 
     def order(self, grid: tuple[int, ...]) -> torch.Tensor | None:
-        """[N]: place in our order -> place in the model's own (frames, rows, columns); None where they are the same."""
+        """[N]: place in our order -> place in the class's (frames, rows, columns). None if they are the same."""
         if not self.video or self.along == "frames" or grid[0] == 1:
             return None
         return torch.arange(torch.Size(grid).numel()).view(grid).transpose(0, 1).flatten()
 
     def pack(self, latent: torch.Tensor) -> torch.Tensor:
-        """Latent -> tokens; sizes that are no whole number of patches are padded circularly, as ComfyUI does."""
+        """Latent -> tokens. Sizes that are no whole number of patches are padded circularly, as ComfyUI does."""
         sizes = latent.shape[-3:] if self.video else (1, *latent.shape[-2:])
         latent = latent.reshape(*latent.shape[:2], *sizes)
         patch = (self.frames, self.side, self.side)
@@ -72,7 +77,7 @@ class Patching:
         return rearrange(latent, self._pattern(), pt=self.frames, ph=self.side, pw=self.side)
 
     def unpack(self, tokens: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Tokens [B, N, c * ...] -> latent [B, c, *sizes of `shape`], the padding cut off."""
+        """Tokens [B, N, c * ...] -> latent [B, c, *sizes of `shape`], without the padding."""
         grid = self.grid(shape)
         frames, rows, columns = grid if self.video else (1, *grid)
         left, right = self._pattern().split(" -> ")

@@ -1,4 +1,4 @@
-"""What a family's `arguments` get for one micro-step, and the names of conditioning tensors that any family may have."""
+"""What a rank calls a model with in one micro-step, and the conditioning tensors that any family may have."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,54 +10,64 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 
 Config = dict[str, Any]
-"""Constructor arguments of the family's diffusers class."""
-
+"""Constructor arguments of the family's diffusers class, and the settings that FileLayout adds to them."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Checkpoint key (original layout, no prefix) -> shape."""
 
-
 TEXT_MASK = "text_mask"
-"""Name of a conditioning tensor [B, T] bool that any family may have: which text tokens attention may see. It never
-reaches the model's own code, which knows one rank's tokens only; the seam applies it (parallel_attention.py)."""
-
+"""Conditioning tensor [B, T] bool: text tokens that attention may see. The model's own code, which knows one rank's tokens
+only, never gets it: parallel_attention.py applies it."""
 
 GUIDANCE = "guidance"
-"""Name of a conditioning tensor [B] that any family may have: embedded guidance, which ranks keep in float32."""
-
+"""Conditioning tensor [B]: embedded guidance, float32 on the ranks too."""
 
 REFERENCES, REFERENCE_POSITIONS = "references", "reference_positions"
-"""Names of conditioning tensors that any family may have: tokens [B, R, C] of reference pictures, packed like the latent's,
-and their positions [B, R, 3]: index, row, column."""
+"""Conditioning tensors of reference pictures: their tokens [B, R, C], packed like the latent's, and the positions of those
+[B, R, 3]: index, row, column."""
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a family's `arguments` may use to call the model's own forward for one micro-step, all on the rank's device.
-
-    `x`: [b, n, C] the rank's shard of the band's packed latent, reference tokens in their places, None where the rank has
-    no prologue. In families of `whole_latent`: the latent [b, C, (T,) H, W] on every rank, zero outside of that shard (in
-    all where there is no prologue), without reference tokens.
-    `timestep`: [b] float32, or [b, T] or [b, N, 1] where each latent frame or each token of the whole video has its own, as
-    the sampler gave it. `tensors`: the conditioning's, entries of this micro-step only. `grid`: the picture's tokens along
-    its axes; `stream`: their order. `image`, `text`: the rank's tokens in that order and in the text. `text_tokens`: of the
-    whole text. `kept`: shared by all micro-steps for the same tokens of the same conditioning.
-    """
+    """One micro-step, for `Forward.arguments`. All tensors are on the rank's device, with its entries only."""
 
     x: torch.Tensor | None
+    """Tokens [b, n, C]: the rank's shard of the band's packed latent, reference tokens in their places. None where the rank
+    has no prologue. With `Forward.whole_latent`: a latent [b, C, (T,) H, W] on every rank, zero outside of the shard, all
+    zero without a prologue, without reference tokens."""
+
     timestep: torch.Tensor
+    """The sampler's, float32: [b], or [b, T] with a time for each latent frame, or [b, N, 1] with one for each token of the
+    whole video."""
+
     tensors: dict[str, torch.Tensor]
+    """Conditioning tensors."""
+
     grid: tuple[int, ...]
+    """The picture's tokens along its axes."""
+
     stream: TokenOrder
+    """The order of the image tokens."""
+
     image: Span
+    """The rank's image tokens, in that order."""
+
     text: Span
+    """The rank's text tokens."""
+
     text_tokens: int = 0
-    dtype: torch.dtype = torch.float32  # that the rank computes in
+    """Tokens of the whole text."""
+
+    dtype: torch.dtype = torch.float32
+    """The rank's compute dtype."""
+
     kept: dict[Any, torch.Tensor] = field(default_factory=dict)
+    """Values that all micro-steps for the same tokens of the same conditioning share."""
 
     def positions(self, top: int = 0, left: int = 0) -> torch.Tensor:
-        """[n, 3] float32 of the rank's image tokens: (frame, row, column) from (0, `top`, `left`) on, for bands along rows;
-        REFERENCE_POSITIONS' own.
+        """(frame, row, column) of the rank's image tokens, [n, 3] float32. For bands along rows.
+
+        Rows count from `top`, columns from `left`. Reference tokens have their REFERENCE_POSITIONS.
         """
         if (top, left) not in self.kept:  # made on the host, which CUDA devices would have to be waited for
             self.kept[top, left] = self._positions(top, left)
@@ -73,7 +83,7 @@ class StepInputs:
         return whole[places.to(device)]
 
     def text_tensor(self, name: str, width: int) -> torch.Tensor:
-        """Token tensor `name` [b, T, width]; on stages that are not sent it, zeros, of which only the shape is used."""
+        """Token tensor `name` [b, T, width]. Zeros on stages that do not get it, which only look at its shape."""
         given = self.tensors.get(name)
         if given is not None:
             return given
@@ -82,23 +92,26 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which tokens of whole tensors the micro-step is about: a stage's slots cut arguments down to them (block_slots.py).
-
-    `image`: index of the band's image tokens in the model's own order, of `image_tokens` (reference tokens come last
-    there); `text`: the rank's text tokens, of which a list that has the image's padding alone has the first.
-    """
+    """The tokens of whole tensors that a micro-step is about. Block slots cut arguments down to them (block_slots.py)."""
 
     image: slice | torch.Tensor
+    """Index of the band's image tokens, in the model's own order. Reference tokens come last there."""
+
     image_tokens: int
+    """Tokens of the whole image."""
+
     text: Span
+    """The rank's text tokens. A list with no text but the image's padding has the first of them."""
+
     text_first: bool
+    """As `Blocks.text_first`."""
 
     def of_image(self, value: torch.Tensor, dim: int) -> torch.Tensor:
-        """`value` has the whole image's tokens along `dim`."""
+        """`value`, which has the whole image's tokens along `dim`, cut down."""
         return value[(slice(None),) * dim + (self.image,)]
 
     def of_joint(self, value: torch.Tensor, dim: int) -> torch.Tensor:
-        """`value` has the whole sequence along `dim`, text and image in the family's order."""
+        """`value`, which has the whole joint sequence along `dim`, cut down."""
         text_tokens = value.shape[dim] - self.image_tokens
         words, image = (text_tokens, self.image_tokens) if self.text_first else (self.image_tokens, text_tokens)
         first, second = value.split((words, image), dim)
@@ -110,3 +123,8 @@ class Rows:
 
 ArgumentCut = Callable[[Any, Rows], Any]
 """(argument of a block, made for the whole sequence; rows) -> the same for the rank's tokens."""
+
+
+def image_tables(dim: int) -> ArgumentCut:
+    """Cut of an argument that is several tables, each with the whole image's tokens along `dim`."""
+    return lambda tables, rows: tuple(rows.of_image(table, dim) for table in tables)

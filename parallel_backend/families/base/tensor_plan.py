@@ -61,7 +61,7 @@ Plan = Mapping[str, Mapping[str, LayerCut]]
 def cut_side(
     cut: LayerCut, size: int, heads: int, head_size: int, index: int, ranks: int, key_heads: int | None = None
 ) -> tuple[Span, ...]:
-    """Rank `index`'s spans of a weight's cut side of `size` features."""
+    """Spans of rank `index` on a weight's cut side, which has `size` features. `key_heads`: see Sizes."""
     key_heads = key_heads or heads
     own = split(Span(0, key_heads), ranks)[index]
     features = {HEADS: heads // key_heads * head_size, KEY_HEADS: head_size}  # for each key head

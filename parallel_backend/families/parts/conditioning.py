@@ -1,4 +1,4 @@
-"""What families have in common: positions on a grid, text and pooled text as conditioning."""
+"""Conditioning that several families have in common (text and pooled text), and small functions of theirs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,27 +9,28 @@ from parallel_backend.families.base.step_inputs import Shapes
 
 
 def hidden(config: dict[str, Any]) -> int:
+    """Channels of a token, as Sizes.hidden without a value of its own."""
     return config["num_attention_heads"] * config["attention_head_dim"]
 
 
 def count_blocks(shapes: Shapes, prefix: str) -> int:
-    """How many blocks have keys `<prefix><index>.`; `prefix` ends in a dot."""
+    """Number of blocks with keys `<prefix><index>.`; the prefix ends in a dot."""
     return len({key.split(".")[prefix.count(".")] for key in shapes if key.startswith(prefix)})
 
 
 def without_variance(out: torch.Tensor) -> torch.Tensor:
-    """What a model of `learned_variance` predicts [b, 2 c, ...], without the variance behind it."""
+    """The prediction [b, 2 c, ...] of a model that learned its variance, without that: [b, c, ...]."""
     return out.chunk(2, dim=1)[0]
 
 
 def check_learned_variance(model: str, learned: bool) -> None:
-    """ValueError for a model that predicts none, which the native one cannot be. `model`: what the user calls it."""
+    """ValueError for a model that predicts no variance, unlike ComfyUI's native one. `model`: its name for the user."""
     if not learned:
         raise ValueError(f"model_name: this {model} predicts no variance, as ComfyUI's does. Use another {model} file.")
 
 
 def rotary_table(positions: torch.Tensor, widths: Sequence[int], theta: float) -> torch.Tensor:
-    """[n, axes] -> complex64 [n, sum(widths) / 2]: axis i turns its `widths[i]` channels in pairs."""
+    """Rotary embedding of positions [n, axes]: complex64 [n, sum(widths) / 2]. Axis i rotates `widths[i]` channels."""
     angles = [
         torch.outer(axis, 1 / theta ** (torch.arange(0, width, 2, device=positions.device) / width))
         for axis, width in zip(positions.T, widths, strict=True)
@@ -39,7 +40,7 @@ def rotary_table(positions: torch.Tensor, widths: Sequence[int], theta: float) -
 
 
 def text(model: str, width: int, given: dict[str, Any]) -> torch.Tensor:
-    """context [B, T, width] of a model call, or ValueError. `model`: what the user calls it."""
+    """`context` [B, T, width] of a model call; ValueError without one. `model`: its name for the user."""
     context = given.get("context")
     if context is None:
         raise ValueError(f"positive, negative: {model} needs text conditioning (a CLIP Text Encode node made for {model}).")
@@ -48,9 +49,9 @@ def text(model: str, width: int, given: dict[str, Any]) -> torch.Tensor:
 
 
 def text_and_pooled(model: str, loader: str, config: dict[str, Any], given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """context [B, T, joint_attention_dim] and pooled [B, pooled_projection_dim] of a model call, or ValueError.
+    """`context` [B, T, joint_attention_dim] and `pooled` [B, pooled_projection_dim] of a call; ValueError without them.
 
-    `model`, `loader`: what the user calls the model, and the node that loads its text encoders.
+    `model`: its name for the user. `loader`: the node that loads its text encoders.
     """
     context, pooled = text(model, config["joint_attention_dim"], given), given.get("y")
     if pooled is None:
@@ -62,6 +63,15 @@ def text_and_pooled(model: str, loader: str, config: dict[str, Any], given: dict
     return {"context": context, "pooled": pooled}
 
 
+def embedded_guidance(config: dict[str, Any], given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`guidance` [B] of a model call, if the model embeds it. ValueError if the call has none."""
+    if not config["guidance_embeds"]:
+        return {}
+    if given.get("guidance") is None:
+        raise ValueError("positive, negative: guidance is switched off, which this model's diffusers class cannot do.")
+    return {"guidance": given["guidance"]}
+
+
 def _check_width(name: str, tensor: torch.Tensor, width: int) -> None:
     if tensor.shape[-1] != width:
         raise ValueError(
@@ -71,7 +81,7 @@ def _check_width(name: str, tensor: torch.Tensor, width: int) -> None:
 
 
 def example(config: dict[str, Any], text_tokens: int) -> dict[str, torch.Tensor]:
-    """Random values for what `text_and_pooled` gives, of batch 1."""
+    """`Inputs.example` of a family whose conditioning is `text_and_pooled`."""
     return {
         "context": torch.randn(1, text_tokens, config["joint_attention_dim"]),
         "pooled": torch.randn(1, config["pooled_projection_dim"]),

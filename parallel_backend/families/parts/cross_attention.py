@@ -1,5 +1,6 @@
-"""Blocks that read the text by cross attention (Wan, LTX-Video, PixArt, HunyuanDiT): `attn1` is over the image's tokens,
-`attn2` looks at the text.
+"""Blocks that read the text by cross-attention (Wan, LTX-Video, PixArt, HunyuanDiT).
+
+Their `attn1` is self-attention over the image's tokens, their `attn2` looks at the text.
 """
 
 from typing import Any
@@ -19,13 +20,14 @@ Those of all blocks at once are too much to keep for a whole run: 0.4 GB in a Wa
 
 
 def block_list(name: str, **others: Any) -> BlockList:
-    """`others`: see BlockList."""
+    """A list of such blocks. `others`: further fields of BlockList."""
     return BlockList(name, returns=("image",), attention={"attn1": JOINT}, **others)
 
 
 def block_plan(feed_forward: str, norms: bool = True) -> dict[str, LayerCut]:
-    """How a block is cut for tensor parallelism. `feed_forward`: its name in the block. `norms`: those of queries and keys
-    are over all heads at once, where there are any.
+    """Tensor plan of such a block. `feed_forward`: its name in the block.
+
+    `norms`: the norms of queries and keys, if the class has any, are over all heads at once.
     """
     return {
         **dict.fromkeys([*_COLUMNS, "attn2.add_k_proj", "attn2.add_v_proj"], COLUMN_BY_HEADS),

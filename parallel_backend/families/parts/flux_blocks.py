@@ -1,4 +1,4 @@
-"""What Flux.1, Chroma and Flux.2 share: the names of their blocks and how those are cut, sizes, and calls by tokens.
+"""What Flux.1, Chroma and Flux.2 share: block names, key maps, tensor plans, sizes, arguments.
 
 Key layouts: black-forest-labs/flux (which ComfyUI's files use) and diffusers'.
 """
@@ -26,7 +26,7 @@ from .key_map import BOTH, KeyMap
 DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
 QKV, ADDED_QKV = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 SCALE = {"weight": "scale"}
-"""What the original layout calls a norm's weight. ComfyUI saves such files with the usual name: NORM_ALIASES."""
+"""A norm's parameter: diffusers' name -> original name. Files that ComfyUI saved have diffusers' name: NORM_ALIASES."""
 NORM_ALIASES = {"_norm.weight": "_norm.scale"}
 
 PROJECTIONS = {"attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj"}
@@ -54,12 +54,12 @@ DOUBLE_PLAN = {
     **dict.fromkeys(("ff.net.2", "ff_context.net.2"), ROW),
 }
 BOTH_ROWS = LayerCut(CutKind.ROW, (HEADS, WIDTH))
-"""A single block's last layer takes attention and feed-forward side by side."""
+"""Cut of a single block's last layer, whose input is attention and feed-forward side by side."""
 SINGLE_PLAN = {**dict.fromkeys(QKV, COLUMN_BY_HEADS), "proj_mlp": COLUMN, "proj_out": BOTH_ROWS}
 
 
 def sizes(shapes: Shapes) -> Config:
-    """The constructor arguments that all three classes have."""
+    """Constructor arguments that all three classes have."""
     (head,) = shapes["double_blocks.0.img_attn.norm.query_norm.scale"]
     width, channels = shapes["img_in.weight"]
     return {
@@ -75,10 +75,9 @@ def sizes(shapes: Shapes) -> Config:
 
 
 def rope_axes(head: int) -> tuple[int, int, int]:
-    """Axes of the rotary embedding of Flux.1 and Chroma, which are nowhere in the weights.
+    """Channels of a head for each axis of the rotary embedding. The weights do not show them.
 
-    Every one has (16, 56, 56) for its heads of 128; other head sizes (test models) get the same proportions in even
-    numbers.
+    Every Flux.1 and Chroma has (16, 56, 56) in heads of 128. Other heads (test models) get these proportions, all even.
     """
     spatial = head * 7 // 16 // 2 * 2
     return head - 2 * spatial, spatial, spatial
@@ -89,7 +88,7 @@ def block_counts(config: Config) -> dict[str, int]:
 
 
 def double_keys(keys: KeyMap, config: Config, layers: Mapping[str, str], parameters: Iterable[str] = BOTH) -> None:
-    """The double blocks: attention, which is one in all three, and `layers`, the family's others (ours -> original)."""
+    """Adds the double blocks. Attention is the same in all three, `layers` are the others (diffusers' name -> original)."""
     for index in range(config["num_layers"]):
         block = keys.inside(f"{DOUBLE}.{index}.", f"double_blocks.{index}.")
         block.copy(PROJECTIONS | layers, parameters)
@@ -99,7 +98,7 @@ def double_keys(keys: KeyMap, config: Config, layers: Mapping[str, str], paramet
 
 
 def single_keys(keys: KeyMap, config: Config, layers: Mapping[str, str]) -> None:
-    """The single blocks of Flux.1 and Chroma, and `layers` of them."""
+    """Adds the single blocks of Flux.1 and Chroma. `layers`: those that not both have (diffusers' name -> original)."""
     width = hidden(config)
     for index in range(config["num_single_layers"]):
         block = keys.inside(f"{SINGLE}.{index}.", f"single_blocks.{index}.")
@@ -109,7 +108,7 @@ def single_keys(keys: KeyMap, config: Config, layers: Mapping[str, str]) -> None
 
 
 def token_arguments(step: StepInputs) -> dict[str, Any]:
-    """What all three are called with; text is at position 0 on every axis in Flux.1 and Chroma."""
+    """Arguments of all three. The text is at position 0 on every axis, which Flux.2 replaces."""
     return {
         "hidden_states": step.x,
         "encoder_hidden_states": step.tensors.get("context"),

@@ -1,4 +1,4 @@
-"""Recipes in few words: which of diffusers' parameters comes from which tensor of a checkpoint in original layout."""
+"""Key maps in few words: which tensor of a checkpoint in original layout has the values of which parameter of diffusers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,23 +11,28 @@ BOTH = ("weight", "bias")
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Collects `sources`. Module names are put behind the prefixes `target` (diffusers) and `source` (original).
+    """Collects the sources of a class's parameters, a few words for each kind of layer.
 
-    `parameters`: the parameters that a module has; a mapping where their names differ (diffusers' -> original).
+    In all methods `parameters` are those that a module has; a mapping (diffusers' -> original) where their names differ.
     """
 
     sources: dict[str, Source] = field(default_factory=dict)
+    """Parameter of diffusers' class -> its source."""
+
     target: str = ""
+    """Prefix of the module names of diffusers' class."""
+
     source: str = ""
+    """Prefix of the module names in the original layout."""
 
     def inside(self, target: str, source: str) -> "KeyMap":
-        """The same collection, for modules inside these two."""
+        """The same collection, with these prefixes behind its own."""
         return KeyMap(self.sources, self.target + target, self.source + source)
 
     def copy(
         self, names: Mapping[str, str], parameters: Iterable[str] | Mapping[str, str] = BOTH, swap_halves: bool = False
     ) -> None:
-        """diffusers module -> original module, its parameters as they are (or with their halves exchanged)."""
+        """Modules that are one in both layouts: diffusers' name -> original name. `swap_halves`: see Source."""
         for target, source in names.items():
             for ours, theirs in _pairs(parameters):
                 self.sources[f"{self.target}{target}.{ours}"] = Source(
@@ -35,11 +40,11 @@ class KeyMap:
                 )
 
     def same(self, *names: str, parameters: Iterable[str] | Mapping[str, str] = BOTH) -> None:
-        """Modules that have one name in both layouts."""
+        """Modules that are one in both layouts, and have one name."""
         self.copy({name: name for name in names}, parameters)
 
     def split(self, source: str, rows: Mapping[str, int], parameters: Iterable[str] | Mapping[str, str] = BOTH) -> None:
-        """One original module -> several of diffusers', each so many rows of it, in order."""
+        """An original module that is several in diffusers: name -> number of its rows, in order."""
         start = 0
         for target, count in rows.items():
             for ours, theirs in _pairs(parameters):
@@ -49,7 +54,7 @@ class KeyMap:
             start += count
 
     def tensor(self, target: str, source: str | None = None) -> None:
-        """A parameter that belongs to no layer. `source`: its original name, where that is another one."""
+        """A parameter of no layer. `source`: its original name, if that is another one."""
         self.sources[self.target + target] = Source(self.source + (source or target))
 
 

@@ -13,22 +13,22 @@ from .key_map import KeyMap
 WEIGHT = ("weight",)
 MODULATED, REFINER, CONTEXT = "layers", "noise_refiner", "context_refiner"
 ACCEPTS = ("num_tokens", "attention_mask", "clip_text_pooled")
-"""What ComfyUI's class is given and makes no use of: captions come in their own length, so nothing is masked."""
+"""`Inputs.accepts`: ComfyUI's class gets these and does not use them. Captions come in their own length, without a mask."""
 IGNORED = (r"norm_final\.weight",)
-"""Of the original files, never applied."""
+"""`FileLayout.ignored`: a norm that the original code never applies."""
 AXES_LENS = (4096, 512, 512)
-"""How many positions tables are made for: of the caption and the image behind it, token rows, token columns."""
+"""Positions that the class has tables for, by axis: the caption with the image behind it, token rows, token columns."""
 MAX_SETTINGS = {"axes_lens": 1 << 16}
 
 
 def has_keys(shapes: Shapes, modulation: str) -> bool:
-    """`modulation`: the layer by which the two models' blocks differ."""
+    """Whether these are a NextDiT's keys. `modulation`: the layer of a block that tells the two models apart."""
     needed = ("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight", f"layers.0.{modulation}.weight")
     return all(key in shapes for key in needed)
 
 
 def sizes(shapes: Shapes) -> dict[str, int]:
-    """By what they are."""
+    """Sizes that both classes have, under names of their own."""
     width, caption = shapes["cap_embedder.1.weight"]
     head = shapes["layers.0.attention.q_norm.weight"][0]
     return {
@@ -46,7 +46,7 @@ def sizes(shapes: Shapes) -> dict[str, int]:
 def blocks(
     keys: KeyMap, counts: Mapping[str, int], attention: str, queries: int, key_values: int
 ) -> Iterator[tuple[str, KeyMap]]:
-    """(list, the inside of a block), for each; its attention layers, of these widths, are in `keys` already."""
+    """Each block as (list, key map inside it), its attention added already. `queries`, `key_values`: widths there."""
     for name, count in counts.items():
         for index in range(count):
             block = keys.inside(f"{name}.{index}.", f"{name}.{index}.")
@@ -58,7 +58,7 @@ def blocks(
 
 
 def caption(model: str, config: dict[str, Any], longest: int, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """context [B, T, cap_feat_dim] of a model call, or ValueError. `longest`: T that the model has positions for."""
+    """`context` [B, T, cap_feat_dim] of a model call; ValueError without one, or for T above `longest`."""
     context = text(model, config["cap_feat_dim"], given)
     if context.shape[1] > longest:
         raise ValueError(

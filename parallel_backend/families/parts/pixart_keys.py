@@ -1,4 +1,4 @@
-"""The original key layout of PixArt, which Sana has too."""
+"""Key map of PixArt's original layout, which Sana has too."""
 
 from parallel_backend.families.base.step_inputs import Config
 
@@ -6,11 +6,11 @@ from .conditioning import hidden
 from .key_map import KeyMap
 
 UNUSED = ("pos_embed", r"y_embedder\.y_embedding")
-"""KeyMap (regular expressions) of a file for which no class has a use: a table of positions, text that was left out."""
+"""`FileLayout.ignored`: a table of positions, which the class computes, and the text of prompts dropped in training."""
 
 
 def model_keys(config: Config, patches: str, times: str) -> KeyMap:
-    """What surrounds the blocks. `patches`, `times`: the class's names of its patch and time embedding."""
+    """The modules around the blocks. `patches`, `times`: the class's names of its patch and its time embedding."""
     keys = KeyMap()
     keys.copy({f"{patches}.proj": "x_embedder.proj", f"{times}.linear": "t_block.1", "proj_out": "final_layer.linear"})
     keys.copy({f"{times}.emb.timestep_embedder.linear_{index}": f"t_embedder.mlp.{2 * index - 2}" for index in (1, 2)})
@@ -20,7 +20,7 @@ def model_keys(config: Config, patches: str, times: str) -> KeyMap:
 
 
 def block_keys(keys: KeyMap, config: Config, index: int) -> KeyMap:
-    """Block `index` but for its feed-forward, added to `keys`; the same collection, for modules inside it."""
+    """Adds block `index` without its feed-forward. Returns the collection for modules inside the block."""
     block, width = keys.inside(f"transformer_blocks.{index}.", f"blocks.{index}."), hidden(config)
     block.tensor("scale_shift_table")
     parameters = ("weight", "bias") if config["attention_bias"] else ("weight",)

@@ -8,18 +8,19 @@ from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES
 
 ACCEPTS = ("ref_latents", "ref_latents_method")
-"""ComfyUI's arguments of a model call that `reference_tensors` reads."""
+"""`Inputs.accepts`: arguments of ComfyUI's model call that `reference_tensors` reads."""
 METHODS = ("index", "offset", "negative_index")
 
 
 def reference_tensors(
     patching: Patching, given: dict[str, Any], method: str, step: float = 1.0, centred: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Conditioning tensors for all reference pictures of a call, one behind the other; none if it has none.
+    """Conditioning tensors of a call's reference pictures, one behind the other. Empty if it has none.
 
-    Positions are (index, row, column), as ComfyUI's native models count them (comfy/ldm/flux/model.py): each picture has
-    an index of its own, `step` apart ('index', 'negative_index'), or all have index 1 and lie beside each other ('offset').
-    `method`: the family's own. `centred`: rows and columns count from the middle. ValueError for other methods.
+    Positions are (index, row, column), as ComfyUI's native models count them (comfy/ldm/flux/model.py). With 'index' and
+    'negative_index' each picture has an index of its own, `step` apart; with 'offset' all have index 1 and lie beside each
+    other. `method`: used where the call names none. `centred`: rows and columns count from the middle. ValueError for other
+    methods.
     """
     pictures = given.get("ref_latents")
     if not pictures:
