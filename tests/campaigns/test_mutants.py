@@ -2,15 +2,13 @@
 
 import ast
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.campaigns.mutants.mutant import Mutant
+from tests.campaigns.mutants.runner import REPOSITORY, Runner
 from tests.campaigns.mutants.table import MUTANTS
-from tests.campaigns.mutants.trial import Verdict, copy_of, try_out
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.campaigns.mutants.trial import Verdict, confirmed, copy_of, try_out
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -39,6 +37,12 @@ def test_a_text_that_is_not_there_once_is_an_error(old):
         mutant.applied("def one():\n    return 1\n\n\ndef two():\n    return 2\n")
 
 
+@pytest.fixture(scope="module")
+def runner():
+    with Runner(imports=()) as runner:
+        yield runner
+
+
 @pytest.fixture
 def copy(tmp_path):
     """Of a repository with a product of two functions, of which one is tested, and a test that always fails."""
@@ -62,16 +66,19 @@ def copy(tmp_path):
         assert all((folder / name).read_text() == text for name, text in files.items() if name != "ignored.py")
 
 
-def test_one_that_a_test_sees_is_caught(copy):
+def test_one_that_a_test_sees_is_caught(runner, copy):
     mutant = Mutant("a", "product.py", "a + b", "a - b", ("test_product.py",))
-    found = try_out(copy, mutant, ("quick", "default"))
-    assert (found.caught_by, found.test, found.unsound) == ("quick", "test_product.py::test_add", ())
+    found = [try_out(runner, copy, mutant, ("quick", "default"))]
+    assert (found[0].caught_by, found[0].test) == ("quick", "test_product.py::test_add")
+    assert confirmed(runner, copy, found, ("quick", "default")) == found
 
 
-def test_one_that_no_test_sees_lives_whatever_fails_without_it(copy):
+def test_one_that_no_test_sees_lives_whatever_fails_without_it(runner, copy):
     mutant = Mutant("a", "product.py", "2 * a", "3 * a", ("test_product.py", "test_broken.py"))
-    found = try_out(copy, mutant, ("quick",))
-    assert (found.caught_by, found.test, found.unsound) == (None, "", ("test_broken.py::test_broken",))
+    found = try_out(runner, copy, mutant, ("quick",))
+    assert (found.caught_by, found.test) == ("quick", "test_broken.py::test_broken")
+    (after,) = confirmed(runner, copy, [found], ("quick",))
+    assert (after.caught_by, after.test) == (None, "")
 
 
 def test_one_that_is_caught_late_is_not_as_expected():

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from .mutant import Mutant
+from .runner import REPOSITORY, Runner
 from .table import MUTANTS
-from .trial import TIERS, Verdict, copy_of, try_out
-
-REPOSITORY = Path(__file__).parents[3]
+from .trial import TIERS, Verdict, confirmed, copy_of, try_out
 
 
 def main() -> int:
@@ -41,13 +40,18 @@ def main() -> int:
         parser.error(f"--only: no mutant is called {', '.join(sorted(unknown))}")
     tiers = (arguments.tier,) if arguments.tier else tuple(TIERS)
     began, verdicts = time.monotonic(), []
-    with copy_of(REPOSITORY) as folder, contextlib.suppress(KeyboardInterrupt):  # what there is by then is reported
-        for name in names:
-            verdicts.append(try_out(folder, known[name], tiers))
-            print(verdicts[-1], flush=True)
-            if arguments.out is not None:
-                before = json.loads(arguments.out.read_text())["mutants"] if arguments.out.exists() else {}
-                arguments.out.write_text(json.dumps(result(MUTANTS, before, verdicts), indent=1) + "\n")
+    with copy_of(REPOSITORY) as folder, Runner() as runner:
+        with contextlib.suppress(KeyboardInterrupt):  # what there is by then is reported
+            for name in names:
+                verdicts.append(try_out(runner, folder, known[name], tiers))
+                print(verdicts[-1], flush=True)
+        first, verdicts = verdicts, confirmed(runner, folder, verdicts, tiers)
+    for before, verdict in zip(first, verdicts, strict=True):
+        if verdict is not before:
+            print(f"{before.test} fails without a mutant too; {verdict}")
+    if arguments.out is not None:
+        earlier = json.loads(arguments.out.read_text())["mutants"] if arguments.out.exists() else {}
+        arguments.out.write_text(json.dumps(result(MUTANTS, earlier, verdicts), indent=1) + "\n")
     lived = [verdict.mutant.name for verdict in verdicts if verdict.caught_by is None]
     print(f"{len(verdicts)} mutants, {len(lived)} lived, {time.monotonic() - began:.0f} s")
     if lived:

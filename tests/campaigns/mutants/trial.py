@@ -3,18 +3,16 @@
 import contextlib
 import importlib.util
 import json
-import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .mutant import Mutant
+from .runner import Runner
 
 TIERS = {
     "quick": "not (processes or alone or full or comfyui or browser or ray or gpu or slow)",
@@ -28,21 +26,17 @@ SECONDS = 900.0
 FAILED, NOTHING_RAN = 1, 5
 """Exit statuses of pytest."""
 
-TRIES = 3
-"""Tests that failed without the mutant too and are left out, one after the other, before the trial is given up."""
-
 
 @dataclass(frozen=True)
 class Verdict:
     """`caught_by`: the tier whose tests noticed it, None for a mutant that lived. `test`: the first that did; empty where
-    the tests came to no end. `unsound`: tests that failed without the mutant too, and so say nothing.
+    the tests came to no end.
     """
 
     mutant: Mutant
     caught_by: str | None
     test: str
     seconds: float
-    unsound: tuple[str, ...] = ()
 
     @property
     def as_expected(self) -> bool:
@@ -51,8 +45,7 @@ class Verdict:
 
     def __str__(self) -> str:
         found = f"caught by {self.caught_by}: {self.test or 'tests that do not end'}" if self.caught_by else "LIVED"
-        left_out = f" (fails without it too: {', '.join(self.unsound)})" if self.unsound else ""
-        return f"{self.mutant.name}: {found}{left_out}, {self.seconds:.0f} s"
+        return f"{self.mutant.name}: {found}, {self.seconds:.0f} s"
 
 
 @contextlib.contextmanager
@@ -82,57 +75,51 @@ def mutated(folder: Path, mutant: Mutant) -> Iterator[None]:
         _write(path, text)
 
 
-def try_out(folder: Path, mutant: Mutant, tiers: tuple[str, ...]) -> Verdict:
-    """Run the mutant's tests in the copy, tier after tier, until one notices it."""
+def try_out(runner: Runner, folder: Path, mutant: Mutant, tiers: tuple[str, ...], unsound: Collection[str] = ()) -> Verdict:
+    """Run the mutant's tests in the copy, tier after tier, until one notices it. `unsound`: tests that are left out."""
     began = time.monotonic()
-    unsound: list[str] = []
+    left_out = [f"--deselect={test}" for test in unsound]
     for tier in tiers:
         tests = mutant.tests if tier == "quick" else (*mutant.tests, *mutant.wider)
-        for _ in range(TRIES):
-            with mutated(folder, mutant):
-                failed = first_failure(folder, [*tests, *(f"--deselect={test}" for test in unsound)], tier)
-            if failed is None:
-                break
-            if not failed or first_failure(folder, [failed], tier) is None:
-                return Verdict(mutant, tier, failed, time.monotonic() - began, tuple(unsound))
-            unsound.append(failed)
-    return Verdict(mutant, None, "", time.monotonic() - began, tuple(unsound))
+        with mutated(folder, mutant):
+            failed = failing(runner, folder, ["-x", *tests, *left_out], tier)
+        if failed != []:
+            return Verdict(mutant, tier, "" if failed is None else failed[0], time.monotonic() - began)
+    return Verdict(mutant, None, "", time.monotonic() - began)
 
 
-def first_failure(folder: Path, arguments: list[str], tier: str) -> str | None:
-    """The first test of the tier that fails, by pytest's name. Empty if the tests came to no end, None if they pass."""
-    with tempfile.TemporaryDirectory(prefix="parallel-dit-mutants-") as name:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-o",
-            f"cache_dir={name}/cache",
-            "-m",
-            TIERS[tier],
-            *arguments,
+def confirmed(runner: Runner, folder: Path, verdicts: list[Verdict], tiers: tuple[str, ...]) -> list[Verdict]:
+    """The verdicts, if each test that noticed a mutant passes without one; mutants whose test does not are tried again
+    without that test.
+    """
+    unsound: list[str] = []
+    while tests := sorted({verdict.test for verdict in verdicts if verdict.test}):
+        found = failing(runner, folder, tests, "default")
+        assert found is not None, "tests that noticed mutants do not end without one"
+        if not found:
+            break
+        unsound += found
+        verdicts = [
+            try_out(runner, folder, verdict.mutant, tiers, unsound) if verdict.test in found else verdict
+            for verdict in verdicts
         ]
-        log = Path(name) / "log"
-        with log.open("w") as output:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                status = process.wait(SECONDS)
-            except subprocess.TimeoutExpired:
-                return ""
-            finally:
-                with contextlib.suppress(ProcessLookupError):  # whatever the tests left behind
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if status in (0, NOTHING_RAN):
+    return verdicts
+
+
+def failing(runner: Runner, folder: Path, arguments: list[str], tier: str) -> list[str] | None:
+    """The tests of the tier that fail, by pytest's names. None if they came to no end."""
+    with tempfile.TemporaryDirectory(prefix="parallel-dit-mutants-") as name:
+        log, cache = Path(name) / "log", Path(name) / "cache"
+        options = ["-q", "-o", f"cache_dir={cache}", "-m", TIERS[tier], *arguments]
+        status = runner.run(folder, options, log, SECONDS)
+        if status is None:
             return None
-        if status != FAILED:
-            raise RuntimeError(f"pytest {' '.join(arguments)} ended with status {status}:\n{log.read_text()[-4000:]}")
-        return next(iter(json.loads((Path(name) / "cache/v/cache/lastfailed").read_text())))
+        if status in (0, NOTHING_RAN):
+            return []
+        failed = cache / "v" / "cache" / "lastfailed"
+        if status != FAILED or not failed.exists():
+            raise RuntimeError(f"pytest {' '.join(options)} ended with status {status}:\n{log.read_text()[-4000:]}")
+        return list(json.loads(failed.read_text()))
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,0 +1,72 @@
+"""Which rank an error names: the one at fault, whoever is heard of first."""
+
+from pathlib import Path
+
+import pytest
+
+from parallel_backend.processes import failure_report
+from parallel_backend.processes.failure_report import FailureReport
+from parallel_backend.wire import messages as m
+
+
+class Ranks:
+    """Three, some of which have ended."""
+
+    names = ("cpu", "cuda:0", "cuda:1")
+
+    def __init__(self, **ended: str):
+        self.ended = {int(name[1:]): how for name, how in ended.items()}
+
+    def how_ended(self, rank: int) -> str | None:
+        return self.ended.get(rank)
+
+    def log_tail(self, rank: int) -> str:
+        return f"log of {rank}"
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """The time in which another rank may explain more is over."""
+    monkeypatch.setattr(failure_report, "ROOT_CAUSE_SECONDS", -1.0)
+
+
+def report(ranks: Ranks, logs: Path | None = None) -> FailureReport:
+    return FailureReport(ranks, lambda rank: f"micro-step {rank}", logs)
+
+
+def failure(rank: int, peer: bool = False) -> m.Failure:
+    return m.Failure(rank, f"micro-step {rank}", peer, f"ValueError: of {rank}", f"traceback of {rank}")
+
+
+def test_an_error_of_its_own_is_that_ranks_though_others_lost_their_peer_before():
+    found = report(Ranks(r0="ended with exit code 1"))
+    assert not found.pending
+    found.note_failure(failure(0, peer=True))
+    assert found.pending
+    assert found.root_cause() is None  # another may explain more
+    found.note_failure(failure(2))
+    text = str(found.root_cause())
+    assert text.startswith("Parallel DiT: rank 2 (cuda:1) failed in micro-step 2: ValueError: of 2\ntraceback of 2")
+
+
+def test_a_rank_that_died_unheard_is_named_with_its_log():
+    found = report(Ranks(r1="was killed by signal 9"))
+    found.note_failure(failure(0, peer=True))
+    found.note_cut_off(1)
+    text = str(found.root_cause())
+    assert text.startswith("Parallel DiT: rank 1 (cuda:0) was killed by signal 9, last seen in micro-step 1.")
+    assert "log of 1" in text
+
+
+def test_where_nothing_else_is_known_the_rank_that_lost_its_peer_is_named(at_once):
+    found = report(Ranks())
+    found.note_failure(failure(1, peer=True))
+    assert str(found.root_cause()).startswith("Parallel DiT: rank 1 (cuda:0) lost its peer: ValueError: of 1")
+
+
+def test_a_connection_that_ended_is_waited_for_and_then_named(monkeypatch):
+    found = report(Ranks())
+    found.note_cut_off(2)
+    assert found.root_cause() is None
+    monkeypatch.setattr(failure_report, "ROOT_CAUSE_SECONDS", -1.0)
+    assert str(found.root_cause()).startswith("Parallel DiT: rank 2 (cuda:1) closed its connection")
