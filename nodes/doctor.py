@@ -4,13 +4,12 @@ import comfy.utils
 
 from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import on_ray
-from parallel_backend.planning.calibration import job_of
-from parallel_backend.planning.doctor import Findings, examine
+from parallel_backend.planning.calibrated_costs import CalibratedCosts
+from parallel_backend.planning.doctor import HostFree, examine
 from parallel_backend.planning.doctor_report import describe
-from parallel_backend.planning.links import HostFree
-from parallel_backend.planning.planner import plan
+from parallel_backend.planning.planner import Plan, plan
 from parallel_backend.planning.planner_report import beside
-from parallel_backend.planning.workload import subject_of
+from parallel_backend.planning.workload import workload_of
 from parallel_backend.rank.free_memory import host_memory
 
 from .model.diffusion_model import RemoteDiffusionModel, remote_stub
@@ -32,11 +31,11 @@ def memory_to_share(devices: tuple[str, ...]) -> HostFree:
     return (lambda: None) if any(map(on_ray, devices)) else (lambda: host_memory()[0])
 
 
-def advised_config(findings: Findings, stub: RemoteDiffusionModel) -> ParallelConfig:
-    """Of the advised mode; one device, where nothing fits."""
-    if findings.advice is None:
+def advised_config(rehearsed: Plan, stub: RemoteDiffusionModel) -> ParallelConfig:
+    """The advised mode's; one device's, where nothing fits."""
+    if rehearsed.best is None:
         return ParallelConfig(attention=stub.key.attention, comm_overlap=stub.comm_overlap)
-    degrees = findings.advice.mode.degrees
+    degrees = rehearsed.best.mode.degrees
     return ParallelConfig(
         degrees.ulysses, degrees.ring, degrees.patch_mode, degrees.patch, stub.key.attention, stub.comm_overlap
     )
@@ -93,13 +92,13 @@ class ParallelDoctor:
         if checkpoint.family.patching.video and len(shape) == 4:  # a picture for a model of videos, as samplers take it
             shape = (*shape[:2], 1, *shape[2:])
         entries = shape[0] * (1 if cfg == 1.0 else 2)
-        subject = subject_of(checkpoint, key.dtype, chosen[0], shape, entries, steps, text_tokens)
+        workload = workload_of(checkpoint, key.dtype, chosen[0], shape, entries, steps, text_tokens)
         progress = comfy.utils.ProgressBar(1)
         with registry().borrow(chosen) as pool:
-            machine = calibrated(chosen, checkpoint, key.dtype, key.attention, pool)
-            planned = plan(machine, job_of(checkpoint, subject))
-            findings = examine(
-                pool, checkpoint, subject, key.attention, memory_to_share(chosen), check_cancelled, progress.update_absolute
+            calibration = calibrated(chosen, checkpoint, key.dtype, key.attention, pool)
+            planned = plan(CalibratedCosts(calibration, workload))
+            rehearsed = examine(
+                pool, checkpoint, workload, key.attention, memory_to_share(chosen), check_cancelled, progress.update_absolute
             )
-        text = f"{describe(findings)}\n\n{beside(planned, findings)}"
-        return {"ui": {"text": [text]}, "result": (text, advised_config(findings, stub))}
+        text = f"{describe(rehearsed)}\n\n{beside(planned, rehearsed)}"
+        return {"ui": {"text": [text]}, "result": (text, advised_config(rehearsed, stub))}

@@ -22,9 +22,10 @@ from benchmarks.harness.measuring import Outcome, Outcomes
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.planning.doctor import Findings, examine
+from parallel_backend.planning.doctor import examine
 from parallel_backend.planning.modes import Mode
-from parallel_backend.planning.workload import subject_of
+from parallel_backend.planning.planner import Plan
+from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
 
 WORLD = 2
@@ -52,13 +53,13 @@ class Bench:
         self.checkpoint = checkpoint
         self.pool, self.single = (stack.enter_context(closing(Pool(("cpu",) * world, threads=1))) for world in (WORLD, 1))
 
-    def examine(self, problem: Problem) -> tuple[Findings, float]:
+    def examine(self, problem: Problem) -> tuple[Plan, float]:
         """What the doctor finds, and the seconds it needs."""
         shape = (1, 16, problem.side, problem.side)
-        subject = subject_of(self.checkpoint, "fp32", "cpu", shape, problem.batch, problem.steps, DEEPEST_FLUX_LIKE.text)
+        workload = workload_of(self.checkpoint, "fp32", "cpu", shape, problem.batch, problem.steps, DEEPEST_FLUX_LIKE.text)
         started = time.perf_counter()
-        findings = examine(self.pool, self.checkpoint, subject, "auto", lambda: None, lambda: None)
-        return findings, time.perf_counter() - started
+        found = examine(self.pool, self.checkpoint, workload, "auto", lambda: None, lambda: None)
+        return found, time.perf_counter() - started
 
     def measure(self, problem: Problem, mode: Mode) -> Outcome:
         pool = self.pool if mode.device is None else self.single
@@ -78,9 +79,9 @@ def run(problem: Problem, rounds: int) -> tuple[list[Round], Outcomes]:
     with DEEPEST_FLUX_LIKE.saved() as folder, ExitStack() as stack:
         bench = Bench(open_checkpoint(folder), stack)
         for turn in range(rounds):
-            findings, seconds = bench.examine(problem)
-            modes = {str(found.mode): found for found in findings.predictions if 1 <= found.mode.bands <= 2 * WORLD}
-            predicted.append(({name: f.seconds for name, f in modes.items()}, str(findings.advice.mode), seconds))
+            plan, seconds = bench.examine(problem)
+            modes = {str(found.mode): found for found in plan.predictions if 1 <= found.mode.bands <= 2 * WORLD}
+            predicted.append(({name: f.seconds for name, f in modes.items()}, str(plan.best.mode), seconds))
             for name, found in sorted(modes.items()):
                 measured.setdefault(name, []).append(bench.measure(problem, found.mode))
                 row = f"predicted {found.seconds:7.2f} s, measured {measured[name][-1].seconds:7.2f} s"

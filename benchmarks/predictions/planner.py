@@ -17,9 +17,10 @@ from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Outcomes
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.planning.calibration import calibrate, job_of
+from parallel_backend.planning.calibrated_costs import CalibratedCosts
+from parallel_backend.planning.calibration import calibrate
 from parallel_backend.planning.planner import Plan, choose, plan
-from parallel_backend.planning.workload import subject_of
+from parallel_backend.planning.workload import workload_of
 
 from .doctor import WITHIN, WORLD, Bench, Problem, measure
 
@@ -39,13 +40,13 @@ class Round:
 
 def planned(bench: Bench, problem: Problem) -> Round:
     shape, file = (1, 16, problem.side, problem.side), bench.checkpoint
-    subject = subject_of(file, "fp32", "cpu", shape, problem.batch, problem.steps, DEEPEST_FLUX_LIKE.text)
+    workload = workload_of(file, "fp32", "cpu", shape, problem.batch, problem.steps, DEEPEST_FLUX_LIKE.text)
     started = time.perf_counter()
-    machine = calibrate(bench.pool, file, "fp32", lambda: None)
+    calibration = calibrate(bench.pool, file, "fp32", lambda: None)
     counts = range(1, WORLD + 1)
-    found = plan(machine, job_of(file, subject), counts)
+    found = plan(CalibratedCosts(calibration, workload), counts)
     seconds = time.perf_counter() - started
-    unpipelined = plan(machine, job_of(file, replace(subject, warm_up=problem.steps)), counts)
+    unpipelined = plan(CalibratedCosts(calibration, replace(workload, warm_up=problem.steps)), counts)
     return Round(found, str(choose(unpipelined).mode), str(choose(found).mode), seconds)
 
 

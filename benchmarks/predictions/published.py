@@ -9,9 +9,9 @@ same for all its runs. `fitted` runs have set a constant, the others are predict
 from dataclasses import dataclass, replace
 
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.planning.machine import Machine
+from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
 from parallel_backend.planning.modes import Mode
-from parallel_backend.planning.planner import predict
+from parallel_backend.planning.prediction import predict
 from parallel_backend.planning.presets import HARDWARE, MODELS
 
 TEXT_SECONDS, MEGAPIXEL_SECONDS = 0.27, 0.23
@@ -106,28 +106,28 @@ def outside(run: Run, height: int, width: int) -> float:
     return TEXT_SECONDS + MEGAPIXEL_SECONDS * run.frames * height * width / 1e6 if run.whole else 0.0
 
 
-def machine(run: Run) -> Machine:
+def calibration(run: Run) -> Calibration:
     """With the block that makes the run on one device as long as published."""
     hardware, model = HARDWARE[run.hardware], MODELS[run.model]
     measured_on = (2048, 2048, False) if run.model == "flux-schnell" else (run.height, run.width, run.compiled)
     height, width, compiled = measured_on
-    job = model.job(run.model, height, width, run.steps, text_in_bands=True)
-    found = replace(hardware, launch=0.0 if compiled else hardware.launch).machine(run.degrees.world, model, hop=0.0)
-    block, tokens = found.devices[0].blocks["blocks"], job.queries(None, None)
-    calls = run.steps * model.layers
-    work = (run.one - outside(run, height, width)) / calls - block.fixed
+    workload = model.workload(run.model, height, width, run.steps, text_in_bands=True)
+    launch = 0.0 if compiled else hardware.launch
+    block = model.block(replace(hardware, launch=launch))
+    work = (run.one - outside(run, height, width)) / (run.steps * model.layers) - launch
     block = replace(
         block,
-        fixed=0.0 if run.compiled else block.fixed,
-        token=block.token * work / (job.subject.entries * block.work(tokens, tokens)),
+        fixed=0.0 if run.compiled else launch,
+        token=block.token * work / (workload.entries * block.work(workload.tokens, workload.tokens)),
     )
-    return replace(found, devices=tuple(replace(device, blocks={"blocks": block}) for device in found.devices))
+    return hardware.calibration(run.degrees.world, model, hop=0.0).on_blocks(block)
 
 
 def predicted(run: Run) -> float:
     """Seconds, with one warm-up step, text computed with every band and no hop through a sampler, as xDiT does it."""
-    job = MODELS[run.model].job(run.model, run.height, run.width, run.steps, text_in_bands=True)
-    return outside(run, run.height, run.width) + predict(machine(run), job, Mode(run.degrees, run.bands)).seconds
+    workload = MODELS[run.model].workload(run.model, run.height, run.width, run.steps, text_in_bands=True)
+    found = predict(CalibratedCosts(calibration(run), workload), Mode(run.degrees, run.bands))
+    return outside(run, run.height, run.width) + found.seconds
 
 
 def main() -> None:

@@ -14,12 +14,12 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.registry import ModelKey, registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import on_ray
-from parallel_backend.planning.calibration import calibrate, fingerprint, job_of
+from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
+from parallel_backend.planning.calibration import calibrate, fingerprint
 from parallel_backend.planning.calibration_file import cached
-from parallel_backend.planning.machine import Machine
 from parallel_backend.planning.planner import choose, plan
 from parallel_backend.planning.planner_report import said
-from parallel_backend.planning.workload import subject_of
+from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.free_memory import host_memory
 
@@ -49,13 +49,13 @@ def log_folder() -> Path:
 
 def calibrated(
     devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str, pool: Pool | None = None
-) -> Machine:
+) -> Calibration:
     """What is known of these devices, or is measured now, on the ranks of `pool` where they are borrowed already.
 
     CPU ranks' memory is what is free at present.
     """
 
-    def measure() -> Machine:
+    def measure() -> Calibration:
         say("Parallel DiT: calibrating, about 10 s, once for this machine and kind of model")
         with contextlib.nullcontext(pool) if pool is not None else registry().borrow(devices) as ranks:
             return calibrate(ranks, checkpoint, dtype, check_cancelled)
@@ -63,12 +63,13 @@ def calibrated(
     if any(map(on_ray, devices)):  # the next ranks may be on other machines
         return measure()
 
-    def fits(machine: Machine) -> bool:
+    def fits(found: Calibration) -> bool:
         lists = {name for name, count in checkpoint.family.blocks.counts(checkpoint.config).items() if count}
-        return machine.names == devices and all(set(device.blocks) == lists for device in machine.devices)
+        return found.machine.names == devices and all(set(cost.blocks) == lists for cost in found.costs)
 
     found = cached(folder(), fingerprint(devices, checkpoint, dtype, attention), measure, fits)
-    return replace(found, host_free=host_memory()[0]) if "cpu" in devices else found
+    host_free = host_memory()[0] if "cpu" in devices else None
+    return replace(found, machine=replace(found.machine, host_free=host_free))
 
 
 @dataclass(frozen=True)
@@ -99,19 +100,21 @@ class AutoDegrees:
 
     def _planned(self, key: ModelKey, sampling: Sampling, warm_up: int) -> ModelKey:
         shape, devices, steps = tuple(sampling.noise.shape), key.devices, max(1, sampling.steps)
-        subject = subject_of(self.checkpoint, key.dtype, devices[0], shape, entries(sampling), steps, text_tokens(sampling))
+        workload = workload_of(
+            self.checkpoint, key.dtype, devices[0], shape, entries(sampling), steps, text_tokens(sampling)
+        )
         if len(devices) == 1:
             return replace(key, degrees=Degrees())
-        machine = calibrated(devices, self.checkpoint, key.dtype, key.attention)
-        job = job_of(self.checkpoint, replace(subject, warm_up=warm_up))
-        found = choose(plan(machine, job, range(1, len(devices) + 1)))
+        calibration = calibrated(devices, self.checkpoint, key.dtype, key.attention)
+        costs = CalibratedCosts(calibration, replace(workload, warm_up=warm_up))
+        found = choose(plan(costs, range(1, len(devices) + 1)))
         if found.lacks:
             log.warning("Parallel DiT: degrees auto: nothing fits these devices by its estimate; trying what needs least.")
-        text = f"Parallel DiT: degrees auto: {said(found, machine)}"
+        text = f"Parallel DiT: degrees auto: {said(found, costs.machine)}"
         say(text)
         log.info("%s", text)
         mode = found.mode
-        used = devices[: mode.degrees.world] if mode.device is None else (devices[mode.device],)
+        used = tuple(devices[device] for device in mode.devices)
         return replace(key, devices=used, degrees=mode.degrees)
 
 

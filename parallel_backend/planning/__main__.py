@@ -10,8 +10,8 @@ import argparse
 import sys
 from dataclasses import replace
 
+from .calibrated_costs import CalibratedCosts
 from .links import Link
-from .machine import Machine
 from .planner import plan
 from .planner_report import describe
 from .presets import GB, HARDWARE, MODELS
@@ -59,7 +59,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def machine_and_job(options: argparse.Namespace):
+def costs_of(options: argparse.Namespace) -> CalibratedCosts:
     """What the options say, where they differ from the preset."""
     width, height = options.size
     model, hardware = MODELS[options.model], HARDWARE[options.device]
@@ -71,26 +71,18 @@ def machine_and_job(options: argparse.Namespace):
     if options.latency:
         link = Link(options.latency / 1e6, link.bandwidth)
     hardware = replace(hardware, link=link, memory=int(options.memory * GB) if options.memory else hardware.memory)
-    job = model.job(options.model, height, width, options.steps, options.warmup)
-    machine = hardware.machine(options.count, model)
+    workload = model.workload(options.model, height, width, options.steps, options.warmup)
+    calibration = hardware.calibration(options.count, model)
     if options.block_ms:
-        tokens = job.queries(None, None)
-        machine = _with_block(machine, options.block_ms / 1000, tokens)
-    return machine, job
-
-
-def _with_block(machine: Machine, seconds: float, tokens: float) -> Machine:
-    """The same with blocks of so many seconds for a whole picture."""
-    block = machine.devices[0].blocks["blocks"]
-    fixed = min(block.fixed, seconds / 2)
-    block = replace(block, fixed=fixed, token=block.token * (seconds - fixed) / block.work(tokens, tokens))
-    return replace(machine, devices=tuple(replace(device, blocks={"blocks": block}) for device in machine.devices))
+        seconds, block = options.block_ms / 1000, model.block(hardware)
+        fixed = min(block.fixed, seconds / 2)
+        work = block.work(workload.tokens, workload.tokens)
+        calibration = calibration.on_blocks(replace(block, fixed=fixed, token=block.token * (seconds - fixed) / work))
+    return CalibratedCosts(calibration, workload)
 
 
 def main(given: list[str] | None = None) -> None:
-    options = arguments(given)
-    machine, job = machine_and_job(options)
-    sys.stdout.write(describe(plan(machine, job)) + "\n")
+    sys.stdout.write(describe(plan(costs_of(arguments(given)))) + "\n")
 
 
 if __name__ == "__main__":

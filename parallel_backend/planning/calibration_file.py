@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from .links import Link
-from .machine import BlockCost, Device, Links, Machine
+from .calibrated_costs import BlockCost, Calibration, DeviceCost
+from .links import Link, Links, alike
+from .machine import Device, Machine
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20
-"""Of a calibration; that of eight devices has about ten thousand."""
+"""Of a calibration's file. That of eight devices has about ten thousand."""
 MAX_DEVICES = 1 << 10
 LARGEST = 1e18
 """Of any figure: bytes, bytes per second or seconds."""
@@ -24,12 +25,12 @@ LARGEST = 1e18
 def cached(
     folder: Path,
     key: dict[str, object],
-    measure: Callable[[], Machine],
-    fits: Callable[[Machine], bool] = lambda machine: True,
-) -> Machine:
-    """The machine of `key` from its file in `folder`, or measured, and written there for the next time.
+    measure: Callable[[], Calibration],
+    fits: Callable[[Calibration], bool] = lambda _calibration: True,
+) -> Calibration:
+    """The calibration of `key` from its file in `folder`, or measured, and written there for the next time.
 
-    A file that cannot be read, is of something else or of a machine that does not fit, counts as none. A folder that cannot
+    A file that cannot be read, is of something else or does not fit, counts as none. A folder that cannot
     be written to is said in the log, and costs the next one the measurement.
     """
     path = folder / f"calibration-{hashlib.sha256(_text(key).encode()).hexdigest()[:16]}.json"
@@ -43,12 +44,22 @@ def cached(
     return found
 
 
-def store(path: Path, key: dict[str, object], machine: Machine) -> None:
+def store(path: Path, key: dict[str, object], calibration: Calibration) -> None:
     """Atomically: whoever reads meanwhile sees the file before or after. OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"key": key, **asdict(machine)}
-    between = [[*pair, link.latency, link.bandwidth] for pair, link in machine.links.between.items()]
-    content["links"]["between"] = between
+    links = calibration.machine.links
+    content = {
+        "key": key,
+        "devices": [[device.name, device.kind, device.memory] for device in calibration.machine.devices],
+        "links": {
+            "between": [[*pair, link.latency, link.bandwidth] for pair, link in links.between.items()],
+            "crowding": links.crowding,
+            "socket": links.socket,
+            "bridge": links.bridge,
+        },
+        "costs": [asdict(cost) for cost in calibration.costs],
+        "hop": calibration.hop,
+    }
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "w") as file:
@@ -59,7 +70,7 @@ def store(path: Path, key: dict[str, object], machine: Machine) -> None:
         raise
 
 
-def load(path: Path, key: dict[str, object]) -> Machine | None:
+def load(path: Path, key: dict[str, object]) -> Calibration | None:
     """None if there is no such file, or it is damaged or of another key."""
     try:
         if not path.exists():
@@ -69,7 +80,7 @@ def load(path: Path, key: dict[str, object]) -> Machine | None:
         content = json.loads(path.read_text())
         if _text(content["key"]) != _text(key):
             return None
-        return _machine(content)
+        return _calibration(content)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         log.info("Parallel DiT: %s is no calibration that can be used (%s); measuring again", path, error)
         return None
@@ -79,31 +90,30 @@ def _text(key: dict[str, object]) -> str:
     return json.dumps(key, sort_keys=True)
 
 
-def _machine(content: dict) -> Machine:
+def _calibration(content: dict) -> Calibration:
     """ValueError, KeyError, TypeError for what is none."""
-    links = content["links"]
     devices = tuple(
-        Device(
-            str(device["name"]),
-            str(device["kind"]),
-            {str(name): _block(cost) for name, cost in device["blocks"].items()},
-            _cost(device["around"]),
-            None if device["memory"] is None else int(_figure(device["memory"])),
-        )
-        for device in content["devices"]
+        Device(str(name), str(kind), None if memory is None else int(_figure(memory)))
+        for name, kind, memory in content["devices"]
     )
+    if not 0 < len(devices) <= MAX_DEVICES:
+        raise ValueError("it has no devices, or too many")
+    links = content["links"]
     between = {
         (_whole(one), _whole(two)): Link(_figure(latency), _figure(bandwidth, least=1.0))
         for one, two, latency, bandwidth in links["between"]
     }
-    if len(devices) > MAX_DEVICES:
-        raise ValueError("it has too many devices")
-    wanted = {(one, two) for one in range(len(devices)) for two in range(one + 1, len(devices))}
-    if not devices or set(between) != wanted:
+    if between.keys() != alike(len(devices), Link(0.0, 1.0)).keys():
         raise ValueError("it has not a link for every two devices")
     crowding = _figure(links["crowding"], least=1.0)
-    found = Links(between, crowding, _whole(links["socket"]), _figure(links["bridge"]))
-    return Machine(devices, found, None, _figure(content["hop"]))
+    costs = tuple(
+        DeviceCost({str(name): _block(one) for name, one in cost["blocks"].items()}, _cost(cost["around"]))
+        for cost in content["costs"]
+    )
+    if len(costs) != len(devices):
+        raise ValueError("it has not the costs of every device")
+    machine = Machine(devices, Links(between, crowding, _whole(links["socket"]), _figure(links["bridge"])))
+    return Calibration(machine, costs, _figure(content["hop"]))
 
 
 def _cost(cost: dict) -> BlockCost:

@@ -1,24 +1,18 @@
-"""The devices and the links between them, as the ranks found them."""
+"""Links between devices: seconds of a transfer, of a pair alone and of all devices at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from parallel_backend.client.placement.measurements import measured_links
-from parallel_backend.core.devices import device_kind
-from parallel_backend.processes.pool import Poll, Pool
 from parallel_backend.wire.messages import LinksProbed
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 """Bytes of the transfers that are timed."""
 
 
-HostFree = Callable[[], int | None]
-"""Bytes of the host's memory that are free; None: unknown."""
-
-
 @dataclass(frozen=True)
 class Link:
-    """A transfer of b bytes takes `latency` + b / `bandwidth` seconds one way."""
+    """One way between two devices: a transfer of b bytes takes `latency` + b / `bandwidth` seconds."""
 
     latency: float
     bandwidth: float
@@ -28,27 +22,75 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """`links`: by two ranks, the lower one first. `host_free_bytes`: of the memory that CPU ranks share; None: unknown."""
+class Links:
+    """The links of a machine. Devices are numbers."""
 
-    devices: tuple[str, ...]
-    ranks: tuple[LinksProbed, ...]
-    links: dict[tuple[int, int], Link]
-    host_free_bytes: int | None = None
+    between: dict[tuple[int, int], Link]
+    """Two devices, the lower one first -> their link while the others are idle."""
+    crowding: float = 1.0
+    """How many times slower links are while all devices send."""
+    socket: int = 0
+    """Devices, counted from the first one, that share a side of a bridge. 0: there is no bridge."""
+    bridge: float = 0.0
+    """Bytes a second, each way, that all transfers over the bridge share."""
 
     def link(self, one: int, two: int) -> Link:
-        return self.links[min(one, two), max(one, two)]
+        """The link while all devices send."""
+        quiet = self.between[min(one, two), max(one, two)]
+        return Link(quiet.latency, quiet.bandwidth / self.crowding)
 
-    @property
-    def on_cpus(self) -> bool:
-        return not any(device_kind(device) == "cuda" for device in self.devices)
+    def crosses(self, one: int, two: int) -> bool:
+        return bool(self.socket) and one // self.socket != two // self.socket
+
+    def send(self, one: int, two: int, size: float) -> float:
+        """Seconds of a transfer of one pair."""
+        crossing = size / self.bridge if self.crosses(one, two) else 0.0
+        return max(self.link(one, two).seconds(size), crossing)
+
+    def exchange(self, groups: Iterable[Sequence[int]], size: float) -> float:
+        """Seconds in which every device of every group sends `size` bytes, evenly to the others of its group."""
+        slowest, crossing = 0.0, [0.0, 0.0]
+        for group in groups:
+            part = size / (len(group) - 1)
+            for one in group:
+                ways = [(self.link(one, two), self.crosses(one, two)) for two in group if two != one]
+                seconds = max(link.latency for link, _ in ways) + sum(part / link.bandwidth for link, _ in ways)
+                slowest = max(slowest, seconds)
+                crossing[one // self.socket % 2 if self.socket else 0] += part * sum(far for _, far in ways)
+        return max(slowest, max(crossing) / self.bridge if self.bridge else 0.0)
+
+    def shift(self, groups: Iterable[Sequence[int]], size: float) -> float:
+        """Seconds in which every device of every group sends `size` bytes to the next one, the last to the first."""
+        slowest, crossing = 0.0, 0
+        for group in groups:
+            ring = list(pairwise([*group, group[0]]))
+            slowest = max(slowest, *(self.link(*pair).seconds(size) for pair in ring))
+            crossing += sum(self.crosses(*pair) for pair in ring) / 2  # as many one way as the other
+        return max(slowest, crossing * size / self.bridge if self.bridge else 0.0)
+
+    def all_reduce(self, groups: Sequence[Sequence[int]], size: float) -> float:
+        """Seconds in which every group adds up tensors of `size` bytes, one of each device, so that all have the sum."""
+        count = len(groups[0])
+        return 2 * (count - 1) * self.shift(groups, size / count)
 
 
-def look_at(pool: Pool, host_free: HostFree, poll: Poll) -> Machine:
-    """Takes the ranks' model away, and asks for the host's memory after that."""
-    ranks = tuple(measured_links(pool, SIZES, poll))
-    links = {(found.rank, other): fit(times) for found in ranks for other, times in found.links.items()}
-    return Machine(pool.devices, ranks, links, host_free())
+def alike(devices: int, link: Link) -> dict[tuple[int, int], Link]:
+    """Links of which all are equal."""
+    return {(one, two): link for one in range(devices) for two in range(one + 1, devices)}
+
+
+def links_of(found: Sequence[LinksProbed]) -> Links:
+    """The links as the ranks timed them.
+
+    Their crowding is the seconds of an exchange of all devices, over what it would take without disturbing each other.
+    """
+    between = {(rank.rank, other): fit(times) for rank in found for other, times in rank.links.items()}
+    if not between:
+        return Links({})
+    size = max(SIZES)
+    alone = Links(between).exchange([range(len(found))], size * (len(found) - 1))
+    together = max(rank.together for rank in found)
+    return Links(between, max(1.0, together / alone))
 
 
 def fit(times: Sequence[tuple[int, float]]) -> Link:

@@ -2,19 +2,18 @@
 
 from collections.abc import Mapping
 
-from .doctor import Findings
 from .machine import Machine
 from .modes import Mode
 from .planner import Plan
 from .prediction import Prediction, gigabytes
 
 SHOWN = 12
-"""So many modes are listed at most."""
+"""Modes that are listed at most."""
 
 
 def describe(plan: Plan) -> str:
     """The best ones, fastest first, and which to choose."""
-    return "\n".join([summary(plan.machine), *table(plan), *choices(plan)])
+    return "\n".join([summary(plan.costs.machine), *table(plan), *choices(plan)])
 
 
 def summary(machine: Machine) -> str:
@@ -37,22 +36,21 @@ def table(plan: Plan, rehearsed: Mapping[Mode, float] | None = None) -> list[str
     lines = [f"planned seconds{also}, against one device, largest memory of a rank, moved in a step over all ranks:"]
     one, fastest = plan.one_device, plan.predictions[:SHOWN]
     for found in (*fastest, *(() if one in fastest else (one,))):
-        held = max(memory.total for memory in found.memory)
         moved = f"{found.moved / 1e6:.0f} MB" if found.moved else "nothing"
         also = "" if rehearsed is None else f"{rehearsed[found.mode]:9.2f} s  "
         lines.append(
-            f"{found.seconds:9.2f} s  {also}{one.seconds / found.seconds:5.2f}x  {gigabytes(held):>8}  {moved:>9}  "
-            f"{name(found.mode)}{'; does not fit: ' + found.lacks if found.lacks else ''}"
+            f"{found.seconds:9.2f} s  {also}{one.seconds / found.seconds:5.2f}x  {gigabytes(found.most_memory):>8}  "
+            f"{moved:>9}  {name(found.mode)}{'; does not fit: ' + found.lacks if found.lacks else ''}"
         )
     return lines
 
 
-def beside(plan: Plan, findings: Findings) -> str:
-    """The table, beside what the Doctor rehearsed for the same job."""
-    rehearsed = {found.mode: found.seconds for found in findings.predictions}
-    rehearsed |= {plan.one_device.mode: findings.one_rank.seconds}
-    head = f"what degrees auto goes by, from a calibration of a few seconds: {summary(plan.machine)}"
-    return "\n".join([head, *table(plan, rehearsed), *choices(plan)])
+def beside(plan: Plan, rehearsed: Plan) -> str:
+    """The table, beside what the Doctor rehearsed for the same workload."""
+    seconds = {found.mode: found.seconds for found in rehearsed.predictions}
+    seconds |= {plan.one_device.mode: rehearsed.one_device.seconds}
+    head = f"what degrees auto goes by, from a calibration of a few seconds: {summary(plan.costs.machine)}"
+    return "\n".join([head, *table(plan, seconds), *choices(plan)])
 
 
 def choices(plan: Plan) -> list[str]:
@@ -75,6 +73,7 @@ def name(mode: Mode) -> str:
 
 def said(found: Prediction, machine: Machine) -> str:
     """The choice in a line, for a node and the log."""
+    names = ", ".join(machine.names[device] for device in found.mode.devices)
     if found.mode.device is not None:
-        return f"one device, {machine.names[found.mode.device]}, planned {found.seconds:.1f} s"
-    return f"{found.mode.degrees} on {', '.join(machine.names[: found.mode.degrees.world])}, planned {found.seconds:.1f} s"
+        return f"one device, {names}, planned {found.seconds:.1f} s"
+    return f"{found.mode.degrees} on {names}, planned {found.seconds:.1f} s"

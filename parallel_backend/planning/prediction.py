@@ -1,198 +1,211 @@
-"""From what was rehearsed to whole runs: seconds, memory and traffic of a mode."""
+"""The one prediction: seconds, traffic and memory of a run in a mode, from the costs of its micro-steps.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+The costs are measured in rehearsals of the mode itself (rehearsed_costs.py), or worked out from a calibration
+(calibrated_costs.py).
+"""
 
-from parallel_backend.client.placement.balance import divide
-from parallel_backend.client.placement.memory_model import USABLE_MEMORY, Memory, held_weights
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Protocol
+
+from parallel_backend.client.placement.balance import Balance, divide
+from parallel_backend.client.placement.memory_model import USABLE_MEMORY, Memory, memory_of
 from parallel_backend.client.placement.pipeline_model import simulate
-from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import on_ray
-from parallel_backend.core.pipefusion_order import micro_steps
+from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.wire.diagnosis import Probed
 
-from .links import Machine
-from .modes import CallKind, Mode, alone, banded_call, exact_call
-from .rehearsal import AROUND, Cost, Rehearsed
+from .machine import Machine
+from .modes import Mode
 from .workload import Workload
 
+AROUND = ""
+"""Stands where a block's name does for all that is not in a block."""
 ENDS_SHARE = 0.5
-"""Of what is around the blocks, the part that one stage does: embedding and head are apart, the rest is on every stage."""
+"""Part of what is around the blocks that one stage of several does. Embedding and head are on different stages; the rest is
+on all of them."""
+
+
+class StepKind(Enum):
+    """Micro-steps of one kind cost the same."""
+
+    EXACT = "exact"
+    """The whole latent. On a pipeline one batch entry of it."""
+    FIRST_BAND = "first band"
+    """The first band, with the text; or the whole latent with displaced patches. All batch entries."""
+    OTHER_BAND = "other band"
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a micro-step. Figures by rank are in the order of the mode's ranks."""
+
+    blocks: Mapping[str, tuple[float, ...]]
+    """Kind of block -> by rank, of one such block, with its transfers."""
+    around: tuple[float, ...]
+    """By rank, of all that is not in a block."""
+    hop: float = 0.0
+    """From the ranks' output through the sampler to the next call."""
+
+
+Sent = Mapping[str, Mapping[str, Sequence[float]]]
+"""Kind of block, or AROUND -> mesh axis other than pipe -> bytes that each rank sends."""
+
+
+class Costs(Protocol):
+    """What a prediction needs to know of a workload on a machine."""
+
+    workload: Workload
+    machine: Machine
+
+    def by_device(self, mode: Mode) -> StepCost:
+        """What stages are cut by: of a whole call."""
+
+    def step(self, mode: Mode, kind: StepKind, cut: Balance) -> StepCost: ...
+
+    def sent(self, mode: Mode, exact: bool) -> Sent:
+        """In a whole step, with all its calls' micro-steps."""
+
+    def activations(self, mode: Mode) -> Sequence[int | None]:
+        """By rank, measured bytes beside weights and K/V buffers. None: not measured, so the estimate counts."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`seconds` of a run, with the picture in memory and the model loaded. `step_bytes`: mesh axis -> bytes that each rank
-    sends in a step after the warm-up. `memory`: by rank. `lacks`: why it does not fit; empty if it does.
-    """
-
     mode: Mode
     seconds: float
+    """Of a run, with the picture in memory and the model loaded."""
     step_bytes: dict[str, tuple[int, ...]]
+    """Mesh axis -> bytes that each rank sends in a step after the warm-up."""
     memory: tuple[Memory, ...]
+    """By rank."""
     lacks: str = ""
+    """Why it does not fit; empty if it does."""
 
     @property
     def moved(self) -> int:
         """Bytes in a step, over all ranks."""
         return sum(map(sum, self.step_bytes.values()))
 
+    @property
+    def most_memory(self) -> int:
+        """Bytes on the rank that needs most."""
+        return max(memory.total for memory in self.memory)
 
-@dataclass(frozen=True)
-class Rehearsals:
-    """All that predictions come from."""
 
-    subject: Workload
-    machine: Machine
-    rehearsed: dict[CallKind, Rehearsed]
-    _stages: dict[Degrees, tuple[Span, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
+def predict(costs: Costs, mode: Mode) -> Prediction:
+    cut = cut_model(costs, mode)
+    memory = _memory(costs, mode, cut)
+    machine = costs.machine
+    held = dict(zip(mode.devices, (rank.total for rank in memory), strict=True))
+    lacks = lacking(held, machine.names, [device.memory for device in machine.devices], machine.host_free)
+    exact = mode.exact or costs.workload.warm_up_steps == costs.workload.steps
+    return Prediction(mode, _seconds(costs, mode, cut), step_bytes(costs, mode, cut, exact), memory, lacks)
 
-    def block_seconds(self) -> list[dict[str, float]]:
-        """By rank: of one block of each kind, whole picture, all ranks at work."""
-        cost = self.rehearsed[CallKind(alone().cut, 1)].first
-        return [{name: times[rank] for name, times in cost.blocks.items()} for rank in range(len(cost.around))]
 
-    def one_rank(self, device: int) -> Prediction:
-        """The model on this device, the others idle."""
-        subject = self.subject
-        whole, quiet = self.rehearsed[CallKind(alone().cut, subject.entries)], self.rehearsed[alone()]
-        if self.machine.on_cpus:  # which share caches and memory; they are alike, and take entries one after the other
-            seconds = subject.steps * (quiet.hop + subject.entries * self._whole_call(quiet.first, 0))
-        else:
-            seconds = subject.steps * (whole.hop + self._whole_call(whole.first, device))
-        memory = Memory(subject.weight_bytes, 0, whole.activation_bytes[device])
-        mode = Mode(alone().cut, device=device)
-        return self._checked(Prediction(mode, seconds, {}, (memory,)), (device,))
-
-    def predict(self, mode: Mode) -> Prediction:
-        subject = self.subject
-        exact = [step < subject.warm_up_steps for step in range(subject.steps)]
-        if mode.degrees.pipe > 1:
-            seconds = self._pipeline(mode, exact)
-        else:
-            calls = {True: self.rehearsed[exact_call(mode, subject)]}
-            calls[False] = calls[True] if mode.exact else self.rehearsed[banded_call(mode, subject)]
-            slowest = {
-                whole: call.hop + max(self._whole_call(call.first, rank) for rank in range(mode.degrees.world))
-                for whole, call in calls.items()
-            }
-            seconds = sum(slowest[whole or mode.exact] for whole in exact)
-        found = Prediction(mode, seconds, self.step_bytes(mode), self._memory(mode))
-        return self._checked(found, tuple(range(mode.degrees.world)))
-
-    def stages(self, mode: Mode) -> tuple[Span, ...]:
-        """As stage_split auto would cut the blocks."""
-        subject, degrees = self.subject, mode.degrees
-        if degrees in self._stages:
-            return self._stages[degrees]
-        cost = self.rehearsed[exact_call(mode, subject)].first
-        probes = [
-            Probed(
-                rank,
-                {name: (times[rank], times[rank]) for name, times in cost.blocks.items()},
-                (cost.around[rank], cost.around[rank]),
-                self.machine.ranks[rank].free_bytes,
-            )
-            for rank in range(degrees.world)
-        ]
-        sizes = [size // degrees.tensor for size in subject.block_bytes]
-        self._stages[degrees] = divide(degrees, list(subject.blocks), sizes, probes).stage_blocks
-        return self._stages[degrees]
-
-    def step_bytes(self, mode: Mode, exact: bool = False) -> dict[str, tuple[int, ...]]:
-        """Mesh axis -> bytes that each rank sends in one step."""
-        subject, degrees = self.subject, mode.degrees
-        stages = self.stages(mode) if degrees.pipe > 1 else (Span(0, len(subject.blocks)),)
-        banded = not (exact or mode.exact)
-        call = self.rehearsed[(banded_call if banded else exact_call)(mode, subject)]
-        # A pipeline was rehearsed with one entry at a time where it takes them so.
-        times = 1 if banded or degrees.pipe == 1 else mode.entries(subject)
-        axes: dict[str, list[int]] = {}
-        for rank in range(degrees.world):
-            owned = subject.blocks[stages[degrees.coordinate(rank).pipe].slice]
-            for name in (*owned, AROUND):
-                for axis, counts in call.moved[name].items():
-                    axes.setdefault(axis, [0] * degrees.world)[rank] += times * counts[rank]
-            if degrees.pipe > 1:
-                axes.setdefault("pipe", [0] * degrees.world)[rank] = self._sent_on(mode, stages, rank, 1.0)
-        return {axis: tuple(counts) for axis, counts in axes.items() if any(counts)}
-
-    def _sent_on(self, mode: Mode, stages: tuple[Span, ...], rank: int, share: float) -> int:
-        """Bytes of hidden states that a rank sends to the next stage for this share of the image, with the text."""
-        subject, degrees = self.subject, mode.degrees
-        at = degrees.coordinate(rank)
-        if at.pipe == degrees.pipe - 1:
-            return 0
-        cut = SequenceCut((1.0,), degrees.ring * degrees.ulysses, False)
-        place = degrees.sequence_index(at)
-        tokens = len(cut.text(subject.text)[place]) + share * len(cut.image(Span(0, subject.image))[place])
-        entries = len(split(Span(0, subject.entries), degrees.batch)[at.batch])
-        return round(tokens * entries * (1 + subject.carried[stages[at.pipe].stop]) * subject.token_bytes)
-
-    def _whole_call(self, cost: Cost, rank: int) -> float:
-        return cost.around[rank] + sum(cost.blocks[name][rank] for name in self.subject.blocks)
-
-    def _pipeline(self, mode: Mode, exact: list[bool]) -> float:
-        subject, degrees = self.subject, mode.degrees
-        stages = self.stages(mode)
-        whole, banded = (self.rehearsed[kind(mode, subject)] for kind in (exact_call, banded_call))
-        ranks = range(degrees.world)
-        members = [[rank for rank in ranks if degrees.coordinate(rank).pipe == stage] for stage in range(degrees.pipe)]
-
-        def stage_cost(cost: Cost) -> list[float]:
-            """By stage, of its slowest rank."""
-            return [
-                max(
-                    ENDS_SHARE * cost.around[rank] + sum(cost.blocks[name][rank] for name in subject.blocks[span.slice])
-                    for rank in own
-                )
-                for span, own in zip(stages, members, strict=True)
-            ]
-
-        def transfers(share: float) -> list[float]:
-            """By stage, seconds to the next one over the slowest of its links."""
-            apart = degrees.sequence * degrees.tensor
-            return [
-                max(self.machine.link(rank, rank + apart).seconds(self._sent_on(mode, stages, rank, share)) for rank in own)
-                for own in members[:-1]
-            ] + [0.0]
-
-        costs = {None: stage_cost(whole.first), True: stage_cost(banded.first), False: stage_cost(banded.other)}
-        links = {None: transfers(1.0), False: transfers(1 / mode.bands)}
-        return pipeline_seconds(
-            exact,
-            mode.bands,
-            mode.entries(subject),
-            lambda band: costs[None if band is None else band == 0],
-            lambda band: links[None if band is None else False],
-            banded.hop,
+def cut_model(costs: Costs, mode: Mode) -> Balance:
+    """The stages and patches as `stage_split` auto would cut them."""
+    workload, cost = costs.workload, costs.by_device(mode)
+    probes = [
+        Probed(
+            rank,
+            {name: (times[rank], times[rank]) for name, times in cost.blocks.items()},
+            (cost.around[rank], cost.around[rank]),
+            costs.machine.devices[device].memory,
         )
-
-    def _memory(self, mode: Mode) -> tuple[Memory, ...]:
-        subject, degrees = self.subject, mode.degrees
-        stages = self.stages(mode) if degrees.pipe > 1 else (Span(0, len(subject.blocks)),)
-        kinds = [kind(mode, subject) for kind in ((exact_call,) if mode.exact else (exact_call, banded_call))]
-        calls = [self.rehearsed[kind] for kind in kinds]
-        memory = []
-        for rank in range(degrees.world):
-            stage = degrees.coordinate(rank).pipe
-            weights = held_weights(subject.block_bytes, subject.ends, degrees.tensor, stages[stage])
-            peaks = [call.activation_bytes[rank] for call in calls]
-            activations = None if None in peaks else max(peaks)
-            memory.append(Memory(weights, calls[-1].buffer_bytes[rank] * len(stages[stage]), activations))
-        return tuple(memory)
-
-    def _checked(self, found: Prediction, ranks: tuple[int, ...]) -> Prediction:
-        """With the reason if memory does not suffice."""
-        machine = self.machine
-        held = dict(zip(ranks, (memory.total for memory in found.memory), strict=True))
-        lacks = lacking(held, machine.devices, [rank.free_bytes for rank in machine.ranks], machine.host_free_bytes)
-        return Prediction(found.mode, found.seconds, found.step_bytes, found.memory, lacks)
+        for rank, device in enumerate(mode.devices)
+    ]
+    sizes = [size // mode.degrees.tensor for size in workload.sizes.block_bytes]
+    return divide(mode.degrees, list(workload.blocks), sizes, probes, imagined=True)
 
 
-def lacking(held: dict[int, int], devices: Sequence[str], free: Sequence[int | None], host_free: int | None) -> str:
+def step_bytes(costs: Costs, mode: Mode, cut: Balance, exact: bool) -> dict[str, tuple[int, ...]]:
+    """Mesh axis -> bytes that each rank sends in one step."""
+    workload, degrees = costs.workload, mode.degrees
+    sent, axes = costs.sent(mode, exact), {}
+    for rank in range(degrees.world):
+        at = degrees.coordinate(rank)
+        for name in (*workload.blocks[cut.stage_blocks[at.pipe].slice], AROUND):
+            for axis, counts in sent.get(name, {}).items():
+                axes.setdefault(axis, [0.0] * degrees.world)[rank] += counts[rank]
+        if degrees.pipe > 1:
+            entries = len(split(Span(0, workload.entries), degrees.batch)[at.batch])
+            kinds = [StepKind.EXACT] if exact else [_kind(step) for step in micro_steps([False], mode.bands)]
+            handed_on = sum(_handed_on(workload, mode, cut, rank, kind) for kind in kinds)
+            axes.setdefault("pipe", [0.0] * degrees.world)[rank] = entries * handed_on
+    return {axis: tuple(map(round, counts)) for axis, counts in axes.items() if any(counts)}
+
+
+def _handed_on(workload: Workload, mode: Mode, cut: Balance, rank: int, kind: StepKind) -> float:
+    """Bytes of one batch entry's hidden states that a rank sends to the next stage."""
+    degrees, at = mode.degrees, mode.degrees.coordinate(rank)
+    if at.pipe == degrees.pipe - 1:
+        return 0.0
+    sequence = SequenceCut((1.0,), degrees.ring * degrees.ulysses, False)
+    place = degrees.sequence_index(at)
+    text = 0 if kind is StepKind.OTHER_BAND and not workload.text_in_bands else workload.text
+    share = 1.0 if kind is StepKind.EXACT else 1 / mode.bands
+    tokens = len(sequence.text(text)[place]) + share * len(sequence.image(Span(0, workload.image))[place])
+    return tokens * (1 + workload.carried[cut.stage_blocks[at.pipe].stop]) * workload.sizes.token_bytes
+
+
+def _kind(step: MicroStep) -> StepKind:
+    if step.band is None:
+        return StepKind.EXACT
+    return StepKind.FIRST_BAND if step.with_text else StepKind.OTHER_BAND
+
+
+def _seconds(costs: Costs, mode: Mode, cut: Balance) -> float:
+    workload, degrees = costs.workload, mode.degrees
+    exact = [mode.exact or step < workload.warm_up_steps for step in range(workload.steps)]
+    steps = micro_steps(exact, mode.bands)
+    cost = {kind: costs.step(mode, kind, cut) for kind in set(map(_kind, steps))}
+    members = [
+        [rank for rank in range(degrees.world) if degrees.coordinate(rank).pipe == stage] for stage in range(degrees.pipe)
+    ]
+    compute = {
+        kind: [_stage_seconds(costs, mode, one, span, own) for span, own in zip(cut.stage_blocks, members, strict=True)]
+        for kind, one in cost.items()
+    }
+    if degrees.pipe == 1:
+        return sum(compute[_kind(step)][0] + cost[_kind(step)].hop for step in steps)
+    entries, apart, links = mode.entries(workload), degrees.sequence * degrees.tensor, costs.machine.links
+
+    def transfer(kind: StepKind) -> list[float]:
+        """By stage, seconds to the next one over the slowest of its links."""
+        together = 1 if kind is StepKind.EXACT else entries
+        sizes = [[(rank, together * _handed_on(workload, mode, cut, rank, kind)) for rank in own] for own in members[:-1]]
+        return [max(links.send(rank, rank + apart, size) for rank, size in own) for own in sizes] + [0.0]
+
+    transfers = {kind: transfer(kind) for kind in cost}
+    hop = max(one.hop for one in cost.values())
+    ends = simulate(steps, mode.bands, lambda step: compute[_kind(step)], lambda step: transfers[_kind(step)], hop, entries)
+    return ends[-1] + hop
+
+
+def _stage_seconds(costs: Costs, mode: Mode, cost: StepCost, span: Span, members: list[int]) -> float:
+    """Of one stage's slowest rank."""
+    share = 1.0 if mode.degrees.pipe == 1 else ENDS_SHARE
+    names = costs.workload.blocks[span.slice]
+    return max(share * cost.around[rank] + sum(cost.blocks[name][rank] for name in names) for rank in members)
+
+
+def _memory(costs: Costs, mode: Mode, cut: Balance) -> tuple[Memory, ...]:
+    requests = (costs.workload.request(mode.exact, mode.bands),)
+    estimates = [
+        memory_of(costs.workload.sizes, mode.degrees, cut.stage_blocks, rank, requests) for rank in range(mode.degrees.world)
+    ]
+    measured = costs.activations(mode)
+    return tuple(
+        estimate if peak is None else replace(estimate, activations=peak)
+        for estimate, peak in zip(estimates, measured, strict=True)
+    )
+
+
+def lacking(held: Mapping[int, int], devices: Sequence[str], free: Sequence[int | None], host_free: int | None) -> str:
     """Why ranks that need so many bytes do not fit; empty if they do. `free`: bytes on each rank's device."""
     lacks = ""
     on_host = sum(size for rank, size in held.items() if devices[rank] == "cpu")
@@ -204,20 +217,6 @@ def lacking(held: dict[int, int], devices: Sequence[str], free: Sequence[int | N
         if free[rank] is not None and size > USABLE_MEMORY * free[rank]:
             lacks = f"needs {gigabytes(size)} on {devices[rank]}, which has {gigabytes(free[rank])} free"
     return lacks
-
-
-def pipeline_seconds(
-    exact: list[bool],
-    bands: int,
-    entries: int,
-    cost: Callable[[int | None], list[float]],
-    transfer: Callable[[int | None], list[float]],
-    hop: float,
-) -> float:
-    """When the last micro-step's output is with the client. `cost(band)`, `transfer(band)`: by stage."""
-    steps = micro_steps(exact, bands)
-    ends = simulate(steps, bands, lambda step: cost(step.band), lambda step: transfer(step.band), hop, entries)
-    return ends[-1] + hop
 
 
 def gigabytes(size: float) -> str:

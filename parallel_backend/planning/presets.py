@@ -2,77 +2,88 @@
 
 from dataclasses import dataclass
 
+from parallel_backend.client.placement.memory_model import ModelSizes
 from parallel_backend.client.placement.pipeline_model import HOP_SECONDS
-from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.validate import check_model
+from parallel_backend.families.base.blocks import IMAGE, JOINT
 
-from .cost_model import Job
-from .links import Link
-from .machine import BlockCost, Device, Links, Machine, alike, pairs_of
+from .calibrated_costs import BlockCost, Calibration, DeviceCost, pairs_of
+from .links import Link, Links, alike
+from .machine import Device, Machine
 from .workload import Workload
 
 GB = 10**9
 BF16 = 2
-
-
+"""Bytes of a value."""
 LAUNCH = 0.6e-3
 """Seconds that a block takes beside its arithmetic where PyTorch starts its kernels one by one; compiled ones: nothing."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """`operations`: a second that a model's blocks reach in bf16, not the data sheet's. `memory`: bytes of a device.
-
-    `launch`: see LAUNCH. `socket`, `bridge`: see machine.Links.
-    """
-
     name: str
     operations: float
+    """Operations a second that a model's blocks reach in bf16, not the data sheet's."""
     memory: int
+    """Bytes of a device."""
     link: Link
     launch: float = LAUNCH
+    """See LAUNCH."""
     socket: int = 0
     bridge: float = 0.0
+    """See links.Links."""
 
-    def machine(self, count: int, model: "Model", hop: float = HOP_SECONDS) -> Machine:
+    def calibration(self, count: int, model: "Model", hop: float = HOP_SECONDS) -> Calibration:
         """So many of these devices, as they run this model."""
-        blocks, nothing = {"blocks": model.block(self)}, BlockCost(0.0, 0.0, 0.0)
-        devices = tuple(Device(f"cuda:{index}", self.name, blocks, nothing, self.memory) for index in range(count))
-        return Machine(devices, Links(alike(count, self.link), 1.0, self.socket, self.bridge), hop=hop)
+        cost = DeviceCost({"blocks": model.block(self)}, BlockCost(0.0, 0.0, 0.0))
+        devices = tuple(Device(f"cuda:{index}", self.name, self.memory) for index in range(count))
+        links = Links(alike(count, self.link), 1.0, self.socket, self.bridge)
+        return Calibration(Machine(devices, links), (cost,) * count, hop)
 
 
 @dataclass(frozen=True)
 class Model:
-    """`weights`: parameters in the blocks; `others`: around them. `text`: tokens of a prompt. `side`: pixels of a token.
-
-    `joint`: see cost.Job. `prompts`: of a model call, two with classifier-free guidance. `frames` of latents of a video.
-    """
-
     layers: int
     hidden: int
     heads: int
     weights: float
+    """Parameters in the blocks."""
     others: float
+    """Parameters around the blocks."""
     text: int
+    """Tokens of a prompt."""
     joint: bool = True
+    """Text runs through the blocks, rather than being looked at by them."""
     prompts: int = 1
+    """Prompts of a model call: two with classifier-free guidance."""
     side: int = 16
+    """Pixels along a token's side."""
     frames: int = 1
+    """Frames of a video's latent."""
 
     def block(self, on: Hardware) -> BlockCost:
         linear = 24 if self.joint else 28  # cross attention has two more layers for each of the image's tokens
         return BlockCost(on.launch, linear * self.hidden**2 / on.operations, pairs_of(self.hidden) * 24 / linear)
 
-    def job(self, name: str, height: int, width: int, steps: int, warm_up: int = 1, text_in_bands: bool = False) -> Job:
+    def workload(
+        self, name: str, height: int, width: int, steps: int, warm_up: int = 1, text_in_bands: bool = False
+    ) -> Workload:
         """A picture of so many pixels, in bf16."""
         rows, columns = height // self.side, width // self.side
         each = round(self.weights * BF16 / self.layers)
         outer = round(self.others * BF16 / 2)
-
-        def check(degrees: Degrees) -> None:
-            check_model(degrees, heads=self.heads, blocks=self.layers)
-
-        subject = Workload(
+        sizes = ModelSizes(
+            block_bytes=(each,) * self.layers,
+            ends=(outer, outer, 0),
+            attention=((JOINT if self.joint else IMAGE,),) * self.layers,
+            prologue=(),
+            heads=self.heads,
+            key_heads=None,
+            head_size=self.hidden // self.heads,
+            hidden=self.hidden,
+            itemsize=BF16,
+            joint=self.joint,
+        )
+        return Workload(
             name=name,
             kind=name,
             dtype="bf16",
@@ -81,19 +92,15 @@ class Model:
             steps=steps,
             prompt=self.text,
             blocks=("blocks.0",) * self.layers,
-            block_bytes=(each,) * self.layers,
-            first_bytes=outer,
-            last_bytes=outer,
-            shared_bytes=0,
-            text=self.text,
-            image=self.frames * rows * columns,
+            sizes=sizes,
+            grid=(self.frames, rows, columns) if self.frames > 1 else (rows, columns),
             rows=rows,
-            token_bytes=BF16 * self.hidden,
+            text=self.text if self.joint else 0,
             carried=(0,) * (self.layers + 1),
-            check=check,
+            looked_at=0 if self.joint else self.text,
             warm_up=warm_up,
+            text_in_bands=text_in_bands,
         )
-        return Job(subject, self.joint, text_in_bands)
 
 
 MODELS = {

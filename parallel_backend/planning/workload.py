@@ -1,52 +1,47 @@
-"""What is to be run, in plain numbers: the model's blocks and their sizes, the picture's tokens, the steps."""
+"""A workload: a model and a sampling run of it, in plain numbers."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.client.placement.balance import block_bytes
-from parallel_backend.client.placement.memory_model import ends_bytes
-from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.devices import device_kind
-from parallel_backend.core.dtypes import compute_dtype
-from parallel_backend.core.validate import check_model
+from parallel_backend.client.placement.memory_model import KV_COPIES, ModelSizes, Request, model_sizes
 from parallel_backend.families.base.step_inputs import Shapes
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and a sampling run of it.
-
-    `shape`: of the latent; `entries`: of the batch at a model call, pictures x prompts; `prompt`: tokens of each.
-    `blocks`: for each block, all lists counted through, the "<list>.<index>" of the first of its kind (same list, same
-    parameters), which is rehearsed in its place. `block_bytes`: of each block's weights; `first_bytes`, `last_bytes`,
-    `shared_bytes`: of those around the blocks that the first, the last, or every stage has. `text`, `image`: tokens; `rows`:
-    of image tokens along the axis that bands cut. `token_bytes`: one token's hidden state. `carried`: by number of blocks
-    before a boundary of stages, how many blocks' outputs cross it beside the hidden states.
-    """
-
     name: str
+    """File name of the model."""
     kind: str
+    """Name of its family."""
     dtype: str
     shape: tuple[int, ...]
+    """Shape of the latent."""
     entries: int
+    """Batch entries of a model call: pictures times prompts."""
     steps: int
     prompt: int
+    """Tokens of each prompt."""
     blocks: tuple[str, ...]
-    block_bytes: tuple[int, ...]
-    first_bytes: int
-    last_bytes: int
-    shared_bytes: int
-    text: int
-    image: int
+    """Kind of each block, all lists counted through: "<list>.<index>" of the first block of that list with the same
+    parameters. That one is rehearsed in the place of all."""
+    sizes: ModelSizes
+    grid: tuple[int, ...]
+    """Image tokens along each axis."""
     rows: int
-    token_bytes: int
+    """Image tokens along the axis that bands cut."""
+    text: int
+    """Tokens that run through the blocks beside the image's."""
     carried: tuple[int, ...]
-    check: Callable[[Degrees], None]
+    """By number of blocks before a boundary of stages, how many blocks' outputs cross it beside the hidden states."""
+    padding: int = 0
+    """Those of `text` that the model's class adds to the image."""
+    looked_at: int = 0
+    """Tokens that blocks look at by cross attention."""
     warm_up: int = 1
+    """First steps whose calls are exact in every mode."""
+    text_in_bands: bool = False
+    """Text runs with every band, as in xDiT. Here it runs with the first one alone."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -54,20 +49,25 @@ class Workload:
         return tuple(dict.fromkeys(self.blocks))
 
     @property
-    def ends(self) -> tuple[int, int, int]:
-        """Bytes around the blocks: see memory_model.ends_bytes."""
-        return self.first_bytes, self.last_bytes, self.shared_bytes
+    def image(self) -> int:
+        return math.prod(self.grid)
 
     @property
-    def weight_bytes(self) -> int:
-        return sum(self.block_bytes) + sum(self.ends)
+    def tokens(self) -> int:
+        """Tokens of a whole call."""
+        return self.image + self.text
 
     @property
     def warm_up_steps(self) -> int:
         return min(self.warm_up, self.steps)
 
+    def request(self, exact: bool, bands: int) -> Request:
+        """What memory goes by. `exact`: no keys and values are kept from call to call."""
+        kept = 0 if exact or self.warm_up_steps == self.steps else KV_COPIES
+        return Request(self.grid, 0, self.text, self.padding, self.entries, 0, self.looked_at, kept, bands)
 
-def subject_of(
+
+def workload_of(
     checkpoint: Checkpoint, dtype: str, device: str, shape: tuple[int, ...], entries: int, steps: int, prompt: int
 ) -> Workload:
     """`shape`: [B, C, (T,) H, W] of the latent. ValueError if it has no frames, where the model is one for video."""
@@ -78,39 +78,28 @@ def subject_of(
             f"latent_image: the latent has {len(shape)} axes, this model needs {2 + len(grid)}. Use the Empty Latent node "
             "made for this model."
         )
-    lists = [name for name, count in family.blocks.counts(config).items() for _ in range(count)]
     names = [f"{name}.{index}" for name, count in family.blocks.counts(config).items() for index in range(count)]
     kinds = _kinds(names, {target: checkpoint.shape(target) for target in checkpoint.key_map})
     example = family.inputs.example(config, prompt)
     words = next((example[name].shape[1] for name in family.inputs.token_tensors if name in example), None)
-    text = family.image_padding(grid) + (0 if words is None else family.inputs.padded(words))
-
-    def check(degrees: Degrees) -> None:
-        check_model(
-            degrees,
-            heads=family.sizes.heads(config),
-            blocks=len(lists),
-            key_heads=family.sizes.key_heads(config),
-            unsupported=family.unsupported,
-        )
-
+    looked_at = [example[name] for name in family.inputs.vector_tensors if name in example]
+    padding = family.image_padding(grid)
     return Workload(
-        checkpoint.path.name,
-        family.name,
-        dtype,
-        (shape[0], family.sizes.latent_channels(config), *shape[2:]),
-        entries,
-        steps,
-        prompt,
-        tuple(kinds[name] for name in names),
-        tuple(block_bytes(checkpoint, lists, dtype, 1)),
-        *ends_bytes(checkpoint, dtype),
-        text,
-        math.prod(grid),
-        grid[family.patching.band_dim],
-        family.sizes.hidden(config) * compute_dtype(dtype, torch.device(device_kind(device))).itemsize,
-        tuple(len(family.blocks.carried(config, boundary)) for boundary in range(len(lists) + 1)),
-        check,
+        name=checkpoint.path.name,
+        kind=family.name,
+        dtype=dtype,
+        shape=(shape[0], family.sizes.latent_channels(config), *shape[2:]),
+        entries=entries,
+        steps=steps,
+        prompt=prompt,
+        blocks=tuple(kinds[name] for name in names),
+        sizes=model_sizes(checkpoint, dtype, device),
+        grid=grid,
+        rows=grid[family.patching.band_dim],
+        text=padding + (0 if words is None else family.inputs.padded(words)),
+        carried=tuple(len(family.blocks.carried(config, boundary)) for boundary in range(len(names) + 1)),
+        padding=padding,
+        looked_at=max((tensor.shape[1] for tensor in looked_at if tensor.ndim == 3), default=0),
     )
 
 

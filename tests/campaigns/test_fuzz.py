@@ -14,7 +14,7 @@ from parallel_backend.planning import calibration_file as cache
 from parallel_backend.wire import encoding
 from parallel_backend.wire import messages as m
 from tests.campaigns.fuzz import files, messages, ranks, runner, settings
-from tests.campaigns.fuzz.__main__ import SHARES, machine
+from tests.campaigns.fuzz.__main__ import SHARES, calibration
 from tests.wire.test_messages import MESSAGES
 
 pytestmark = pytest.mark.alone
@@ -55,7 +55,7 @@ def test_folders(models, tmp_path):
 
 
 def test_calibrations(tmp_path):
-    sound(runner.run("calibrations", files.calibrations(machine(), tmp_path), 200, SEED), "measured anew")
+    sound(runner.run("calibrations", files.calibrations(calibration(), tmp_path), 200, SEED), "measured anew")
 
 
 def test_settings():
@@ -137,7 +137,7 @@ def test_a_reader_that_lets_other_errors_out_is_a_defect(models, tmp_path, monke
 
 
 def test_a_cache_that_is_believed_is_a_defect(tmp_path, monkeypatch):
-    make = files.calibrations(machine(), tmp_path)
+    make = files.calibrations(calibration(), tmp_path)
     monkeypatch.setattr(cache, "load", lambda path, key: json.loads(path.read_text()))
     assert runner.run("calibrations", make, 20, SEED).defects
 

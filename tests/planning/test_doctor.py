@@ -11,21 +11,25 @@ import torch
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.placement.memory_model import ModelSizes
 from parallel_backend.client.placement.pipeline_model import StageCost, finish_times
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.validate import check_model
-from parallel_backend.planning.doctor import conclude, examine, measure
+from parallel_backend.families.base.blocks import IMAGE, JOINT
+from parallel_backend.planning.doctor import examine, measure
 from parallel_backend.planning.doctor_report import describe, settings
-from parallel_backend.planning.links import SIZES, Link, Machine, fit
-from parallel_backend.planning.modes import CallKind, Mode, banded_call, needed, possible
-from parallel_backend.planning.prediction import Rehearsals, pipeline_seconds
-from parallel_backend.planning.rehearsal import AROUND, Cost, Rehearsed, rehearse
-from parallel_backend.planning.workload import Workload, subject_of
+from parallel_backend.planning.links import SIZES, Link, Links, alike, fit
+from parallel_backend.planning.machine import Device, Machine
+from parallel_backend.planning.modes import Mode, possible
+from parallel_backend.planning.planner import plan
+from parallel_backend.planning.prediction import AROUND, StepCost, cut_model, predict, step_bytes
+from parallel_backend.planning.rehearsal import CallKind, Rehearsed, rehearse
+from parallel_backend.planning.rehearsed_costs import ALONE, RehearsedCosts, banded_call, needed
+from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
-from parallel_backend.wire.messages import LinksProbed
 from tests.families.cases import all_cases
 from tests.support import tiny
 
@@ -34,9 +38,20 @@ NVLINK, PCIE, ETHERNET = Link(1e-5, 200e9), Link(2e-5, 12e9), Link(1e-4, 0.3e9)
 DISPLACED = Degrees(patch=2, patch_mode="displaced")
 
 
-def subject(**changes) -> Workload:
+def workload(heads: int = 24, count: int = 57, **changes) -> Workload:
     """Flux-dev at 1024 x 1024 in bf16, without its distillation: 57 blocks of one kind, 24 heads, two prompts."""
-    heads, blocks = changes.pop("heads", 24), changes.pop("count", 57)
+    sizes = ModelSizes(
+        block_bytes=(400 * 10**6,) * count,
+        ends=(10**8, 10**8, 0),
+        attention=((JOINT,),) * count,
+        prologue=(),
+        heads=heads,
+        key_heads=None,
+        head_size=3072 // heads,
+        hidden=3072,
+        itemsize=2,
+        joint=True,
+    )
     known = Workload(
         name="big.safetensors",
         kind="flux",
@@ -45,34 +60,23 @@ def subject(**changes) -> Workload:
         entries=2,
         steps=28,
         prompt=512,
-        blocks=("blocks.0",) * blocks,
-        block_bytes=(400 * 10**6,) * blocks,
-        first_bytes=10**8,
-        last_bytes=10**8,
-        shared_bytes=0,
-        text=512,
-        image=4096,
+        blocks=("blocks.0",) * count,
+        sizes=sizes,
+        grid=(64, 64),
         rows=64,
-        token_bytes=2 * 3072,
-        carried=(0,) * (blocks + 1),
-        check=lambda degrees: check_model(degrees, heads=heads, blocks=blocks),
+        text=512,
+        carried=(0,) * (count + 1),
     )
     return dataclasses.replace(known, **changes)
 
 
 def machine(speeds: Sequence[float], link: Link = NVLINK, free: float | Sequence[float] = 80 * GB) -> Machine:
-    """GPUs with these speeds, the first one's being 1, all linked alike. The speed is the name, for `situation`."""
+    """GPUs with these speeds, the first one's being 1, all linked alike. The speed is the name, for `costs`."""
     world = len(speeds)
     room = [free] * world if isinstance(free, (int, float)) else free
-    peers = [{other: link is not ETHERNET for other in range(world) if other != rank} for rank in range(world)]
-    return Machine(
-        tuple(f"cuda:{rank}" for rank in range(world)),
-        tuple(
-            LinksProbed(rank, f"GPU {speed}", int(room[rank]), int(room[rank]), {}, peers[rank])
-            for rank, speed in enumerate(speeds)
-        ),
-        {(one, two): link for one in range(world) for two in range(one + 1, world)},
-    )
+    devices = [Device(f"cuda:{rank}", f"GPU {speed}", int(room[rank]), int(room[rank])) for rank, speed in enumerate(speeds)]
+    peers = {(one, two): link is not ETHERNET for one in range(world) for two in range(world) if one != two}
+    return Machine(tuple(devices), Links(alike(world, link)), peers=peers)
 
 
 def rehearsed(what: Workload, on: Machine, kind: CallKind, block: float = 0.02) -> Rehearsed:
@@ -80,11 +84,11 @@ def rehearsed(what: Workload, on: Machine, kind: CallKind, block: float = 0.02) 
 
     Ring and old keys travel beside the computing. A smaller micro-step is a little less efficient.
     """
-    cut, world = kind.cut, len(on.devices)
-    link = on.links[0, 1] if world > 1 else Link(0.0, 1.0)
-    speeds = [float(found.name.removeprefix("GPU ")) for found in on.ranks]
+    cut, world = kind.degrees, len(on.devices)
+    link = on.links.link(0, 1) if world > 1 else Link(0.0, 1.0)
+    speeds = [float(device.kind.removeprefix("GPU ")) for device in on.devices]
     share = 1 / (cut.world * kind.bands)
-    activations = kind.entries * (what.text + what.image) * what.token_bytes / kind.bands
+    activations = kind.entries * what.tokens * what.sizes.token_bytes / kind.bands
     sent = {
         "ulysses": 4 * activations * (cut.ulysses - 1) / cut.ulysses / cut.world,
         "ring": 2 * activations * (cut.ring - 1) / cut.world,
@@ -101,23 +105,29 @@ def rehearsed(what: Workload, on: Machine, kind: CallKind, block: float = 0.02) 
         return max(compute, beside) + sum(on_the_way[axis] for axis in on_the_way if axis not in hidden)
 
     groups = [range(rank - rank % cut.world, rank - rank % cut.world + cut.world) for rank in range(world)]
-    cost = Cost({"blocks.0": tuple(seconds(group) for group in groups)}, (0.004,) * world)
+    cost = StepCost({"blocks.0": tuple(seconds(group) for group in groups)}, (0.004,) * world, 0.002)
     moved = {axis: (round(size * kind.bands),) * world for axis, size in sent.items() if size}
-    buffers = kind.entries * 4 * (what.text + what.image) * what.token_bytes // cut.ulysses if kind.buffered else 0
-    return Rehearsed(cost, cost, 0.002, {"blocks.0": moved, AROUND: {}}, (buffers,) * world, (2 * GB,) * world)
+    return Rehearsed(cost, cost, {"blocks.0": moved, AROUND: {}}, (2 * GB,) * world)
 
 
-def situation(what: Workload, on: Machine) -> Rehearsals:
+def costs(what: Workload, on: Machine) -> RehearsedCosts:
     modes, _ = possible(what, len(on.devices)) if len(on.devices) > 1 else ([], {})
-    return Rehearsals(what, on, {kind: rehearsed(what, on, kind) for kind in needed(modes, what)})
+    return RehearsedCosts(what, on, {kind: rehearsed(what, on, kind) for kind in needed(modes, what)})
+
+
+def changed(known: RehearsedCosts, kind: CallKind, **fields) -> RehearsedCosts:
+    """The same, but for what was found for one kind of call."""
+    return dataclasses.replace(
+        known, rehearsed=known.rehearsed | {kind: dataclasses.replace(known.rehearsed[kind], **fields)}
+    )
 
 
 def test_of_two_rehearsals_the_less_disturbed_counts():
-    one = rehearsed(subject(), machine([1.0, 1.0]), CallKind(Degrees(), 1))
-    two = dataclasses.replace(one, first=Cost({"blocks.0": (0.01, 9.0)}, (9.0, 0.001)), hop=9.0)
+    one = rehearsed(workload(), machine([1.0, 1.0]), CallKind(Degrees(), 1))
+    two = dataclasses.replace(one, first=StepCost({"blocks.0": (0.01, 9.0)}, (9.0, 0.001), 9.0))
     best = one.quicker(two)
-    assert best.first == Cost({"blocks.0": (0.01, one.first.blocks["blocks.0"][1])}, (0.004, 0.001))
-    assert (best.other, best.hop, best.moved) == (one.other, one.hop, one.moved)
+    assert best.first == StepCost({"blocks.0": (0.01, one.first.blocks["blocks.0"][1])}, (0.004, 0.001), 0.002)
+    assert (best.other, best.sent) == (one.other, one.sent)
     assert two.quicker(one).first == best.first
 
 
@@ -129,69 +139,56 @@ def test_a_line_through_transfers():
     assert 0 <= noisy.latency <= 5e-5
 
 
-def flat(*seconds: float):
-    return lambda _band: list(seconds)
-
-
-def test_a_pipeline_by_hand():
-    # Two entries of one exact call, stages of 1 s and 2 s: the second one is busy from 1 to 5, then the hop.
-    assert pipeline_seconds([True], 2, 2, flat(1.0, 2.0), flat(0.0, 0.0), 0.25) == pytest.approx(5.25)
-    # The way to the next stage takes 0.5 s, beside the computing.
-    assert pipeline_seconds([True], 2, 2, flat(1.0, 2.0), flat(0.5, 0.0), 0.25) == pytest.approx(5.75)
-    # Two calls in two bands of 1 s: 0-1 1-2 | 1-2 2-3, then band 0 starts again at 2.25 and band 1 at 3.25.
-    assert pipeline_seconds([False] * 2, 2, 1, flat(1.0, 1.0), flat(0.0, 0.0), 0.25) == pytest.approx(5.5)
-
-
 @pytest.mark.parametrize(("stages", "bands", "hop"), [(2, 2, 0.0), (2, 4, 0.1), (3, 6, 0.3), (4, 4, 0.05)])
-def test_a_pipeline_without_transfers_is_the_schedules(stages, bands, hop):
-    exact = [True, False, False, True, False, False]
-    costs = [StageCost(0.1, 1.0 + 0.2 * stage) for stage in range(stages)]
-    found = pipeline_seconds(
-        exact,
-        bands,
-        1,
-        lambda band: [cost.seconds(1.0 if band is None else 1 / bands) for cost in costs],
-        lambda band: [0.0] * stages,
-        hop,
-    )
-    assert found == pytest.approx(finish_times(exact, bands, costs, hop)[-1] + hop)
+def test_a_pipeline_goes_through_the_schedule(stages, bands, hop):
+    """Its stages' seconds are those of their blocks, and half of what is around them."""
+    known = costs(workload(entries=1, warm_up=3), machine([1.0] * stages, Link(0.0, 1e18)))
+    mode = Mode(Degrees(pipe=stages), bands)
+    for kind in (CallKind(Degrees(), 1, buffered=True), banded_call(mode, known.workload)):
+        call = known.rehearsed[kind].first
+        part = 1 / kind.bands
+        cost = StepCost({"blocks.0": (part * 0.02,) * stages}, (part * 0.004,) * stages, hop)
+        assert set(call.blocks) == set(cost.blocks)
+        known = changed(known, kind, first=cost, other=cost)
+    sizes = [len(span) for span in cut_model(known, mode).stage_blocks]
+    stage_costs = [StageCost(0.0, 0.02 * size + 0.002) for size in sizes]
+    expected = finish_times([step < 3 for step in range(28)], bands, stage_costs, hop)[-1] + hop
+    assert predict(known, mode).seconds == pytest.approx(expected)
 
 
 def test_whole_calls_by_hand():
     """Ulysses over two devices: 57 blocks and what is around them, slowest rank, and the hop, 28 times."""
-    at = situation(subject(entries=1), machine([1.0, 1.0]))
+    at = costs(workload(entries=1), machine([1.0, 1.0]))
     call = at.rehearsed[CallKind(Degrees(ulysses=2), 1)]
     expected = 28 * (0.002 + 0.004 + 57 * call.first.blocks["blocks.0"][0])
-    assert at.predict(Mode(Degrees(ulysses=2))).seconds == pytest.approx(expected)
+    assert predict(at, Mode(Degrees(ulysses=2))).seconds == pytest.approx(expected)
     stale = at.rehearsed[CallKind(DISPLACED, 1, buffered=True, stale=True)]
     exact = at.rehearsed[CallKind(DISPLACED, 1, buffered=True)]
     steps = [0.006 + 57 * call.first.blocks["blocks.0"][0] for call in (exact, stale)]
-    assert at.predict(Mode(DISPLACED)).seconds == pytest.approx(steps[0] + 27 * steps[1])
+    assert predict(at, Mode(DISPLACED)).seconds == pytest.approx(steps[0] + 27 * steps[1])
 
 
-def on_cpus(on: Machine, host_free_bytes: int | None = None) -> Machine:
+def on_cpus(on: Machine, host_free: int | None = None) -> Machine:
     """The same with CPU ranks."""
-    ranks = tuple(dataclasses.replace(rank, free_bytes=None, total_bytes=None) for rank in on.ranks)
-    return dataclasses.replace(on, devices=("cpu",) * len(ranks), ranks=ranks, host_free_bytes=host_free_bytes)
+    return dataclasses.replace(on, devices=tuple(Device("cpu", device.kind) for device in on.devices), host_free=host_free)
 
 
 def test_one_cpu_rank_is_quicker_where_the_others_are_idle():
-    at = situation(subject(), on_cpus(machine([1.0, 1.0])))
-    alone = CallKind(Degrees(), 1, alone=True)
-    at.rehearsed[alone] = dataclasses.replace(at.rehearsed[alone], first=Cost({"blocks.0": (0.01, 0.0)}, (0.003, 0.0)))
-    assert at.one_rank(0).seconds == pytest.approx(28 * (0.002 + 2 * (0.003 + 57 * 0.01)))
-    gpu = situation(subject(), machine([1.0, 0.5]))
+    at = costs(workload(), on_cpus(machine([1.0, 1.0])))
+    at = changed(at, ALONE, first=StepCost({"blocks.0": (0.01, 0.0)}, (0.003, 0.0), 0.002))
+    assert predict(at, Mode(Degrees(), device=0)).seconds == pytest.approx(28 * (0.002 + 2 * (0.003 + 57 * 0.01)))
+    gpu = costs(workload(), machine([1.0, 0.5]))
     busy = gpu.rehearsed[CallKind(Degrees(), 2)].first
     for device in range(2):
         expected = 28 * (0.002 + 0.004 + 57 * busy.blocks["blocks.0"][device])
-        assert gpu.one_rank(device).seconds == pytest.approx(expected)
+        assert predict(gpu, Mode(Degrees(), device=device)).seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("world", "heads", "blocks", "entries"), [(2, 24, 57, 2), (4, 3, 57, 1), (6, 4, 3, 2), (8, 24, 6, 8)]
 )
 def test_the_search_lists_what_can_be_and_nothing_else(world, heads, blocks, entries):
-    what = subject(heads=heads, count=blocks, entries=entries)
+    what = workload(heads=heads, count=blocks, entries=entries)
     modes, refused = possible(what, world)
     listed = {mode.degrees for mode in modes}
     for degrees in listed:
@@ -207,29 +204,28 @@ def test_the_search_lists_what_can_be_and_nothing_else(world, heads, blocks, ent
 
 
 def test_a_family_is_not_cut_along_what_it_does_not_have():
-    def check(degrees: Degrees) -> None:
-        check_model(degrees, heads=8, blocks=8, unsupported=("pipe", "patch", "tensor"))
-
-    modes, refused = possible(subject(check=check), 2)
+    what = workload(heads=8, count=8)
+    sizes = dataclasses.replace(what.sizes, unsupported=("pipe", "patch", "tensor"))
+    modes, refused = possible(dataclasses.replace(what, sizes=sizes), 2)
     assert {mode.degrees for mode in modes} == {Degrees(batch=2), Degrees(ring=2), Degrees(ulysses=2)}
     assert "this kind of model cannot be cut so" in refused[Degrees(pipe=2)]
 
 
 def test_a_tiny_picture_is_not_cut_into_more_than_it_has():
-    what = subject(image=4, rows=2, shape=(1, 16, 4, 4))
+    what = workload(grid=(2, 2), rows=2, shape=(1, 16, 4, 4))
     modes, refused = possible(what, 8)
     assert all(mode.bands <= 2 and mode.degrees.sequence <= 4 for mode in modes)
     assert "too few to be cut so" in refused[Degrees(ulysses=8)]
 
 
 def test_a_slower_link_never_makes_a_mode_faster():
-    modes, _ = possible(subject(), 4)
-    quiet = {mode for mode in modes if mode.cut.world == 1}  # they move hidden states between stages, or nothing
+    modes, _ = possible(workload(), 4)
+    quiet = {mode for mode in modes if mode.stage_degrees.world == 1}  # they move hidden states between stages, or nothing
     ulysses = Mode(Degrees(ulysses=4))
     before: dict[Mode, float] = {}
     quicker: set[Mode] = set()
     for bandwidth in (2000e9, 50e9, 12e9, 3e9, 0.5e9):
-        found = conclude(situation(subject(), machine([1.0] * 4, Link(1e-5, bandwidth))))
+        found = plan(costs(workload(), machine([1.0] * 4, Link(1e-5, bandwidth))))
         seconds = {prediction.mode: prediction.seconds for prediction in found.predictions}
         assert all(seconds[mode] >= before.get(mode, 0.0) * (1 - 1e-9) for mode in modes)
         now = {mode for mode in quiet if seconds[mode] < seconds[ulysses]}
@@ -241,70 +237,92 @@ def test_a_slower_link_never_makes_a_mode_faster():
 def test_more_memory_never_removes_a_mode():
     fitting: set[Mode] = set()
     for free in (4, 8, 14, 26, 40, 80):
-        found = conclude(situation(subject(), machine([1.0] * 4, free=free * GB)))
+        found = plan(costs(workload(), machine([1.0] * 4, free=free * GB)))
         now = {prediction.mode for prediction in found.predictions if not prediction.lacks}
         assert fitting <= now
         fitting = now
     assert Mode(Degrees(ulysses=4)) in fitting
-    found = conclude(situation(subject(), machine([1.0] * 4, free=4 * GB)))
-    assert found.advice is None
+    found = plan(costs(workload(), machine([1.0] * 4, free=4 * GB)))
+    assert found.best is None
     assert "nothing fits these devices" in describe(found)
 
 
 def test_memory_by_hand():
-    at = situation(subject(entries=1), machine([1.0, 1.0]))
+    at = costs(workload(entries=1), machine([1.0, 1.0]))
     whole = 57 * 400 * 10**6 + 2 * 10**8
-    assert [memory.total for memory in at.predict(Mode(Degrees(ulysses=2))).memory] == [whole + 2 * GB] * 2
-    piped = at.predict(Mode(Degrees(pipe=2), 4)).memory
+    assert [memory.total for memory in predict(at, Mode(Degrees(ulysses=2))).memory] == [whole + 2 * GB] * 2
+    piped = predict(at, Mode(Degrees(pipe=2), 4)).memory
     assert sum(memory.weights for memory in piped) == whole
     assert sum(memory.buffers for memory in piped) == 57 * 4 * 4608 * 6144
+    assert [memory.activations for memory in piped] == [2 * GB] * 2
     assert max(memory.weights for memory in piped) <= 29 * 400 * 10**6 + 10**8
-    sharded = at.predict(Mode(Degrees(tensor=2))).memory
+    sharded = predict(at, Mode(Degrees(tensor=2))).memory
     assert sharded[0].weights == 57 * 200 * 10**6 + 2 * 10**8
+
+
+@pytest.mark.parametrize("larger", ["exact", "banded"])
+def test_activations_are_those_of_the_call_that_takes_most(larger):
+    at, mode = costs(workload(), machine([1.0, 1.0])), Mode(Degrees(pipe=2), 4)
+    kinds = {"exact": CallKind(Degrees(), 1, buffered=True), "banded": banded_call(mode, at.workload)}
+    at = changed(at, kinds[larger], activation_bytes=(3 * GB, 5 * GB))
+    assert [memory.activations for memory in predict(at, mode).memory] == [3 * GB, 5 * GB]
+    unknown = changed(at, kinds[larger], activation_bytes=(None, 5 * GB))  # then the estimate counts
+    estimate, measured = (memory.activations for memory in predict(unknown, mode).memory)
+    assert measured == 5 * GB
+    assert 0 < estimate != 2 * GB
+
+
+def test_keys_of_a_second_attention_are_counted():
+    """As SD3.5 medium has: beside the joint attention one over the image alone."""
+    what = workload(entries=1)
+    twice = dataclasses.replace(what.sizes, attention=((JOINT, IMAGE),) * 57)
+    both = costs(dataclasses.replace(what, sizes=twice), machine([1.0, 1.0]))
+    held = sum(memory.buffers for memory in predict(both, Mode(Degrees(pipe=2), 4)).memory)
+    assert held == 57 * 4 * (4608 + 4096) * 6144
 
 
 def test_memory_of_cpu_ranks_is_shared():
     on = on_cpus(machine([1.0, 1.0]), 40 * GB)
-    at = situation(subject(), on)
-    assert not at.one_rank(0).lacks
-    assert "need 50.0 GB of memory together, 40.0 GB is free" in at.predict(Mode(Degrees(ulysses=2))).lacks
+    at = costs(workload(), on)
+    assert not predict(at, Mode(Degrees(), device=0)).lacks
+    assert "need 50.0 GB of memory together, 40.0 GB is free" in predict(at, Mode(Degrees(ulysses=2))).lacks
 
 
 def test_two_unequal_gpus():
-    at = situation(subject(entries=1), machine([1.0, 0.5], PCIE))
-    stages = at.stages(Mode(Degrees(pipe=2), 4))
+    at = costs(workload(entries=1), machine([1.0, 0.5], PCIE))
+    stages = cut_model(at, Mode(Degrees(pipe=2), 4)).stage_blocks
     assert len(stages[0]) == 38  # two thirds of 57
-    found = conclude(at)
-    assert found.one_rank.mode.device == 0
-    assert found.advice.mode.degrees.pipe == 2
+    found = plan(at)
+    assert found.one_device.mode.device == 0
+    assert found.best.mode.degrees.pipe == 2
     ulysses = next(p for p in found.predictions if p.mode.degrees == Degrees(ulysses=2))
-    assert ulysses.seconds > found.one_rank.seconds  # it waits for the slow one in every block
+    assert ulysses.seconds > found.one_device.seconds  # it waits for the slow one in every block
     assert "cuda:0" in describe(found)
 
 
 def test_four_gpus_with_slow_links():
-    found = conclude(situation(subject(entries=1), machine([1.0] * 4, ETHERNET)))
-    assert found.advice.mode.degrees == Degrees(pipe=4)
+    found = plan(costs(workload(entries=1), machine([1.0] * 4, ETHERNET)))
+    assert found.best.mode.degrees == Degrees(pipe=4)
     text = describe(found)
     assert "P2P access: not between 0-1, 0-2" in text
-    assert f"num_pipeline_patch {found.advice.mode.bands}" in text
+    assert f"num_pipeline_patch {found.best.mode.bands}" in text
     assert "the fastest that is exact throughout: one device (cuda:0)" in text
     assert "0-1 0.3 GB/s, 100 us" in text
 
 
 def test_eight_gpus_with_fast_links():
-    found = conclude(situation(subject(), machine([1.0] * 8)))
-    assert found.advice.mode.exact
-    assert found.advice.mode.degrees.batch == 2  # both prompts side by side cost nothing
-    assert found.advice.seconds < found.one_rank.seconds / 6
+    found = plan(costs(workload(), machine([1.0] * 8)))
+    assert found.best.mode.exact
+    assert found.best.mode.degrees.batch == 2  # both prompts side by side cost nothing
+    assert found.best.seconds < found.one_device.seconds / 6
     text = describe(found)
     assert "P2P access: between all of them" in text
-    assert "split_batch_degree 2" in settings(found.advice.mode, found.situation.machine)
+    assert "split_batch_degree 2" in settings(found.best.mode, found.costs.machine)
     assert "split_batch_degree is 8, and a model call has 2 in its batch" in text
 
 
 def test_one_gpu_stays_alone():
-    found = conclude(situation(subject(), machine([1.0])))
+    found = plan(costs(workload(), machine([1.0])))
     assert len(found.predictions) == 1
     assert "advice: stay on one GPU (cuda:0)" in describe(found)
 
@@ -312,19 +330,19 @@ def test_one_gpu_stays_alone():
 def test_gpus_that_gain_nothing_stay_alone():
     """Links so slow that nothing pays, and a picture so small that patches do not either."""
     crawl = Link(0.5, 1e6)
-    found = conclude(situation(subject(entries=1), machine([1.0] * 2, crawl)))
+    found = plan(costs(workload(entries=1), machine([1.0] * 2, crawl)))
     text = describe(found)
     assert "advice: stay on one GPU (cuda:0)" in text
     assert "the best of the others" in text
-    assert settings(found.advice.mode, found.situation.machine).splitlines()[0] == (
+    assert settings(found.best.mode, found.costs.machine).splitlines()[0] == (
         "Parallel DiT Loader: pipefusion_degree 1, tensor_parallel_degree 1, split_batch_degree 1, devices cuda:0"
     )
 
 
 def test_of_equally_fast_modes_the_exact_one_is_advised():
-    at = situation(subject(), machine([1.0, 1.0]))
-    found = conclude(at)
-    fastest, advised = found.predictions[0], found.advice
+    at = costs(workload(), machine([1.0, 1.0]))
+    found = plan(at)
+    fastest, advised = found.predictions[0], found.best
     assert advised.mode.exact
     assert advised.seconds <= 1.03 * fastest.seconds
     loose = [prediction for prediction in found.predictions if prediction.seconds > 1.03 * fastest.seconds]
@@ -333,8 +351,8 @@ def test_of_equally_fast_modes_the_exact_one_is_advised():
 
 def test_a_model_too_large_for_one_device_gets_a_pipeline_and_says_why():
     """23 GB of weights on cards of 20 GB with slow links; fast links would make it tensor parallel."""
-    found = conclude(situation(subject(entries=1), machine([1.0] * 2, ETHERNET, free=20 * GB)))
-    assert found.advice.mode.degrees == Degrees(pipe=2)
+    found = plan(costs(workload(entries=1), machine([1.0] * 2, ETHERNET, free=20 * GB)))
+    assert found.best.mode.degrees == Degrees(pipe=2)
     text = describe(found)
     assert "no single device can run this model: one needs 25.0 GB on cuda:0, which has 20.0 GB free" in text
     assert re.search("ulysses_degree 2 [(]exact[)]; does not fit: needs 25.0 GB on cuda:[01], which has 20.0 GB free", text)
@@ -342,7 +360,7 @@ def test_a_model_too_large_for_one_device_gets_a_pipeline_and_says_why():
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_report_names_every_mode(world):
-    text = describe(conclude(situation(subject(), machine([1.0] * world))))
+    text = describe(plan(costs(workload(), machine([1.0] * world))))
     for widget in ("pipefusion", "ulysses", "ring", "tensor_parallel", "patch"):
         assert f"{widget}_degree {world}" in text
     assert ("split_batch_degree 2 (exact)" if world == 2 else f"split_batch_degree is {world}") in text
@@ -352,8 +370,8 @@ def test_the_report_names_every_mode(world):
 # On real ranks.
 
 
-def tiny_subject(flux_file, entries: int = 2, steps: int = 4) -> Workload:
-    return subject_of(open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 16, 12), entries, steps, 8)
+def tiny_workload(flux_file, entries: int = 2, steps: int = 4) -> Workload:
+    return workload_of(open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 16, 12), entries, steps, 8)
 
 
 @pytest.fixture(scope="module")
@@ -369,14 +387,14 @@ def once():
 def examined(pools, flux_file, once):
     """The findings on two CPU ranks."""
     pools.forget(2)
-    return examine(pools(2), open_checkpoint(flux_file), tiny_subject(flux_file), "sdpa", lambda: None, lambda: None)
+    return examine(pools(2), open_checkpoint(flux_file), tiny_workload(flux_file), "sdpa", lambda: None, lambda: None)
 
 
-def real_run(pools, flux_file, situation: Rehearsals, mode: Mode, steps: int):
+def real_run(pools, flux_file, known: RehearsedCosts, mode: Mode, steps: int):
     """What the ranks report of a run of this mode, its stages cut as predicted."""
     stages = "even"
     if mode.degrees.pipe > 1:
-        stages = ",".join(str(len(span)) for span in situation.stages(mode))
+        stages = ",".join(str(len(span)) for span in cut_model(known, mode).stage_blocks)
     pool = pools(mode.degrees.world)
     model = RemoteTransformer(pool, open_checkpoint(flux_file), mode.degrees, "fp32", "sdpa", lambda: None, stages)
     x, _, tensors = tiny.inputs(tiny.FLUX, batch=2, height=16, width=12, text=8)
@@ -387,9 +405,10 @@ def real_run(pools, flux_file, situation: Rehearsals, mode: Mode, steps: int):
     return model, sample_in_bands(model, x, sigmas, prompt, mode.bands, warm_up=1)[1]
 
 
-def check_run(situation: Rehearsals, prediction, stats, model, steps: int) -> None:
+def check_run(known: RehearsedCosts, prediction, stats, model, steps: int) -> None:
     """What each rank sent along each axis, to the byte, and what it held."""
-    exact, later = situation.step_bytes(prediction.mode, exact=True), prediction.step_bytes
+    mode = prediction.mode
+    exact, later = step_bytes(known, mode, cut_model(known, mode), exact=True), prediction.step_bytes
     for rank, what in enumerate(stats):
         expected = {}
         for axis in {*exact, *later}:
@@ -401,14 +420,14 @@ def check_run(situation: Rehearsals, prediction, stats, model, steps: int) -> No
         assert what.buffer_bytes == pytest.approx(memory.buffers, rel=0.01)
 
 
-TWO = [mode for mode in possible(subject(rows=8), 2)[0] if mode.bands < 8]
+TWO = [mode for mode in possible(workload(rows=8), 2)[0] if mode.bands < 8]
 
 
 @pytest.mark.parametrize("mode", TWO, ids=str)
 def test_traffic_weights_and_buffers_are_those_of_real_runs(examined, pools, flux_file, mode):
-    model, stats = real_run(pools, flux_file, examined.situation, mode, 4)
+    model, stats = real_run(pools, flux_file, examined.costs, mode, 4)
     (prediction,) = (found for found in examined.predictions if found.mode == mode)
-    check_run(examined.situation, prediction, stats, model, 4)
+    check_run(examined.costs, prediction, stats, model, 4)
     pools.forget(2)
 
 
@@ -425,23 +444,23 @@ FOUR = [
 
 def test_products_too(pools, flux_file, once):
     pools.forget(4)
-    what, file = tiny_subject(flux_file), open_checkpoint(flux_file)
-    situation = measure(pools(4), file, what, FOUR, "sdpa", lambda: None, lambda: None)
+    what, file = tiny_workload(flux_file), open_checkpoint(flux_file)
+    known = measure(pools(4), file, what, FOUR, "sdpa", lambda: None, lambda: None)
     for mode in FOUR:
-        model, stats = real_run(pools, flux_file, situation, mode, 4)
-        check_run(situation, situation.predict(mode), stats, model, 4)
+        model, stats = real_run(pools, flux_file, known, mode, 4)
+        check_run(known, predict(known, mode), stats, model, 4)
     pools.forget(4)
 
 
 def test_seconds_are_of_the_right_size(examined):
     """No clock is asserted on: only that each figure is there, and that a run of more steps takes as much longer."""
     found = examined
-    longer = dataclasses.replace(found.situation, subject=dataclasses.replace(found.situation.subject, steps=40))
+    longer = dataclasses.replace(found.costs, workload=dataclasses.replace(found.costs.workload, steps=40))
     for prediction in found.predictions:
         assert math.isfinite(prediction.seconds)
         assert prediction.seconds > 0
         if prediction.mode.exact and prediction.mode.device is None:
-            assert longer.predict(prediction.mode).seconds == pytest.approx(10 * prediction.seconds)
+            assert predict(longer, prediction.mode).seconds == pytest.approx(10 * prediction.seconds)
     text = describe(found)
     assert "links one way: 0-1" in text
     assert "transformer_blocks.0 (3 like it)" in text
@@ -489,7 +508,7 @@ def test_cancel_ends_it(pools, flux_file):
 
     pools.forget(2)
     with pytest.raises(Cancelled):
-        examine(pools(2), open_checkpoint(flux_file), tiny_subject(flux_file), "sdpa", lambda: None, poll)
+        examine(pools(2), open_checkpoint(flux_file), tiny_workload(flux_file), "sdpa", lambda: None, poll)
     pools.end(2)  # as Registry.borrow does
 
 
@@ -501,9 +520,9 @@ def test_every_family_can_be_rehearsed(case, pools, tmp_path, once):
     """Whole and, where it can be cut, in bands; every kind of block is timed, and counted as often as there are such."""
     model = case.model()
     checkpoint = open_checkpoint(case.save(model, tmp_path / "model.safetensors"))
-    what = subject_of(checkpoint, "fp32", "cpu", (1, *case.latent), 1, 4, 7)
+    what = workload_of(checkpoint, "fp32", "cpu", (1, *case.latent), 1, 4, 7)
     assert len(what.blocks) == checkpoint.family.blocks.total(checkpoint.config)
-    assert what.weight_bytes == pytest.approx(sum(values.nbytes for values in model.state_dict().values()), rel=0.02)
+    assert what.sizes.weight_bytes == pytest.approx(sum(values.nbytes for values in model.state_dict().values()), rel=0.02)
     kinds = [CallKind(Degrees(), 1)]
     if Degrees(pipe=2) in case.modes:
         kinds.append(CallKind(Degrees(), 1, bands=2, buffered=True, stale=True))
@@ -519,9 +538,9 @@ def test_every_family_can_be_rehearsed(case, pools, tmp_path, once):
 def test_kinds_of_blocks_are_told_apart(tmp_path):
     """SD3's last block makes no text, so it has fewer weights."""
     file = tiny.save_original(tiny.random_sd3(), tiny.SD3, tmp_path / "sd3.safetensors", family="sd3")
-    what = subject_of(open_checkpoint(file), "fp32", "cpu", (1, 16, 16, 16), 1, 4, 8)
+    what = workload_of(open_checkpoint(file), "fp32", "cpu", (1, 16, 16, 16), 1, 4, 8)
     assert what.blocks == ("transformer_blocks.0",) * 3 + ("transformer_blocks.3",)
-    assert what.block_bytes[0] > what.block_bytes[3]
+    assert what.sizes.block_bytes[0] > what.sizes.block_bytes[3]
 
 
 class FakePool:
@@ -554,12 +573,12 @@ def test_borrowed_ranks_lose_their_model_and_end_with_a_failure(monkeypatch):
 
 def test_a_video_latent_for_a_picture_model_is_refused(flux_file):
     with pytest.raises(ValueError, match="latent_image: the latent has 5 axes, this model needs 4"):
-        subject_of(open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 3, 16, 12), 1, 4, 8)
+        workload_of(open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 3, 16, 12), 1, 4, 8)
 
 
 def test_a_banded_call_is_that_of_the_replica_with_most_entries():
     mode = Mode(Degrees(batch=2, pipe=2), 4)
-    assert banded_call(mode, subject(entries=3)) == CallKind(Degrees(), 2, bands=4, buffered=True, stale=True)
+    assert banded_call(mode, workload(entries=3)) == CallKind(Degrees(), 2, bands=4, buffered=True, stale=True)
 
 
 @pytest.mark.gpu
@@ -567,15 +586,15 @@ def test_a_banded_call_is_that_of_the_replica_with_most_entries():
 def test_on_a_gpu(flux_file, once):
     """Two ranks share one: names, memory and activations are there, and a device's memory counts once."""
     with closing(Pool(("cuda:0", "cuda:0"))) as pool:
-        found = examine(pool, open_checkpoint(flux_file), tiny_subject(flux_file), "auto", lambda: None, lambda: None)
-    assert found.situation.machine.ranks[0].name == torch.cuda.get_device_name(0)
-    assert not found.situation.machine.on_cpus
+        found = examine(pool, open_checkpoint(flux_file), tiny_workload(flux_file), "auto", lambda: None, lambda: None)
+    assert found.costs.machine.devices[0].kind == torch.cuda.get_device_name(0)
+    assert not found.costs.machine.on_cpus
     assert all(memory.activations > 0 for prediction in found.predictions for memory in prediction.memory)
     assert f"{torch.cuda.get_device_name(0)}, " in describe(found)
 
 
 def test_ranks_on_one_device_share_its_memory():
-    on = dataclasses.replace(machine([1.0, 1.0], free=40 * GB), devices=("cuda:0", "cuda:0"))
-    assert (
-        "needs 50.0 GB on cuda:0, which has 40.0 GB free" in situation(subject(), on).predict(Mode(Degrees(ulysses=2))).lacks
-    )
+    device = Device("cuda:0", "GPU 1.0", 40 * GB, 40 * GB)
+    on = dataclasses.replace(machine([1.0, 1.0]), devices=(device, device))
+    found = predict(costs(workload(), on), Mode(Degrees(ulysses=2)))
+    assert "needs 50.0 GB on cuda:0, which has 40.0 GB free" in found.lacks

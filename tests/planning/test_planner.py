@@ -10,22 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.predictions.published import RUNS, Run, machine, outside, predicted
+from benchmarks.predictions.published import RUNS, Run, calibration, outside, predicted
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.placement.memory_model import KV_COPIES
 from parallel_backend.client.placement.pipeline_model import StageCost, finish_times
 from parallel_backend.client.registry import ModelKey, Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.planning import __main__ as command
-from parallel_backend.planning.calibration import CONTEXTS, calibrate, fingerprint, job_of, links_of, machine_of
+from parallel_backend.planning import planner, prediction
+from parallel_backend.planning.calibrated_costs import BlockCost, CalibratedCosts, Calibration, DeviceCost, pairs_of, through
+from parallel_backend.planning.calibration import CONTEXTS, calibrate, calibration_of, fingerprint
 from parallel_backend.planning.calibration_file import cached
-from parallel_backend.planning.cost_model import Job, Stages, run_seconds
-from parallel_backend.planning.links import SIZES, Link
-from parallel_backend.planning.machine import BlockCost, Device, Links, Machine, alike, pairs_of, through
+from parallel_backend.planning.links import SIZES, Link, Links, alike, links_of
+from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.modes import Mode, possible
-from parallel_backend.planning.planner import KV_COPIES, Plan, choose, plan, predict
+from parallel_backend.planning.planner import Plan, choose
 from parallel_backend.planning.planner_report import describe, said
+from parallel_backend.planning.prediction import Prediction, StepKind, cut_model
 from parallel_backend.planning.presets import HARDWARE, MODELS
-from parallel_backend.planning.workload import subject_of
+from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.wire.diagnosis import Probed
 from parallel_backend.wire.messages import LinksProbed
 from tests.support import tiny
@@ -38,28 +41,39 @@ FLUX = MODELS["flux-dev"]
 LAYERS, HIDDEN = FLUX.layers, FLUX.hidden
 
 
-def job(steps: int = 28, warm_up: int = 1, text: int = 0, prompts: int = 1) -> Job:
+def workload(steps: int = 28, warm_up: int = 1, text: int = 0, prompts: int = 1) -> Workload:
     """Flux-dev at 1024 x 1024."""
-    return replace(FLUX, text=text, prompts=prompts).job("flux", 1024, 1024, steps, warm_up)
+    return replace(FLUX, text=text, prompts=prompts).workload("flux", 1024, 1024, steps, warm_up)
 
 
 def devices(
     count: int, link: Link = ENDLESS, speeds: tuple[float, ...] = (), memory: int | None = None, fixed: float = 0.0
-) -> Machine:
+) -> Calibration:
     block = BlockCost(fixed, 2e-6, pairs_of(HIDDEN))
-    made = [
-        Device(f"cuda:{index}", "made up", {"blocks": replace(block, token=block.token / speed)}, NOTHING, memory)
-        for index, speed in enumerate(speeds or (1.0,) * count)
+    costs = [
+        DeviceCost({"blocks": replace(block, token=block.token / speed)}, NOTHING) for speed in speeds or (1.0,) * count
     ]
-    return Machine(tuple(made), Links(alike(count, link)))
+    made = tuple(Device(f"cuda:{index}", "made up", memory) for index in range(count))
+    return Calibration(Machine(made, Links(alike(count, link))), tuple(costs))
 
 
-def block_seconds(what: Job) -> float:
-    tokens = what.queries(None, None)
-    return devices(1).devices[0].blocks["blocks"].work(tokens, tokens)
+def linked(on: Calibration, links: Links) -> Calibration:
+    return replace(on, machine=replace(on.machine, links=links))
 
 
-def seconds(on: Machine, what: Job, mode: Mode) -> float:
+def predict(on: Calibration, what: Workload, mode: Mode) -> Prediction:
+    return prediction.predict(CalibratedCosts(on, what), mode)
+
+
+def plan(on: Calibration, what: Workload, counts=None) -> Plan:
+    return planner.plan(CalibratedCosts(on, what), counts)
+
+
+def block_seconds(what: Workload) -> float:
+    return devices(1).costs[0].blocks["blocks"].whole(what.tokens)
+
+
+def seconds(on: Calibration, what: Workload, mode: Mode) -> float:
     return predict(on, what, mode).seconds
 
 
@@ -77,8 +91,8 @@ WITH_ONE = [run for run in RUNS if run.model != "flux-schnell" or (run.width == 
 
 @pytest.mark.parametrize("run", WITH_ONE, ids=str)
 def test_a_block_takes_what_the_run_on_one_device_says(run: Run):
-    what = MODELS[run.model].job(run.model, run.height, run.width, run.steps, text_in_bands=True)
-    found = seconds(machine(run), what, Mode(Degrees(), device=0)) + outside(run, run.height, run.width)
+    what = MODELS[run.model].workload(run.model, run.height, run.width, run.steps, text_in_bands=True)
+    found = seconds(calibration(run), what, Mode(Degrees(), device=0)) + outside(run, run.height, run.width)
     assert found == pytest.approx(run.one)
 
 
@@ -112,7 +126,7 @@ def test_bytes_of_a_forward_are_those_of_the_field():
     """Flux at 1024 and N = 4, image tokens alone: GB that a rank sends."""
     on = devices(N)
     sent = {
-        axis: max(predict(on, job(), Mode(Degrees(**{axis: N}), bands)).step_bytes[axis])
+        axis: max(predict(on, workload(), Mode(Degrees(**{axis: N}), bands)).step_bytes[axis])
         for axis, bands in (("ulysses", 1), ("ring", 1), ("tensor", 1), ("pipe", N))
     }
     assert sent["ulysses"] == pytest.approx(4 / N * A * LAYERS * (N - 1) / N)
@@ -121,24 +135,24 @@ def test_bytes_of_a_forward_are_those_of_the_field():
     assert sent["tensor"] == pytest.approx(4 * A * LAYERS * (N - 1) / N)
     assert sent["pipe"] == A
     displaced = Mode(Degrees(patch=N, patch_mode="displaced"))
-    assert max(predict(on, job(), displaced).step_bytes["patch"]) == pytest.approx(2 * A * LAYERS * (N - 1) / N)
+    assert max(predict(on, workload(), displaced).step_bytes["patch"]) == pytest.approx(2 * A * LAYERS * (N - 1) / N)
 
 
 def test_memory_is_that_of_the_field():
-    on, what = devices(N), job()
+    on, what = devices(N), workload()
     piped = predict(on, what, Mode(Degrees(pipe=N), N)).memory
     assert sum(memory.buffers for memory in piped) / KV_COPIES / GB == pytest.approx(2.9, abs=0.05)
-    assert sum(memory.weights for memory in piped) == what.subject.weight_bytes
+    assert sum(memory.weights for memory in piped) == what.sizes.weight_bytes
     displaced = predict(on, what, Mode(Degrees(patch=N, patch_mode="displaced"))).memory
     assert displaced[0].buffers == sum(memory.buffers for memory in piped)
-    assert displaced[0].weights == what.subject.weight_bytes
+    assert displaced[0].weights == what.sizes.weight_bytes
     assert predict(on, what, Mode(Degrees(ulysses=N))).memory[0].buffers == 0
-    all_exact = predict(on, job(warm_up=28), Mode(Degrees(pipe=N), N)).memory  # no run, so nothing is kept
+    all_exact = predict(on, workload(warm_up=28), Mode(Degrees(pipe=N), N)).memory  # no run, so nothing is kept
     assert all(memory.buffers == 0 for memory in all_exact)
 
 
 def test_ulysses_by_the_formula():
-    what, on = job(), devices(N, Link(LATENCY, B))
+    what, on = workload(), devices(N, Link(LATENCY, B))
     t1 = LAYERS * block_seconds(what)
     expected = t1 / N + 4 * A * LAYERS / N * (N - 1) / (N * B) + 2 * LAYERS * LATENCY
     assert seconds(on, what, Mode(Degrees(ulysses=N))) == pytest.approx(28 * expected)
@@ -146,16 +160,15 @@ def test_ulysses_by_the_formula():
 
 @pytest.mark.parametrize("bandwidth", [0.5e9, 10e9, 1e18])
 def test_ring_by_the_formula(bandwidth):
-    what, on = job(), devices(N, Link(0.0, bandwidth))
-    tokens = what.queries(None, None)
-    attention = on.devices[0].blocks["blocks"].attention(tokens, tokens)
+    what, on = workload(), devices(N, Link(0.0, bandwidth))
+    attention = on.costs[0].blocks["blocks"].attention(what.tokens, what.tokens)
     exposed = LAYERS * (N - 1) * max(0.0, 2 * A / (N * bandwidth) - attention / N**2)
     expected = LAYERS * block_seconds(what) / N + exposed
     assert seconds(on, what, Mode(Degrees(ring=N))) == pytest.approx(28 * expected)
 
 
 def test_tensor_by_the_formula():
-    what, on = job(), devices(N, Link(0.0, B))
+    what, on = workload(), devices(N, Link(0.0, B))
     expected = LAYERS * block_seconds(what) / N + 4 * A * LAYERS * (N - 1) / N / B
     assert seconds(on, what, Mode(Degrees(tensor=N))) == pytest.approx(28 * expected)
 
@@ -164,34 +177,36 @@ def test_tensor_by_the_formula():
 @pytest.mark.parametrize("warm_up", [0, 1, 3])
 def test_pipefusion_by_the_formula_and_by_the_schedule(stages, bands, warm_up):
     """Stages that are equal (57 = 3 x 19), or nearly, as slow as the slowest one counts."""
-    what, on = job(warm_up=warm_up), devices(stages)
+    what, on = workload(warm_up=warm_up), devices(stages)
     mode = Mode(Degrees(pipe=stages), bands)
-    cut = Stages(on, what, mode)
-    tau = max(cut.seconds(stage, 1, 1, True) for stage in range(stages))
+    model = CalibratedCosts(on, what)
+    cut = cut_model(model, mode)
+    band = model.step(mode, StepKind.OTHER_BAND, cut)
+    tau = max(len(span) * band.blocks["blocks.0"][stage] for stage, span in enumerate(cut.stage_blocks))
     t1 = LAYERS * block_seconds(what)
     assert tau == pytest.approx(math.ceil(LAYERS / stages) * block_seconds(what) / bands)
     formula = warm_up * t1 + ((28 - warm_up) * max(bands, stages) + stages - 1) * tau
-    found = run_seconds(cut)
+    found = seconds(on, what, mode)
     if LAYERS % stages == 0:
         assert found == pytest.approx(formula)
     assert formula * (1 - 1 / 28) <= found <= formula * (1 + 1e-9)
-    costs = [StageCost(0.0, len(span) * block_seconds(what)) for span in cut.spans]
+    costs = [StageCost(0.0, len(span) * block_seconds(what)) for span in cut.stage_blocks]
     assert found == pytest.approx(finish_times([step < warm_up for step in range(28)], bands, costs)[-1])
 
 
 def test_fewer_bands_than_stages_leave_stages_idle():
     """min(M, N) - 1 in the place of N - 1, as docs/modes.md has it."""
-    what, on = job(warm_up=0), devices(19)
+    what, on = workload(warm_up=0), devices(19)
     tau = 3 * block_seconds(what) / 4
     assert seconds(on, what, Mode(Degrees(pipe=19), 4)) == pytest.approx((28 * 19 + 4 - 1) * tau)
 
 
 def test_split_batch_and_displaced_by_hand():
-    what, on = job(prompts=2), devices(2, Link(0.0, B))
+    what, on = workload(prompts=2), devices(2, Link(0.0, B))
     t1 = LAYERS * block_seconds(what)
     assert seconds(on, what, Mode(Degrees(batch=2))) == pytest.approx(28 * t1)
     assert seconds(on, what, Mode(Degrees(), device=1)) == pytest.approx(28 * 2 * t1)
-    displaced, alone = Mode(Degrees(patch=2, patch_mode="displaced")), job()
+    displaced, alone = Mode(Degrees(patch=2, patch_mode="displaced")), workload()
     waits = 2 * A * LAYERS / 2 / B
     assert seconds(on, alone, displaced) == pytest.approx(28 * t1 / 2 + waits)  # only the warm-up waits
     crawl = devices(2, Link(0.0, B / 1000))
@@ -199,20 +214,26 @@ def test_split_batch_and_displaced_by_hand():
 
 
 def test_text_runs_with_the_first_band_alone_but_in_xdit():
-    ours = job(text=512)
-    assert [ours.queries(4, band) for band in (None, 0, 1)] == [4608, 1536, 1024]
-    theirs = replace(ours, text_in_bands=True)
-    assert [theirs.queries(4, band) for band in (None, 0, 1)] == [4608, 1536, 1536]
-    looked_at = replace(ours, joint=False)
-    assert [looked_at.queries(4, band) for band in (None, 0, 1)] == [4096, 1024, 1024]
+    def tokens(what: Workload) -> list[float]:
+        """Of each kind of micro-step, from the bytes that a stage hands on."""
+        on, mode = devices(2, Link(0.0, 1.0)), Mode(Degrees(pipe=2), 4)
+        costs = CalibratedCosts(on, what)
+        cut = cut_model(costs, mode)
+        return [prediction._handed_on(what, mode, cut, 0, kind) / what.sizes.token_bytes for kind in StepKind]
+
+    ours = workload(text=512)
+    assert tokens(ours) == [4608, 1536, 1024]
+    assert tokens(replace(ours, text_in_bands=True)) == [4608, 1536, 1536]
+    looked_at = replace(FLUX, text=512, joint=False).workload("flux", 1024, 1024, 28)
+    assert tokens(looked_at) == [4096, 1024, 1024]
 
 
 def test_unequal_devices_share_by_speed():
-    what, on = job(), devices(2, speeds=(1.0, 0.5))
-    cut = Stages(on, what, Mode(Degrees(pipe=2), 4))
-    assert [len(span) for span in cut.spans] == [38, 19]
+    what, on = workload(), devices(2, speeds=(1.0, 0.5))
+    cut = cut_model(CalibratedCosts(on, what), Mode(Degrees(pipe=2), 4))
+    assert [len(span) for span in cut.stage_blocks] == [38, 19]
     one = seconds(on, what, Mode(Degrees(), device=0))
-    fast = seconds(on, replace(what, subject=replace(what.subject, warm_up=0)), Mode(Degrees(pipe=2), 4))
+    fast = seconds(on, replace(what, warm_up=0), Mode(Degrees(pipe=2), 4))
     assert 1.45 < one / fast <= 1.5  # sum(speed) / max(speed)
     assert seconds(on, what, Mode(Degrees(ulysses=2))) == pytest.approx(one)  # waits for the slow one
     shared = seconds(on, what, Mode(Degrees(patch=2, patch_mode="displaced")))
@@ -231,7 +252,7 @@ def test_transfers_between_sockets_share_a_bridge():
     assert links.exchange([(0, 1), (2, 3)], 9.0) == pytest.approx(0.9)
     assert links.exchange([(0, 2), (1, 3)], 9.0) == pytest.approx(18.0)  # two groups on one bridge
     assert links.shift([range(4)], 5.0) == pytest.approx(5.0)
-    assert links.add_up([(0, 1)], 10.0) == pytest.approx(1.0)
+    assert links.all_reduce([(0, 1)], 10.0) == pytest.approx(1.0)
 
 
 def test_links_that_disturb_each_other_are_measured_so():
@@ -256,21 +277,21 @@ worlds = st.sampled_from([2, 3, 4, 8])
 links = st.builds(Link, st.floats(0, 1e-3), st.floats(1e8, 1e12))
 
 
-def small(prompts: int, text: int, warm_up: int) -> Job:
+def small(prompts: int, text: int, warm_up: int) -> Workload:
     """Few layers and steps, so that many examples are tried."""
     model = replace(FLUX, layers=10, text=text, prompts=prompts)
-    return model.job("small", 512, 512, 5, warm_up)
+    return model.workload("small", 512, 512, 5, warm_up)
 
 
-jobs = st.builds(small, st.sampled_from([1, 2]), st.sampled_from([0, 300]), st.integers(0, 5))
+workloads = st.builds(small, st.sampled_from([1, 2]), st.sampled_from([0, 300]), st.integers(0, 5))
 
 
 @settings(max_examples=20)
-@given(worlds, jobs, links, st.floats(1, 100), st.integers(0, 4), st.floats(1e8, 1e12))
+@given(worlds, workloads, links, st.floats(1, 100), st.integers(0, 4), st.floats(1e8, 1e12))
 def test_more_bandwidth_is_never_slower(world, what, link, factor, socket, bridge):
-    def on(times: float) -> Machine:
+    def on(times: float) -> Calibration:
         made = Links(alike(world, Link(link.latency, link.bandwidth * times)), 1.5, socket, bridge * times if socket else 0)
-        return replace(devices(world), links=made)
+        return linked(devices(world), made)
 
     slow, fast = (plan(on(times), what) for times in (1.0, factor))
     for found in slow.predictions:
@@ -280,11 +301,11 @@ def test_more_bandwidth_is_never_slower(world, what, link, factor, socket, bridg
 
 
 @settings(max_examples=20)
-@given(worlds, jobs, links, st.lists(st.floats(0.2, 5), min_size=8, max_size=8))
+@given(worlds, workloads, links, st.lists(st.floats(0.2, 5), min_size=8, max_size=8))
 def test_every_candidate_uses_all_devices_and_holds_no_more_than_the_model(world, what, link, speeds):
     on = devices(world, link, tuple(speeds[:world]))
     found = plan(on, what)
-    candidates, refused = possible(what.subject, world)
+    candidates, refused = possible(what, world)
     assert {each.mode for each in found.predictions if each.mode.device is None} == set(candidates)
     assert found.refused == refused
     assert [each.seconds for each in found.predictions] == sorted(each.seconds for each in found.predictions)
@@ -292,9 +313,9 @@ def test_every_candidate_uses_all_devices_and_holds_no_more_than_the_model(world
         ranks = each.mode.degrees.world
         assert ranks == (world if each.mode.device is None else 1)
         assert len(each.memory) == ranks
-        assert all(0 < memory.weights <= what.subject.weight_bytes for memory in each.memory)
+        assert all(0 < memory.weights <= what.sizes.weight_bytes for memory in each.memory)
         held = sum(memory.weights for memory in each.memory)
-        assert held >= what.subject.weight_bytes * 0.999  # nothing of it is nowhere
+        assert held >= what.sizes.weight_bytes * 0.999  # nothing of it is nowhere
         for axis, counts in each.step_bytes.items():
             assert getattr(each.mode.degrees, axis) > 1
             assert len(counts) == ranks
@@ -302,7 +323,7 @@ def test_every_candidate_uses_all_devices_and_holds_no_more_than_the_model(world
 
 
 @settings(max_examples=20)
-@given(worlds, jobs, links, st.floats(1, 10), st.floats(0, 1e-3))
+@given(worlds, workloads, links, st.floats(1, 10), st.floats(0, 1e-3))
 def test_a_slower_block_is_never_faster(world, what, link, factor, fixed):
     slow = devices(world, link, (1 / factor,) * world, fixed=fixed)
     for each in plan(devices(world, link), what).predictions:
@@ -310,7 +331,7 @@ def test_a_slower_block_is_never_faster(world, what, link, factor, fixed):
 
 
 @settings(max_examples=20)
-@given(worlds, jobs, st.integers(1, 60), st.integers(1, 60))
+@given(worlds, workloads, st.integers(1, 60), st.integers(1, 60))
 def test_more_memory_never_removes_a_mode(world, what, memory, more):
     def fitting(room: int) -> set[str]:
         on = devices(world, memory=room * GB // 4)
@@ -340,7 +361,7 @@ def test_whatever_was_measured_gives_a_cost_that_grows(long, short):
 
 
 def test_slow_links_want_pipefusion_and_fast_ones_what_is_exact():
-    what = job(text=512)
+    what = workload(text=512)
     slow = plan(devices(4, Link(1e-5, 1e9)), what)
     assert slow.best.mode.degrees == Degrees(pipe=4)
     assert slow.best_exact.mode.device is not None
@@ -351,15 +372,15 @@ def test_slow_links_want_pipefusion_and_fast_ones_what_is_exact():
 
 def exact(found: Plan) -> Plan:
     """The same as it is planned where no PipeFusion is applied."""
-    subject = found.job.subject
-    return plan(found.machine, replace(found.job, subject=replace(subject, warm_up=subject.steps)), range(1, 5))
+    costs = found.costs
+    return plan(costs.calibration, replace(costs.workload, warm_up=costs.workload.steps), range(1, 5))
 
 
 def test_auto_takes_pipefusion_only_where_it_is_applied():
-    with_it = plan(devices(4, Link(1e-5, 1e9)), job(text=512), range(1, 5))
+    with_it = plan(devices(4, Link(1e-5, 1e9)), workload(text=512), range(1, 5))
     assert choose(with_it).mode.degrees == Degrees(pipe=4)
     assert choose(exact(with_it)).mode.device == 0  # a pipeline of whole calls is no faster than one device
-    tight = replace(with_it, machine=devices(4, Link(1e-5, 1e9), memory=12 * GB))
+    tight = plan(devices(4, Link(1e-5, 1e9), memory=12 * GB), workload(text=512), range(1, 5))
     chosen = choose(exact(tight))
     assert not chosen.lacks
     assert chosen.mode.degrees.pipe > 1  # but where one device does not hold the model it is what there is
@@ -367,7 +388,7 @@ def test_auto_takes_pipefusion_only_where_it_is_applied():
 
 
 def test_auto_never_takes_displaced_patches():
-    crawl = plan(devices(2, Link(1e-5, 2e9)), job(text=512))
+    crawl = plan(devices(2, Link(1e-5, 2e9)), workload(text=512))
     displaced = crawl.find(Mode(Degrees(patch=2, patch_mode="displaced")))
     cheap = replace(crawl, predictions=(replace(displaced, seconds=0.001), *crawl.predictions))
     assert cheap.best.mode.degrees.patch == 2
@@ -377,34 +398,33 @@ def test_auto_never_takes_displaced_patches():
 def test_auto_leaves_devices_out_that_only_slow_it_down():
     """Two that are linked well, and two more that are not."""
     on = devices(4, Link(1e-5, 300e9))
-    apart = {pair: link if max(pair) < 2 else Link(1e-2, 1e7) for pair, link in on.links.between.items()}
-    found = choose(plan(replace(on, links=Links(apart)), job(warm_up=28), range(1, 5)))
+    apart = {pair: link if max(pair) < 2 else Link(1e-2, 1e7) for pair, link in on.machine.links.between.items()}
+    found = choose(plan(linked(on, Links(apart)), workload(warm_up=28), range(1, 5)))
     assert found.mode.degrees.world == 2
 
 
 def test_where_nothing_fits_auto_takes_what_needs_least():
-    found = choose(plan(devices(4, memory=GB), job(), range(1, 5)))
+    found = choose(plan(devices(4, memory=GB), workload(), range(1, 5)))
     assert found.lacks
     assert found.mode.degrees.world == 4
-    assert max(memory.weights for memory in found.memory) < 0.3 * job().subject.weight_bytes
+    assert max(memory.weights for memory in found.memory) < 0.3 * workload().sizes.weight_bytes
 
 
 def test_nothing_is_said_of_stages_that_are_only_imagined(caplog):
     with caplog.at_level(logging.WARNING):
-        plan(devices(2, memory=GB), job())
+        plan(devices(2, memory=GB), workload())
     assert not caplog.records
 
 
 # Calibrations.
 
 
-def tiny_job(flux_file) -> Job:
-    file = open_checkpoint(flux_file)
-    return job_of(file, subject_of(file, "fp32", "cpu", (1, 16, 16, 12), 2, 4, 8))
+def tiny_workload(flux_file) -> Workload:
+    return workload_of(open_checkpoint(flux_file), "fp32", "cpu", (1, 16, 16, 12), 2, 4, 8)
 
 
 @pytest.fixture(scope="module")
-def calibrated(pools, flux_file) -> Machine:
+def calibrated(pools, flux_file) -> Calibration:
     pools.forget(2)
     found = calibrate(pools(2), open_checkpoint(flux_file), "fp32", lambda: None)
     pools.forget(2)
@@ -412,15 +432,15 @@ def calibrated(pools, flux_file) -> Machine:
 
 
 def test_two_ranks_are_calibrated(calibrated, flux_file):
-    assert calibrated.names == ("cpu", "cpu")
-    for device in calibrated.devices:
-        assert set(device.blocks) == {"transformer_blocks", "single_transformer_blocks"}
-        assert all(cost.token > 0 and cost.pairs == 1 / (6 * 128) for cost in device.blocks.values())
-        assert device.memory is None
-    assert calibrated.links.link(1, 0).bandwidth > 0
-    assert calibrated.links.crowding >= 1
-    found = plan(calibrated, tiny_job(flux_file))
-    assert {each.mode for each in found.predictions} > set(possible(tiny_job(flux_file).subject, 2)[0])
+    assert calibrated.machine.names == ("cpu", "cpu")
+    for costs in calibrated.costs:
+        assert set(costs.blocks) == {"transformer_blocks", "single_transformer_blocks"}
+        assert all(cost.token > 0 and cost.pairs == 1 / (6 * 128) for cost in costs.blocks.values())
+    assert all(device.memory is None for device in calibrated.machine.devices)
+    assert calibrated.machine.links.link(1, 0).bandwidth > 0
+    assert calibrated.machine.links.crowding >= 1
+    found = plan(calibrated, tiny_workload(flux_file))
+    assert {each.mode for each in found.predictions} > set(possible(tiny_workload(flux_file), 2)[0])
     assert all(0 < each.seconds < math.inf for each in found.predictions)
     text = describe(found)
     assert "ulysses_degree 2 (exact)" in text
@@ -429,8 +449,7 @@ def test_two_ranks_are_calibrated(calibrated, flux_file):
 
 @pytest.mark.parametrize("degrees", [Degrees(ulysses=2), Degrees(ring=2), Degrees(pipe=2)], ids=str)
 def test_bytes_are_those_of_a_real_call(calibrated, flux_file, pools, degrees):
-    what = tiny_job(flux_file)
-    what = replace(what, subject=replace(what.subject, warm_up=4))
+    what = replace(tiny_workload(flux_file), warm_up=4)
     expected = predict(calibrated, what, Mode(degrees, degrees.pipe)).step_bytes
     model = pools.load(flux_file, degrees)
     model.close_run(0, lambda: None)
@@ -443,7 +462,7 @@ def test_bytes_are_those_of_a_real_call(calibrated, flux_file, pools, degrees):
 def test_weights_are_those_of_real_ranks(calibrated, flux_file, pools):
     """Altogether: how a pipeline shares them out depends on what was measured."""
     for degrees in (Degrees(ulysses=2), Degrees(pipe=2)):
-        found = predict(calibrated, tiny_job(flux_file), Mode(degrees, degrees.pipe))
+        found = predict(calibrated, tiny_workload(flux_file), Mode(degrees, degrees.pipe))
         held = pools.load(flux_file, degrees).weight_bytes
         assert sum(memory.weights for memory in found.memory) == pytest.approx(sum(held), rel=0.02)
 
@@ -452,10 +471,9 @@ def test_a_gpu_keeps_some_memory_for_its_processes(flux_file):
     file = open_checkpoint(flux_file)
     times = dict.fromkeys(file.family.blocks.counts(file.config), (2e-3, 1e-3))
     found = [LinksProbed(0, "a GPU", 9 * GB, 24 * GB, {}, {})]
-    made = machine_of(("cuda:0",), file, found, [Probed(0, times, (1e-3, 1e-3), 9 * GB)], (64, 16))
-    assert made.devices[0].memory == 24 * GB - CONTEXTS
-    assert made.devices[0].kind == "a GPU"
-    assert set(made.devices[0].blocks) == set(times)
+    made = calibration_of(("cuda:0",), file, found, [Probed(0, times, (1e-3, 1e-3), 9 * GB)], (64, 16))
+    assert made.machine.devices == (Device("cuda:0", "a GPU", 24 * GB - CONTEXTS),)
+    assert set(made.costs[0].blocks) == set(times)
 
 
 KEY = {"version": 1, "devices": [["cuda:0", "a GPU", 24]], "family": "flux"}
@@ -467,7 +485,7 @@ class Measurements:
     def __init__(self):
         self.count = 0
 
-    def __call__(self) -> Machine:
+    def __call__(self) -> Calibration:
         self.count += 1
         return devices(2, Link(1e-5, self.count * 1e9), memory=20 * GB, fixed=1e-3)
 
@@ -513,10 +531,12 @@ DAMAGES = {
     "no key": lambda text: text.replace('"key"', '"kye"'),
     "a link is missing": change(("links", "between"), []),
     "no bandwidth": change(("links", "between", 0, 3), 0),
-    "not a number": change(("devices", 0, "blocks", "blocks", "token"), math.nan),
+    "not a number": change(("costs", 0, "blocks", "blocks", "token"), math.nan),
     "endless": change(("hop",), math.inf),
     "text for a number": change(("links", "crowding"), "fast"),
-    "negative": change(("devices", 0, "around", "fixed"), -1.0),
+    "a device without costs": change(("costs", 1), {}),
+    "costs of one device": lambda text: json.dumps((content := json.loads(text)) | {"costs": content["costs"][:1]}),
+    "negative": change(("costs", 0, "around", "fixed"), -1.0),
 }
 
 
@@ -639,14 +659,13 @@ def test_the_command_prints_a_table(capsys):
 
 def test_given_figures_take_the_place_of_the_presets():
     given = "--device L40 --count 2 --block-ms 8 --bandwidth 12 --latency 5 --memory 24 --prompts 2 --warmup 0"
-    on, what = command.machine_and_job(command.arguments(given.split()))
-    tokens = what.queries(None, None)
-    block = on.devices[0].blocks["blocks"]
-    assert block.fixed + block.work(tokens, tokens) == pytest.approx(8e-3)
-    assert on.links.link(0, 1) == Link(5e-6, 12e9)
-    assert not on.links.bridge
-    assert on.devices[0].memory == 24 * GB
-    assert (what.subject.entries, what.subject.warm_up) == (2, 0)
+    costs = command.costs_of(command.arguments(given.split()))
+    machine, what = costs.machine, costs.workload
+    assert costs.calibration.costs[0].blocks["blocks"].whole(what.tokens) == pytest.approx(8e-3)
+    assert machine.links.link(0, 1) == Link(5e-6, 12e9)
+    assert not machine.links.bridge
+    assert machine.devices[0].memory == 24 * GB
+    assert (what.entries, what.warm_up) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -659,8 +678,8 @@ def test_nonsense_is_refused(given, capsys):
 
 
 def test_a_choice_in_a_line():
-    found = plan(devices(2), job())
-    assert said(found.one_device, found.machine).startswith("one device, cuda:0, planned ")
+    found = plan(devices(2), workload())
+    assert said(found.one_device, found.costs.machine).startswith("one device, cuda:0, planned ")
     ulysses = found.find(Mode(Degrees(ulysses=2)))
-    assert said(ulysses, found.machine).startswith("ulysses_degree 2 on cuda:0, cuda:1, planned ")
+    assert said(ulysses, found.costs.machine).startswith("ulysses_degree 2 on cuda:0, cuda:1, planned ")
     assert dataclasses.asdict(ulysses)["lacks"] == ""

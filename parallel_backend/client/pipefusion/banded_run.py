@@ -1,7 +1,7 @@
 """PipeFusion from the sampler's side: each band's sampler runs in a thread and asks for its own predictions.
 
-The bands' requests are posted in the order of order.py, whatever the threads' timing. At an exact call the bands meet:
-their latents run as one, and each band gets its own rows of the answer.
+The bands' requests are posted in the order of pipefusion_order.py, whatever the threads' timing. At an exact call the bands
+meet: their latents run as one, and each band gets its own rows of the answer.
 """
 
 import threading

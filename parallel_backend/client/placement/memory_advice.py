@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.spans import Span
-from parallel_backend.core.validate import check_model, factors
+from parallel_backend.core.validate import factors
 
 from .balance import cut_blocks
 from .memory_model import ModelSizes, Request, memory_of, model_sizes
@@ -51,7 +51,7 @@ def changes(
     def fits(changed: tuple[Request, ...]) -> bool:
         return _fits(sizes, degrees, spans, changed, capacity)
 
-    ways = [str(other) for other in _degrees(checkpoint, sizes, degrees, requests, capacity, devices)]
+    ways = [str(other) for other in _degrees(sizes, degrees, requests, capacity, devices)]
     if not dtype.startswith("fp8"):
         packed = model_sizes(checkpoint, "fp8_e4m3fn", device)
         if _fits(packed, degrees, spans, requests, capacity) and not fits(requests):
@@ -90,7 +90,6 @@ def _fits(
 
 
 def _degrees(
-    checkpoint: Checkpoint,
     sizes: ModelSizes,
     degrees: Degrees,
     requests: tuple[Request, ...],
@@ -98,7 +97,7 @@ def _degrees(
     devices: int,
 ) -> list[Degrees]:
     """Those that fit and are nearest to the present ones: few widgets to change, few devices, stages before the rest."""
-    blocks, unsupported = len(sizes.block_bytes), checkpoint.family.unsupported
+    blocks = len(sizes.block_bytes)
     fitting = []
     for world in range(1, min(devices, RANKS_TRIED) + 1):
         for parts in factors(world, len(AXES)):
@@ -107,7 +106,7 @@ def _degrees(
                 continue
             other = Degrees(**named)
             try:
-                check_model(other, heads=sizes.heads, blocks=blocks, key_heads=sizes.key_heads, unsupported=unsupported)
+                sizes.check(other)
             except ValueError:
                 continue
             if _fits(sizes, other, even_stages(blocks, other.pipe), requests, capacity):

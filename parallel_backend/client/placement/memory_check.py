@@ -148,7 +148,7 @@ class MemoryCheck:
         sizes = {
             "of weights": sum(one.weights for one in own) if weights else 0,
             "for keys and values": sum(one.buffers + one.arriving for one in own),
-            "to compute": sum(one.activations or 0 for one in own),
+            "to compute": sum(one.activations for one in own),
         }
         return ", ".join(f"{_size(size)} {what}" for what, size in sizes.items() if size)
 

@@ -13,6 +13,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
+from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import IMAGE, JOINT
 
 from .balance import block_bytes
@@ -37,45 +38,71 @@ TEXT_KEYS = 3
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. `activations`: beside weights and K/V buffers, at the peak; None where it cannot be measured.
-
-    `arriving`: keys of other ranks that displaced patches have under way from call to call. `least`: of the activations,
-    what is there for certain.
-    """
+    """Bytes on one rank."""
 
     weights: int
     buffers: int
-    activations: int | None
+    """Keys and values that are kept from call to call."""
+    activations: int
+    """Everything else at the peak."""
     arriving: int = 0
+    """Keys of other ranks that displaced patches have under way from call to call."""
     least: int = 0
+    """The part of the activations that is there for certain."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.buffers + self.arriving + (self.activations or 0)
+        return self.weights + self.buffers + self.arriving + self.activations
 
     @property
     def certain(self) -> int:
-        """Of a run's: what it cannot do without, beside the weights."""
+        """What a run cannot do without, beside the weights."""
         return self.buffers + self.arriving + self.least
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a model's memory depends on. By block, all lists counted through: `block_bytes` of its weights, `attention`
-    which tokens each of its attention layers is over. `ends`: see ends_bytes. `prologue`: attention layers that the first
-    stage has beside its blocks. `joint`: text tokens run through the blocks.
-    """
+    """What a model's memory depends on, and which degrees it allows. Blocks of all lists are counted through."""
 
     block_bytes: tuple[int, ...]
+    """Bytes of each block's weights."""
     ends: tuple[int, int, int]
+    """Bytes of the other weights: see ends_bytes."""
     attention: tuple[tuple[str, ...], ...]
+    """For each block, which tokens each of its attention layers is over."""
     prologue: tuple[str, ...]
+    """The same for the attention layers that the first stage has beside its blocks."""
     heads: int
     key_heads: int | None
+    """Heads of keys and values. None: as many as `heads`."""
     head_size: int
     hidden: int
+    """Channels of a token between blocks."""
     itemsize: int
+    """Bytes of a value that is computed with."""
     joint: bool
+    """Text tokens run through the blocks."""
+    unsupported: tuple[str, ...] = ()
+    """Mesh axes that the model's family cannot be cut along."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.block_bytes) + sum(self.ends)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's hidden state."""
+        return self.hidden * self.itemsize
+
+    def check(self, degrees: Degrees) -> None:
+        """Raise ValueError, naming the widget, for degrees that the model does not allow."""
+        check_model(
+            degrees,
+            heads=self.heads,
+            blocks=len(self.block_bytes),
+            key_heads=self.key_heads,
+            unsupported=self.unsupported,
+        )
 
     def heads_on(self, degrees: Degrees, at: Coordinate) -> int:
         """That a rank attends to."""
@@ -86,21 +113,24 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Request:
-    """Model calls for one conditioning, as far as memory goes. `grid`: the picture's tokens along its axes; `text`: tokens,
-    of which `padding` are the image's (Family.padded). `entries`: of the batch; those of replica `first_replica` come first.
-
-    `looked_at`: tokens that blocks look at by cross attention. `kept`: sets of keys and values that a run keeps from call to
-    call, 0 for exact calls. `bands`: that it is cut into.
-    """
+    """Model calls for one conditioning, as far as memory goes."""
 
     grid: tuple[int, ...]
+    """The picture's tokens along its axes."""
     references: int
+    """Tokens of reference pictures."""
     text: int
+    """Text tokens, with those that the model's class adds to text and image."""
     padding: int
+    """Those of them that are the image's."""
     entries: int
+    """Batch entries of a call."""
     first_replica: int = 0
+    """Replica that gets the first entries."""
     looked_at: int = 0
+    """Tokens that blocks look at by cross attention."""
     kept: int = 0
+    """Sets of keys and values that a run keeps from call to call; 0 for exact calls."""
     bands: int = 1
 
     @property
@@ -141,6 +171,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         family.sizes.hidden(config),
         compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize,
         joint_text(checkpoint),
+        family.unsupported,
     )
 
 
@@ -223,7 +254,7 @@ def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, 
     text = request.text if sizes.joint else request.padding
     bands = request.bands if request.kept else 1
     whole, band = step_tokens(request.image, text, entries, degrees.pipe, bands)
-    token_bytes = sizes.hidden * sizes.itemsize
+    token_bytes = sizes.token_bytes
     least = min(whole, band) / degrees.sequence * token_bytes * (LEAST[0] + LEAST[1] / degrees.tensor)
     estimate = activation_bytes(max(whole, band) / degrees.sequence, token_bytes, sizes.joint)
     if bands > 1:  # the text's keys are projected once for all bands of a call (module_cache.py)

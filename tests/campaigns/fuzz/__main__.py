@@ -9,8 +9,9 @@ import time
 from datetime import date
 from pathlib import Path
 
-from parallel_backend.planning.links import Link
-from parallel_backend.planning.machine import BlockCost, Device, Links, Machine, alike
+from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
+from parallel_backend.planning.links import Link, Links, alike
+from parallel_backend.planning.machine import Device, Machine
 from tests.wire.test_messages import MESSAGES
 
 from . import files, messages, ranks, settings
@@ -30,10 +31,10 @@ SHARES = {
 """Of all cases."""
 
 
-def machine() -> Machine:
-    cost = BlockCost(1e-3, 1e-6, 1e-9)
-    devices = tuple(Device("cpu", "x86", {"blocks": cost}, cost, None) for _ in range(2))
-    return Machine(devices, Links(alike(2, Link(1e-5, 1e9))), hop=1e-3)
+def calibration() -> Calibration:
+    block = BlockCost(1e-3, 1e-6, 1e-9)
+    machine = Machine((Device("cpu", "x86"),) * 2, Links(alike(2, Link(1e-5, 1e9))))
+    return Calibration(machine, (DeviceCost({"blocks": block}, block),) * 2, hop=1e-3)
 
 
 def run_all(count: int, seed: int, only: list[str]) -> list[Report]:
@@ -52,7 +53,7 @@ def run_all(count: int, seed: int, only: list[str]) -> list[Report]:
             "safetensors": files.safetensors(models, places["single"]),
             "gguf": files.gguf(models, places["single"]),
             "folders": files.folders(models, places["folder"]),
-            "calibrations": files.calibrations(machine(), places["calibrations"]),
+            "calibrations": files.calibrations(calibration(), places["calibrations"]),
             "settings": settings.make,
             "bytes to a rank": ranks.into_rank(MESSAGES),
         }

@@ -18,6 +18,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_model
 from parallel_backend.planning import calibration_file as cache
+from parallel_backend.planning.calibrated_costs import Calibration
 from parallel_backend.rank.stage.meta_model import meta_model
 from tests.families.cases import all_cases
 
@@ -239,10 +240,10 @@ def look_at(checkpoint: Checkpoint) -> None:
             assert "_degree is " in str(error), error
 
 
-def calibrations(machine: Any, folder: Path):
-    """Files of the planner's cache: whatever one says, there is a machine afterwards, and the file is whole again."""
-    key = {"version": 1, "devices": [["cpu", "x86", 2]] * len(machine.devices), "family": "flux"}
-    cache.cached(folder, key, lambda: machine)
+def calibrations(sample: Calibration, folder: Path):
+    """Files of calibrations: whatever one says, there is a calibration afterwards, and the file is whole again."""
+    key = {"version": 1, "devices": [["cpu", "x86", 2]] * len(sample.machine.devices), "family": "flux"}
+    cache.cached(folder, key, lambda: sample)
     (path,) = folder.iterdir()
     sound = json.loads(path.read_text())
 
@@ -251,10 +252,10 @@ def calibrations(machine: Any, folder: Path):
         path.write_bytes(damaged)
 
         def case() -> str:
-            found = cache.cached(folder, key, lambda: machine)
+            found = cache.cached(folder, key, lambda: sample)
             again = cache.load(path, key)
-            assert again == found, "the file is not as the machine is"
-            return "measured anew" if found == machine and path.read_bytes() != damaged else "believed"
+            assert again == found, "the file is not as what was found"
+            return "measured anew" if found == sample and path.read_bytes() != damaged else "believed"
 
         return case
 

@@ -466,14 +466,14 @@ CLIENT_MUTANTS = (
 PLANNING_MUTANTS = (
     Mutant(
         "the last call's peak for the largest",
-        PLANNING + "prediction.py",
-        "activations = None if None in peaks else max(peaks)",
-        "activations = None if None in peaks else peaks[-1]",
+        PLANNING + "rehearsed_costs.py",
+        "else max(of_rank) for of_rank in peaks",
+        "else of_rank[-1] for of_rank in peaks",
         ("tests/planning/test_doctor.py",),
     ),
     Mutant(
         "the slowest mode advised",
-        PLANNING + "doctor.py",
+        PLANNING + "planner.py",
         "limit = AS_GOOD * min(found.seconds for found in fitting)",
         "limit = AS_GOOD * max(found.seconds for found in fitting)",
         ("tests/planning",),

@@ -18,8 +18,9 @@ def main() -> None:
     auto = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0] + ".auto_degrees"]
 
     from parallel_backend.client.registry import registry
-    from parallel_backend.planning.links import Link
-    from parallel_backend.planning.machine import BlockCost, Device, Links, Machine, alike
+    from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
+    from parallel_backend.planning.links import Link, Links, alike
+    from parallel_backend.planning.machine import Device, Machine
 
     g = torch.Generator().manual_seed(0)
     prompts = [[[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for _ in range(2)]
@@ -40,15 +41,16 @@ def main() -> None:
         node("UnloadParallelDiT")
         for file in auto.folder().glob("calibration*"):
             file.unlink()
-        cost = {speed: BlockCost(1e-6 / speed, 1e-3 / speed, 0.0) for speed in speeds}
         lists = ("transformer_blocks", "single_transformer_blocks")
-        devices = tuple(
-            Device("cpu", "made up", dict.fromkeys(lists, cost[speed]), BlockCost(0.0, 0.0, 0.0), None) for speed in speeds
+        costs = tuple(
+            DeviceCost(dict.fromkeys(lists, BlockCost(1e-6 / speed, 1e-3 / speed, 0.0)), BlockCost(0.0, 0.0, 0.0))
+            for speed in speeds
         )
-        found = Machine(devices, Links(alike(len(speeds), Link(1e-9, bandwidth))), hop=1e-6)
+        links = Links(alike(len(speeds), Link(1e-9, bandwidth)))
+        found = Calibration(Machine((Device("cpu", "made up"),) * len(speeds), links), costs, hop=1e-6)
         measured.clear()
 
-        def calibrate(pool, *_arguments) -> Machine:
+        def calibrate(pool, *_arguments) -> Calibration:
             measured.append(pool.devices)
             return found
 

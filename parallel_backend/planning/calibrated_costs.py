@@ -1,0 +1,195 @@
+"""Costs worked out from a calibration: a few figures of a machine, for every mode and any picture.
+
+Formulas: docs/planner.md.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from parallel_backend.client.placement.balance import Balance
+from parallel_backend.core.degrees import SEQUENCE_AXES
+
+from .machine import Machine
+from .modes import Mode
+from .prediction import Sent, StepCost, StepKind
+from .workload import Workload
+
+BEFORE = 0.75
+"""Part of Ulysses' bytes that travels before attention, as queries, keys and values in one message; the rest after it."""
+ALL_REDUCES = 2
+"""Results that tensor parallelism adds up in a block."""
+LEAST_GROWTH = 0.05
+"""Part of the longer sequence's seconds that is taken to grow with the tokens, at least."""
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """Seconds of a block for one batch entry: `fixed` + `token` * (queries + `pairs` * queries * keys)."""
+
+    fixed: float
+    token: float
+    pairs: float
+    """What a key costs a query beside the query's linear layers, by arithmetic: see pairs_of."""
+
+    def work(self, queries: float, keys: float) -> float:
+        """Seconds beside the fixed ones."""
+        return self.token * queries + self.attention(queries, keys)
+
+    def attention(self, queries: float, keys: float) -> float:
+        """The part of `work` that the keys cause."""
+        return self.token * self.pairs * queries * keys
+
+    def whole(self, tokens: float) -> float:
+        """Seconds for a sequence of so many tokens."""
+        return self.fixed + self.work(tokens, tokens)
+
+
+def pairs_of(hidden: int) -> float:
+    """A block's linear layers are 12 h^2 weights, so 24 h^2 operations for a token; its attention 4 h a query and key."""
+    return 1 / (6 * hidden)
+
+
+def through(times: Sequence[tuple[int, float]], pairs: float) -> BlockCost:
+    """The cost that takes these (tokens, seconds), of a shorter and a longer sequence.
+
+    Neither part comes out negative, and a little grows with the tokens: a GPU that neither sequence has filled shows no
+    growth, and a longer one would seem to cost nothing.
+    """
+    (short, quick), (long, slow) = sorted(times)
+    sizes = [tokens * (1 + pairs * tokens) for tokens in (short, long)]
+    most = slow / sizes[1]
+    slope = min(most, max(LEAST_GROWTH * most, (slow - quick) / (sizes[1] - sizes[0])))
+    return BlockCost(max(0.0, slow - slope * sizes[1]), slope, pairs)
+
+
+@dataclass(frozen=True)
+class DeviceCost:
+    blocks: Mapping[str, BlockCost]
+    """Block list -> cost of one of its blocks."""
+    around: BlockCost
+    """Of all that is not in a block."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine, and what a kind of model costs on it."""
+
+    machine: Machine
+    costs: tuple[DeviceCost, ...]
+    """By device."""
+    hop: float = 0.0
+    """Seconds from a model call's output to the next call's start."""
+
+    def on_blocks(self, block: BlockCost) -> "Calibration":
+        """The same with every block as costly as this one."""
+        costs = tuple(replace(cost, blocks=dict.fromkeys(cost.blocks, block)) for cost in self.costs)
+        return replace(self, costs=costs)
+
+
+@dataclass(frozen=True)
+class CalibratedCosts:
+    """The Costs of a workload."""
+
+    calibration: Calibration
+    workload: Workload
+
+    @property
+    def machine(self) -> Machine:
+        return self.calibration.machine
+
+    def by_device(self, mode: Mode) -> StepCost:
+        costs, tokens = [self.calibration.costs[device] for device in mode.devices], self.workload.tokens
+        return StepCost(
+            {name: tuple(_of(cost, name).whole(tokens) for cost in costs) for name in self.workload.kept},
+            tuple(cost.around.fixed + cost.around.work(tokens, 0) for cost in costs),
+        )
+
+    def step(self, mode: Mode, kind: StepKind, cut: Balance) -> StepCost:
+        degrees = mode.degrees
+        entries = 1 if kind is StepKind.EXACT and degrees.pipe > 1 else mode.entries(self.workload)
+        queries, keys = self._queries(mode, kind), self.workload.tokens
+        costs = [self.calibration.costs[device] for device in mode.devices]
+
+        def compute(rank: int, cost: BlockCost, keys: float, tensor: int) -> float:
+            share = cut.patch_shares[degrees.coordinate(rank).patch] / (degrees.ulysses * degrees.ring)
+            return cost.fixed + entries * cost.work(queries, keys) * share / tensor
+
+        blocks = {name: [0.0] * degrees.world for name in self.workload.kept}
+        for stage in range(degrees.pipe):
+            members = [rank for rank in range(degrees.world) if degrees.coordinate(rank).pipe == stage]
+            for name, seconds in blocks.items():
+                own = {rank: _of(costs[rank], name) for rank in members}
+                slowest = max(compute(rank, cost, keys, degrees.tensor) for rank, cost in own.items())
+                attention = entries * min(cost.attention(queries, keys) for cost in own.values())
+                waits, beside = self._transfers(mode, members, entries * queries, attention, kind is StepKind.EXACT)
+                for rank in members:
+                    seconds[rank] = max(slowest + waits, beside)
+        around = tuple(compute(rank, cost.around, 0.0, 1) for rank, cost in enumerate(costs))
+        return StepCost({name: tuple(seconds) for name, seconds in blocks.items()}, around, self.calibration.hop)
+
+    def sent(self, mode: Mode, exact: bool) -> Sent:
+        kinds = [StepKind.EXACT] if exact else [StepKind.FIRST_BAND, *[StepKind.OTHER_BAND] * (mode.bands - 1)]
+        tokens = mode.entries(self.workload) * sum(self._queries(mode, kind) for kind in kinds)
+        axes = [axis for axis in (*SEQUENCE_AXES, "tensor") if getattr(mode.degrees, axis) > 1]
+        sizes = {axis: [self._bytes(mode, axis, tokens)] * mode.degrees.world for axis in axes}
+        return dict.fromkeys(self.workload.kept, sizes)
+
+    def activations(self, mode: Mode) -> Sequence[int | None]:
+        return [None] * mode.degrees.world
+
+    def _queries(self, mode: Mode, kind: StepKind) -> float:
+        """Tokens of one batch entry in a micro-step."""
+        workload = self.workload
+        if kind is StepKind.EXACT:
+            return workload.tokens
+        return workload.image / mode.bands + (workload.text if kind is StepKind.FIRST_BAND or workload.text_in_bands else 0)
+
+    def _bytes(self, mode: Mode, axis: str, tokens: float) -> float:
+        """That a rank sends for one block and so many tokens, over all batch entries."""
+        degrees, count = mode.degrees, getattr(mode.degrees, axis)
+        size = tokens * self.workload.sizes.token_bytes / degrees.sequence
+        if axis == "ulysses":
+            return 4 * size / degrees.tensor * (count - 1) / count
+        if axis == "tensor":
+            return 2 * ALL_REDUCES * size * (count - 1) / count
+        return 2 * size / degrees.tensor * (count - 1)
+
+    def _transfers(
+        self, mode: Mode, members: list[int], tokens: float, attention: float, exact: bool
+    ) -> tuple[float, float]:
+        """Seconds of a block's transfers: those that the block waits for, and those that run beside its computing.
+
+        `attention`: seconds of the whole attention, uncut.
+        """
+        degrees, links = mode.degrees, self.machine.links
+        waits = beside = 0.0
+        if degrees.ulysses > 1:
+            groups, sent = _groups(mode, "ulysses", members), self._bytes(mode, "ulysses", tokens)
+            waits += links.exchange(groups, BEFORE * sent) + links.exchange(groups, (1 - BEFORE) * sent)
+        if degrees.ring > 1:
+            steps, groups = degrees.ring - 1, _groups(mode, "ring", members)
+            shift = links.shift(groups, self._bytes(mode, "ring", tokens) / steps)
+            latency = links.shift(groups, 0.0)  # never hidden: both ends wait for each other in every step
+            computing = attention / (degrees.sequence * degrees.tensor * degrees.ring)
+            waits += steps * (latency + max(0.0, shift - latency - computing))
+        if degrees.tensor > 1:
+            size = tokens * self.workload.sizes.token_bytes / degrees.sequence
+            waits += ALL_REDUCES * links.all_reduce(_groups(mode, "tensor", members), size)
+        if degrees.patch > 1:
+            seconds = links.exchange(_groups(mode, "patch", members), self._bytes(mode, "patch", tokens))
+            waits, beside = (waits + seconds, 0.0) if exact else (waits, seconds)
+        return waits, beside
+
+
+def _of(cost: DeviceCost, block: str) -> BlockCost:
+    return cost.blocks[block.partition(".")[0]]
+
+
+def _groups(mode: Mode, axis: str, members: list[int]) -> list[list[int]]:
+    """The ranks among `members` that differ in nothing but this axis."""
+    groups: dict[tuple, list[int]] = {}
+    for rank in members:
+        at = mode.degrees.coordinate(rank)
+        others = tuple(getattr(at, other) for other in ("batch", "pipe", *SEQUENCE_AXES, "tensor") if other != axis)
+        groups.setdefault(others, []).append(rank)
+    return list(groups.values())
