@@ -1,13 +1,16 @@
 """Variants of a family that cannot be run, and conditioning that it cannot use, are refused by name."""
 
+import inspect
 import json
 import shutil
 
+import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.limits import check_settings
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import TEXT_MASK
 from tests.families.cases import lumina2, qwen_image, z_image
@@ -93,3 +96,15 @@ def test_masks_reach_the_ranks_where_comfyui_uses_them(conditioning):
     assert conditioning("qwen-image", **given)[TEXT_MASK].tolist() == [[True, True, False]]
     assert TEXT_MASK not in conditioning("z-image", **given)
     assert TEXT_MASK not in conditioning("lumina2", **given)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_family_limits_settings_that_its_class_has(family):
+    """A misspelt one would limit nothing."""
+    limits, layout = family.file.max_settings, family.file
+    known = inspect.signature(getattr(diffusers, family.model_class).__init__).parameters
+    assert {*limits, *layout.video_size} <= {*known, *layout.settings}
+    for setting, most in limits.items():
+        check_settings("a file", layout, {setting: most}, {}, 1)
+        with pytest.raises(ValueError, match=f"a file says that its {setting} is {most + 1}"):
+            check_settings("a file", layout, {setting: most + 1}, {}, 1)
