@@ -21,7 +21,16 @@ from typing import Any
 PACK = Path(__file__).resolve().parent.parent
 PACK_FOLDER = "Parallel DiT"
 """The pack's folder under custom_nodes; the space is deliberate: users' folders have them."""
-REQUIREMENTS = ("torch", "torchsde", "torchaudio", "aiohttp", "safetensors", "comfyui_frontend_package", "diffusers")
+REQUIREMENTS = (
+    "torch",
+    "torchsde",
+    "torchaudio",
+    "aiohttp",
+    "safetensors",
+    "comfyui_frontend_package",
+    "diffusers",
+    "matplotlib",
+)
 """What ComfyUI and the pack need; enough of it to tell an environment that is ready from one that is not."""
 START_SECONDS = 180.0
 STOP_SECONDS = 20.0

@@ -1,1 +1,1 @@
-from tests.comfyui.conftest import comfyui  # noqa: F401 (a fixture)
+from tests.comfyui.conftest import base, bundled_workflows_models, comfyui, session_server  # noqa: F401 (fixtures)

@@ -18,13 +18,11 @@ from PIL import Image
 
 from scripts.comfyui_server import PACK, ComfyUIServer
 from scripts.make_workflows import GRAPHS
-from tests.comfyui import standins
+from tests.comfyui.conftest import FOLDER
 
 pytestmark = [pytest.mark.browser, pytest.mark.comfyui, pytest.mark.alone]
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FOLDER = "parallel-dit"
-"""ComfyUI finds templates and help pages only in folders without spaces."""
 SETTINGS = {
     "Comfy.TutorialCompleted": True,  # its dialog would cover the canvas
     "Comfy.Workflow.Persist": False,
@@ -38,12 +36,9 @@ CHINESE = json.loads((PACK / "locales" / "zh" / "nodeDefs.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def server(comfyui, tmp_path_factory) -> Iterator[ComfyUIServer]:
-    base = tmp_path_factory.mktemp("browser")
-    standins.write(base / "models")
-    with ComfyUIServer(comfyui.checkout, base, comfyui.python, folder=FOLDER) as server:
-        server.post("/settings", SETTINGS)
-        yield server
+def server(session_server, bundled_workflows_models) -> ComfyUIServer:
+    session_server.post("/settings", SETTINGS)
+    return session_server
 
 
 @pytest.fixture(scope="module")

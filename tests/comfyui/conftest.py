@@ -6,7 +6,9 @@ The test process imports nothing of ComfyUI: it starts ComfyUI's own Python, whi
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from scripts.comfyui_server import PACK, ComfyUIServer, find_python, missing_requirements
+from scripts.comfyui_server import PACK, STOP_SECONDS, ComfyUIServer, find_python, missing_requirements
 from tests.comfyui import standins
 from tests.support import tiny
 
 HERE = Path(__file__).parent
+SCRIPT_SECONDS = 900.0
+FORKED_RANKS = HERE / "forked_ranks"
+FOLDER = "parallel-dit"
+"""The pack's own under custom_nodes. Of packs in folders with spaces ComfyUI finds no templates and no help pages."""
 FLUX = tiny.FLUX | {
     "num_layers": 2,
     "num_single_layers": 3,
@@ -49,22 +55,6 @@ class ComfyUI:
 
     checkout: Path
     python: Path
-
-    def run(self, script: str, base: Path) -> tuple[dict[str, Any], str]:
-        """A script of the folder inside/, in ComfyUI: (what it found by case, all that it and its ranks printed)."""
-        result = base / f"{script}.json"
-        done = subprocess.run(
-            [self.python, HERE / "inside" / script, self.checkout, base, result],
-            cwd=base,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=900,
-        )
-        assert done.returncode == 0, f"{script} failed:\n{done.stdout[-8000:]}"
-        logs = sorted((base / "user" / "parallel_dit" / "logs").glob("rank-*"))  # the last two starts' of each rank
-        return json.loads(result.read_text()), done.stdout + "".join(log.read_text() for log in logs)
 
 
 def ready(checkout: Path) -> ComfyUI:
@@ -104,13 +94,79 @@ def base(tmp_path_factory) -> Path:
         save_file({f"{layer}.{name}": value for name, value in (lora | more).items()}, loras / f"tiny-{kind}.safetensors")
     latent = {"latent_tensor": torch.ones(1, 4, 16, 16), "latent_format_version_0": torch.tensor([])}
     save_file(latent, inputs / "four-channels.latent")
-    standins.write(base / "models")
     return base
+
+
+class Inside:
+    """A booted ComfyUI without a server, which runs the scripts of the folder inside/ one after the other: see serve.py."""
+
+    def __init__(self, comfyui: ComfyUI, base: Path):
+        self._base = base
+        self._log = (base / "inside.log").open("w")
+        self._process = subprocess.Popen(
+            [comfyui.python, HERE / "inside" / "serve.py", comfyui.checkout, base],
+            cwd=base,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},  # a process that has threads cannot be forked
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def run(self, script: str, **arguments: Any) -> tuple[dict[str, Any], str]:
+        """Its main(**arguments): (what it found by case, all that it and its ranks printed)."""
+        result, output = (self._base / f"{script}.{ending}" for ending in ("json", "txt"))
+        request = {"script": script, "arguments": arguments, "result": str(result), "output": str(output)}
+        with timed(SCRIPT_SECONDS, self._process):
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            code = self._process.stdout.readline().strip()
+        said = output if output.exists() else Path(self._log.name)
+        printed = said.read_text(errors="replace")
+        assert code == "0", f"{script} failed:\n{printed[-8000:]}"
+        logs = sorted((self._base / "user" / "parallel_dit" / "logs").glob("rank-*"))  # the last two starts' of each rank
+        return json.loads(result.read_text()), printed + "".join(log.read_text() for log in logs)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(STOP_SECONDS)
+        self._process.stdout.close()
+        self._log.close()
+
+
+@contextmanager
+def timed(seconds: float, process: subprocess.Popen) -> Iterator[None]:
+    """After so many seconds within it the process is killed, with all that it started: whoever waits for it is let go."""
+
+    def kill() -> None:
+        for each in (*psutil.Process(process.pid).children(recursive=True), process):
+            each.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@pytest.fixture(scope="session")
+def bundled_workflows_models(base) -> None:
+    """Files under the names that the bundled workflows use."""
+    standins.write(base / "models")
+
+
+@pytest.fixture(scope="session")
+def inside(comfyui, base) -> Iterator[Inside]:
+    inside = Inside(comfyui, base)
+    yield inside
+    inside.close()
 
 
 @pytest.fixture(scope="session")
 def session_server(comfyui, base) -> Iterator[ComfyUIServer]:
-    with ComfyUIServer(comfyui.checkout, base, comfyui.python, packs=(standins.ENCODERS_PACK,)) as server:
+    with ComfyUIServer(
+        comfyui.checkout, base, comfyui.python, packs=(standins.ENCODERS_PACK, FORKED_RANKS), folder=FOLDER
+    ) as server:
         yield server
         left = ranks(server)
     _, alive = psutil.wait_procs(left, timeout=10)
@@ -131,10 +187,13 @@ def server(session_server, request) -> Iterator[ComfyUIServer]:
 def ranks(server: ComfyUIServer) -> list[psutil.Process]:
     """The server's rank processes, in the order of their start, which is the order of their numbers."""
     children = psutil.Process(server.process.pid).children(recursive=True)
-    return sorted(
-        (child for child in children if "multiprocessing.spawn" in " ".join(child.cmdline())),
-        key=lambda child: (child.create_time(), child.pid),
-    )
+    return sorted((child for child in children if is_rank(child)), key=lambda child: (child.create_time(), child.pid))
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Spawned, or forked by the pack forked_ranks: then the command line is that of the process it was forked from."""
+    command, parent = (" ".join(each.cmdline()) for each in (process, process.parent()))
+    return "multiprocessing.spawn" in command or ("multiprocessing.forkserver" in command and command == parent)
 
 
 @pytest.fixture

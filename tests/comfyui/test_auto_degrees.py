@@ -11,8 +11,8 @@ pytestmark = pytest.mark.comfyui
 
 
 @pytest.fixture(scope="module")
-def ran(comfyui, base):
-    return comfyui.run("auto.py", base)
+def ran(inside):
+    return inside.run("auto")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.comfyui.test_families import save_inputs
+from tests.comfyui.test_families import save_case
 from tests.families.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
@@ -19,14 +19,10 @@ ROUND_OFF = 5e-6
 
 
 @pytest.fixture(scope="module")
-def found(comfyui, tmp_path_factory):
-    base = tmp_path_factory.mktemp("side by side")
-    models = base / "models" / "diffusion_models"
-    models.mkdir(parents=True)
+def found(inside, base):
     for case in CASES:
-        case.save(case.model(case.native.config), models / f"{case.name}.safetensors", case.native.config)
-        save_inputs(case, base / f"{case.name}.inputs.safetensors")
-    return comfyui.run("concurrent_conds.py", base)[0]
+        save_case(case, base)
+    return inside.run("concurrent_conds", names=[case.name for case in CASES])[0]
 
 
 def got(found: dict, case: str) -> dict:

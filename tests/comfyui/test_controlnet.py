@@ -24,14 +24,12 @@ SAID = {
 
 
 @pytest.fixture(scope="module")
-def found(comfyui, tmp_path_factory):
-    base = tmp_path_factory.mktemp("controlnet")
+def found(inside, base):
     models = base / "models" / "diffusion_models"
-    models.mkdir(parents=True)
     for name, of in MODELS.items():
         case = next(case for case in all_cases() if case.name == of)
         case.save(case.model(case.native.config), models / f"{name}.safetensors", case.native.config)
-    return comfyui.run("controlnet.py", base)[0]
+    return inside.run("controlnet")[0]
 
 
 def equal_to_native(found, measured, kind, setting, mode):

@@ -17,8 +17,11 @@ CASES = [case for case in all_cases() if case.native is not None]
 MODES = {"one rank": Degrees(), "all warm-up": Degrees(pipe=2), "ulysses": Degrees(ulysses=2)}
 
 
-def save_inputs(case, path: Path) -> None:
-    """The case's conditioning, for inside/families.py."""
+def save_case(case, base: Path) -> None:
+    """Its file, and its conditioning for inside/families.py."""
+    case.save(
+        case.model(case.native.config), base / "models/diffusion_models" / f"{case.name}.safetensors", case.native.config
+    )
     native, generator = case.native, torch.Generator().manual_seed(5)
     tensors = {"latent": torch.zeros(1, *native.latent)}
     plain = {}
@@ -38,22 +41,19 @@ def save_inputs(case, path: Path) -> None:
         "detected": native.detected,
         "modes": [mode for mode, degrees in MODES.items() if degrees == Degrees() or degrees in case.modes],
     }
-    save_file({key: value.contiguous() for key, value in tensors.items()}, path, {"settings": json.dumps(settings)})
+    tensors = {key: value.contiguous() for key, value in tensors.items()}
+    save_file(tensors, base / f"{case.name}.inputs.safetensors", {"settings": json.dumps(settings)})
 
 
 @pytest.fixture(scope="module")
-def parity(request, comfyui, tmp_path_factory):
+def parity(request, inside, base):
     """Results by case, of one run of ComfyUI for those cases that were selected."""
-    base = tmp_path_factory.mktemp("families")
-    models = base / "models" / "diffusion_models"
-    models.mkdir(parents=True)
     calls = [item.callspec for item in request.session.items if item.path == request.path]
     selected = {call.params["case"].name for call in calls}
     for case in CASES:
         if case.name in selected:
-            case.save(case.model(case.native.config), models / f"{case.name}.safetensors", case.native.config)
-            save_inputs(case, base / f"{case.name}.inputs.safetensors")
-    return comfyui.run("families.py", base)[0]
+            save_case(case, base)
+    return inside.run("families", names=sorted(selected))[0]
 
 
 @pytest.mark.parametrize("mode", MODES)

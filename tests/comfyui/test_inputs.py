@@ -11,8 +11,8 @@ NODES = (
 
 
 @pytest.fixture(scope="module")
-def found(comfyui, base):
-    return comfyui.run("inputs.py", base)[0]
+def found(inside):
+    return inside.run("inputs")[0]
 
 
 @pytest.mark.parametrize("name", NODES)

@@ -32,8 +32,8 @@ SAID = {
 
 
 @pytest.fixture(scope="module")
-def found(comfyui, base):
-    return comfyui.run("lora.py", base)[0]
+def found(inside):
+    return inside.run("lora")[0]
 
 
 def check(got, measured, case):

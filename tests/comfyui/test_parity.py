@@ -18,9 +18,9 @@ SAMPLERS = ("euler", "heun", "dpmpp_2m", "uni_pc", "euler_ancestral", "dpmpp_sde
 
 
 @pytest.fixture(scope="module")
-def parity(comfyui, base):
+def parity(inside):
     """(results by case, what the process and its ranks printed) of one run for all tests of this file."""
-    return comfyui.run("parity.py", base)
+    return inside.run("parity")
 
 
 def check(found, case, limit, measured):

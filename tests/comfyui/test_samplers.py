@@ -25,8 +25,8 @@ EXACT = 5e-6
 
 
 @pytest.fixture(scope="module")
-def found(comfyui, base):
-    return comfyui.run("samplers.py", base)[0]
+def found(inside):
+    return inside.run("samplers")[0]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from scripts.comfyui_server import PACK, ComfyUIServer
-from tests.comfyui.conftest import ranks
+from tests.comfyui.conftest import FOLDER, ranks
 from tests.comfyui.graph import small, workflow
 from tests.comfyui.websocket import Events
 
@@ -56,7 +56,7 @@ def pixels(image: bytes) -> np.ndarray:
 
 def test_only_our_pack_is_loaded(server):
     modules = {node["python_module"] for node in server.object_info().values()}
-    assert {name for name in modules if name.startswith("custom_nodes")} == {"custom_nodes.Parallel DiT"}
+    assert {name for name in modules if name.startswith("custom_nodes")} == {f"custom_nodes.{FOLDER}"}
 
 
 def test_quickstart_gives_a_picture_its_report_and_progress(server):

@@ -12,8 +12,8 @@ STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def found(comfyui, base):
-    return comfyui.run("step_cache.py", base)[0]
+def found(inside):
+    return inside.run("step_cache")[0]
 
 
 @pytest.mark.parametrize("case", ["euler", "bands", "cfg 1", "displaced"])

@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,9 @@ from parallel_backend.client.reports.trace_picture import BANDED, EXACT, TRANSFE
 from scripts.comfyui_server import ComfyUIServer, Outcome
 from tests.comfyui.test_server import SAMPLER, small, workflow
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
+pytestmark = pytest.mark.comfyui
 
 TRACE, SHOWN = "40", "41"
-
-
-@pytest.fixture(scope="module")
-def fresh(comfyui, tmp_path_factory):
-    """A ComfyUI of its own, on whose ranks nothing has run."""
-    code = "import importlib.util; print(importlib.util.find_spec('matplotlib') is None)"
-    if subprocess.run([comfyui.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "True":
-        pytest.skip(f"{comfyui.python} lacks matplotlib, which the pack needs")
-    with ComfyUIServer(comfyui.checkout, tmp_path_factory.mktemp("trace"), comfyui.python) as server:
-        yield server
 
 
 def nodes(**inputs: Any) -> dict[str, Any]:
@@ -56,15 +45,14 @@ def steps(trace: dict[str, Any]) -> list[int]:
     return [found.count(rank) for rank in sorted(set(found))]
 
 
-def test_before_any_sampler_it_says_what_to_do(fresh):
-    outcome = fresh.run(nodes())
-    assert outcome.status == "error"
-    assert "ParallelTrace: after: nothing has run on Parallel DiT's ranks yet" in outcome.error
+def test_before_any_sampler_it_says_what_to_do(inside):
+    found = inside.run("trace")[0]["before any sampler"]
+    assert found["error"].startswith("ValueError: after: nothing has run on Parallel DiT's ranks yet")
 
 
-def test_it_shows_the_run_before_it_and_then_the_next_one(fresh):
+def test_it_shows_the_run_before_it_and_then_the_next_one(server):
     prompt = workflow(seed=51, num_pipeline_patch=2, width=128, height=128, steps=6) | nodes(after=[SAMPLER, 0])
-    picture, report, trace = shown(fresh, fresh.run(prompt))
+    picture, report, trace = shown(server, server.run(prompt))
     assert picture.shape[1] == 1200
     for colour in (EXACT, BANDED, TRANSFERRING):
         assert (picture == rgb(colour)).all(-1).sum() > 50, colour
@@ -73,29 +61,29 @@ def test_it_shows_the_run_before_it_and_then_the_next_one(fresh):
     # An exact call takes the positive and the negative prompt one by one, a band both at once.
     assert steps(trace) == [2 + 5 * 2] * 2
 
-    _, again, same = shown(fresh, fresh.run(prompt))
+    _, again, same = shown(server, server.run(prompt))
     assert again.splitlines()[:-1] == report.splitlines()[:-1]  # the sampler was not run again, so it was still the last
     assert again.splitlines()[-1] != report.splitlines()[-1]
     assert same == trace
 
-    _, alone, same = shown(fresh, fresh.run(nodes()))
+    _, alone, same = shown(server, server.run(nodes()))
     assert alone.splitlines()[:-1] == report.splitlines()[:-1]
     assert same == trace
 
     prompt[SAMPLER]["inputs"] |= {"seed": 52, "steps": 3}
-    assert steps(shown(fresh, fresh.run(prompt))[2]) == [2 + 2 * 2] * 2
+    assert steps(shown(server, server.run(prompt))[2]) == [2 + 2 * 2] * 2
 
 
-def test_plain_ksampler(fresh):
+def test_plain_ksampler(server):
     """Without PipeFusion: runs are told apart all the same."""
     for count in (4, 2):
         prompt = small("native_ksampler", seed=60 + count, steps=count) | nodes(after=["6", 0])
         prompt["6"]["inputs"]["model"] = ["1", 0]
         del prompt["5"]
-        assert steps(shown(fresh, fresh.run(prompt))[2]) == [2 * count] * 2
+        assert steps(shown(server, server.run(prompt))[2]) == [2 * count] * 2
 
 
-def test_trace_file_elsewhere_is_refused(fresh):
-    outcome = fresh.run(nodes(filename_prefix="../../elsewhere"))
+def test_trace_file_elsewhere_is_refused(server):
+    outcome = server.run(nodes(filename_prefix="../../elsewhere"))
     assert outcome.status == "error"
     assert "filename_prefix: '../../elsewhere' leads out of ComfyUI's output folder" in outcome.error

@@ -32,8 +32,8 @@ UNLOAD, DECODE = "20", "6"
 
 
 @pytest.fixture(scope="module")
-def found(comfyui, base):
-    return comfyui.run("unload.py", base)[0]
+def found(inside):
+    return inside.run("unload")[0]
 
 
 FREED = ("all", "room for a little more", "room for a lot more", "the node", "all, ranks on another GPU")

@@ -32,9 +32,9 @@ WHOLE = {
 
 
 @pytest.fixture(scope="module")
-def ran(comfyui, base):
+def ran(inside):
     """(results by case, what the process and its ranks printed) of one run for all tests of this file."""
-    return comfyui.run("vae.py", base)
+    return inside.run("vae")
 
 
 @pytest.fixture(scope="module")

@@ -7,25 +7,17 @@ import urllib.request
 import pytest
 
 from scripts.comfyui_server import PACK, ComfyUIServer
+from tests.comfyui.conftest import FOLDER
 
 pytestmark = pytest.mark.comfyui
 
-FOLDER = "parallel-dit"
 MODULE = f"custom_nodes.{FOLDER}"
 
 
 @pytest.fixture(scope="module")
-def words_server(comfyui, tmp_path_factory):
-    """A ComfyUI of its own: aiohttp finds no static file of a pack whose folder has a space in its name, as ours has in
-    the other tests, so that there the frontend shows a node's tooltips in place of its page."""
-    with ComfyUIServer(comfyui.checkout, tmp_path_factory.mktemp("words"), comfyui.python, folder=FOLDER) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def ours(words_server):
+def ours(session_server):
     """Node id -> its definition, for the pack's nodes."""
-    return {name: node for name, node in words_server.object_info().items() if node["python_module"] == MODULE}
+    return {name: node for name, node in session_server.object_info().items() if node["python_module"] == MODULE}
 
 
 def ask_for_page(server: ComfyUIServer, name: str):
@@ -34,33 +26,33 @@ def ask_for_page(server: ComfyUIServer, name: str):
     return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=30)
 
 
-def test_every_node_has_its_help_page_in_both_languages(words_server, ours):
+def test_every_node_has_its_help_page_in_both_languages(session_server, ours):
     assert "ParallelDiTLoader" in ours
     for node in ours:
         for name in (f"{node}.md", f"{node}/zh.md"):
-            with ask_for_page(words_server, name) as answer:
+            with ask_for_page(session_server, name) as answer:
                 assert answer.read() == (PACK / "web" / "docs" / name).read_bytes()
                 assert "text/html" not in answer.headers["Content-Type"]  # which the frontend takes for a missing page
 
 
-def test_a_language_without_a_page_is_not_found_and_falls_back_to_english(words_server, ours):
+def test_a_language_without_a_page_is_not_found_and_falls_back_to_english(session_server, ours):
     for node in ours:
         with pytest.raises(urllib.error.HTTPError) as refusal:
-            ask_for_page(words_server, f"{node}/fr.md")
+            ask_for_page(session_server, f"{node}/fr.md")
         with refusal.value as answer:
             assert answer.code == 404
 
 
-def test_translations_are_those_of_the_locales(words_server, ours):
-    served = json.loads(words_server.get("/i18n"))
+def test_translations_are_those_of_the_locales(session_server, ours):
+    served = json.loads(session_server.get("/i18n"))
     assert served.keys() == {"en", "zh"}
     for language, words in served.items():
         assert words == {"nodeDefs": json.loads((PACK / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))}
         assert words["nodeDefs"].keys() == ours.keys()
 
 
-def test_english_words_are_what_the_server_says_of_the_nodes(words_server, ours):
-    english = json.loads(words_server.get("/i18n"))["en"]["nodeDefs"]
+def test_english_words_are_what_the_server_says_of_the_nodes(session_server, ours):
+    english = json.loads(session_server.get("/i18n"))["en"]["nodeDefs"]
     for name, node in ours.items():
         entry = english[name]
         assert (entry["display_name"], entry["description"]) == (node["display_name"], node["description"])
@@ -69,5 +61,5 @@ def test_english_words_are_what_the_server_says_of_the_nodes(words_server, ours)
         assert [words["name"] for words in entry["outputs"].values()] == node["output_name"]
 
 
-def test_no_script_of_ours_runs_in_the_browser(words_server):
-    assert not [path for path in json.loads(words_server.get("/extensions")) if FOLDER in path]
+def test_no_script_of_ours_runs_in_the_browser(session_server):
+    assert not [path for path in json.loads(session_server.get("/extensions")) if FOLDER in path]

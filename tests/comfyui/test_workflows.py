@@ -9,11 +9,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from scripts import make_workflows
-from scripts.comfyui_server import PACK, PACK_FOLDER
+from scripts.comfyui_server import PACK
 from scripts.workflow_form import GROUP_TITLE, SEEDS, TITLE
+from tests.comfyui.conftest import FOLDER
 
 WORKFLOWS = PACK / "workflows"
-OURS = f"custom_nodes.{PACK_FOLDER}"
+OURS = f"custom_nodes.{FOLDER}"
 NAMES = tuple(make_workflows.GRAPHS)  # in this order: those on as many ranks one after the other
 BUNDLED = ("quickstart", "native_ksampler")
 WITH_FILES = tuple(name for name in NAMES if name not in BUNDLED)
@@ -216,14 +217,19 @@ def test_bundled_workflow_runs_as_it_is(session_server, name):
     succeed(session_server, api(name))
 
 
+@pytest.fixture
+def with_files(session_server, bundled_workflows_models):
+    return session_server
+
+
 @pytest.mark.comfyui
-def test_sd3s_prompts_run_side_by_side(session_server):
+def test_sd3s_prompts_run_side_by_side(with_files):
     prompt = on_cpu_ranks(api("sd3_split_batch"), text="another prompt, of another length than the negative one")
     sampler = next(node_id for node_id, node in prompt.items() if node["class_type"] == "KSampler")
     prompt[sampler]["class_type"] = "PipeFusionSampler"
     prompt[sampler]["inputs"] |= make_workflows.PIPEFUSION
     prompt["90"] = {"class_type": "PreviewAny", "inputs": {"source": [sampler, 1]}}
-    outcome = session_server.run(prompt)
+    outcome = with_files.run(prompt)
     report = outcome.outputs["90"]["text"][0]
     assert "split_batch_degree 2" in report
     assert all(f"rank {rank}: 3 micro-steps" in report for rank in (0, 1)), report
@@ -231,31 +237,31 @@ def test_sd3s_prompts_run_side_by_side(session_server):
 
 @pytest.mark.comfyui
 @pytest.mark.parametrize("name", WITH_FILES)
-def test_workflow_for_own_files_runs_with_tiny_ones(session_server, name):
+def test_workflow_for_own_files_runs_with_tiny_ones(with_files, name):
     """Its own nodes and degrees, ComfyUI's own text encoders and VAE; another prompt makes another picture."""
-    first = succeed(session_server, on_cpu_ranks(api(name)))
+    first = succeed(with_files, on_cpu_ranks(api(name)))
     reports = [shown["text"][0] for shown in first.outputs.values() if "text" in shown]
     for report in reports:
         assert "pipelined in" in report
         assert report.count("\nrank ") == world(api(name))
         assert ": 0 micro-steps" not in report
     other = on_cpu_ranks(api(name), text="a red bicycle")
-    assert succeed(session_server, other).images != first.images
+    assert succeed(with_files, other).images != first.images
 
 
 @pytest.mark.comfyui
 @pytest.mark.slow
-def test_pixarts_latent_of_2048_by_2048(session_server):
+def test_pixarts_latent_of_2048_by_2048(with_files):
     """Its 16,384 tokens, sampled; decoding four million pixels on the CPU is left out."""
     prompt = on_cpu_ranks(api("pixart_2048"), width=2048, height=2048, steps=2)
     sampler = next(node_id for node_id, node in prompt.items() if node["class_type"] == "PipeFusionSampler")
     picture = {node_id for node_id, node in prompt.items() if node["class_type"] in ("VAELoader", "VAEDecode", "SaveImage")}
     prompt = {node_id: node for node_id, node in prompt.items() if node_id not in picture}
     prompt["90"] = {"class_type": "SaveLatent", "inputs": {"samples": [sampler, 0], "filename_prefix": "2048"}}
-    outcome = session_server.run(prompt)
+    outcome = with_files.run(prompt)
     assert outcome.status == "success", outcome.error
     assert "pipelined in" in next(shown["text"][0] for shown in outcome.outputs.values() if "text" in shown)
-    path = session_server.base / "output" / outcome.outputs["90"]["latents"][0]["filename"]
+    path = with_files.base / "output" / outcome.outputs["90"]["latents"][0]["filename"]
     latent = load_file(path)["latent_tensor"]
     assert latent.shape == (1, 4, 256, 256)
     assert latent.isfinite().all()

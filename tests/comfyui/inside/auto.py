@@ -1,5 +1,5 @@
 """`degrees` auto of Parallel DiT Loader: what it chooses on machines that are made up, and that the picture is that of the
-same degrees by hand. Run by ComfyUI's Python, see boot.py.
+same degrees by hand. Run by serve.py.
 """
 
 import json
@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from boot import BASE, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, torch
 
 FILE = "tiny.safetensors"
 
 
-def main() -> None:
-    load_pack()
-    auto = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0] + ".auto_degrees"]
+def main(results: Results) -> None:
+    auto = sys.modules[
+        nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0] + ".sampling.auto_degrees"
+    ]
 
     from parallel_backend.client.registry import registry
     from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
@@ -25,7 +26,7 @@ def main() -> None:
     g = torch.Generator().manual_seed(0)
     prompts = [[[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for _ in range(2)]
     latent = torch.zeros(1, 16, 16, 16)
-    results, said, measured = Results(), [], []
+    said, measured = [], []
 
     def load(devices: str = "cpu,cpu", config=None, stage_split: str = "even"):
         """Degrees that could not be served, since they are not looked at."""
@@ -224,8 +225,3 @@ def main() -> None:
     two = (batches, tokens, pipefusion_unused, sampler_node, kept, ulysses_config, unloads, cancelled, nothing_fits)
     for case in (*two, for_real, pipefusion, by_hand_first, slow_links, one_device, stages_by_hand):
         results.case(case.__name__, case)
-    results.write()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,19 @@
-"""Boots ComfyUI and the pack in this process, for the scripts beside this file that ComfyUI's own Python runs.
-
-A script's arguments: the ComfyUI checkout, a base directory (with test checkpoints), and the file for its result.
-"""
+"""Boots ComfyUI in this process, and what the scripts beside this file share. ComfyUI's own Python runs it, see serve.py."""
 
 import asyncio
-import json
+import multiprocessing
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 PACK = Path(__file__).resolve().parents[3]
-CHECKOUT, BASE, RESULT = (Path(argument) for argument in sys.argv[1:4])
+FORKED_RANKS = PACK / "tests" / "comfyui" / "forked_ranks"
+CHECKOUT, BASE = (Path(argument) for argument in sys.argv[1:3])
 
 os.chdir(CHECKOUT)
 sys.path.insert(0, str(CHECKOUT))
@@ -25,7 +25,7 @@ comfy.options.enable_args_parsing()
 
 import comfy.samplers  # noqa: E402
 import comfy.sd  # noqa: E402
-import torch  # noqa: E402
+import torch.multiprocessing  # noqa: E402
 from comfy.ldm.modules import attention  # noqa: E402
 
 import nodes  # noqa: E402
@@ -33,9 +33,14 @@ import nodes  # noqa: E402
 BUNDLED = "quickstart-digits (bundled)"
 
 
-def load_pack() -> None:
-    """As ComfyUI does it at its start; our nodes are then in `nodes.NODE_CLASS_MAPPINGS`."""
-    assert asyncio.run(nodes.load_custom_node(str(PACK))), "the pack did not import"
+def load_pack(folder: Path) -> None:
+    """As ComfyUI does it at its start; the pack's nodes are then in `nodes.NODE_CLASS_MAPPINGS`."""
+    assert asyncio.run(nodes.load_custom_node(str(folder))), f"{folder} did not import"
+
+
+def spawned_ranks() -> AbstractContextManager:
+    """Within it ranks are spawned, as users' are, rather than forked."""
+    return patch.object(torch.multiprocessing, "get_context", multiprocessing.get_context)
 
 
 def node(name: str, *arguments: Any, **named: Any) -> Any:
@@ -89,7 +94,7 @@ def other_attention(model):
 
 
 class Results:
-    """Case -> what it gave, or {"error": text}. Written as JSON, so that the test process needs nothing of ComfyUI."""
+    """Case -> what it gave, or {"error": text}. It becomes JSON, so that the test process needs nothing of ComfyUI."""
 
     def __init__(self):
         self.found: dict[str, Any] = {}
@@ -100,6 +105,3 @@ class Results:
                 self.found[name] = measure()
         except Exception as error:
             self.found[name] = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-
-    def write(self) -> None:
-        RESULT.write_text(json.dumps(self.found))

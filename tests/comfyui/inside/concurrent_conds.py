@@ -1,4 +1,4 @@
-"""Prompts that ComfyUI cannot join to one model call, with one and two replicas. Run by ComfyUI's Python, see boot.py.
+"""Prompts that ComfyUI cannot join to one model call, with one and two replicas. Run by serve.py.
 
 The test process has put families' files and conditioning where families.py looks for them.
 """
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from boot import BASE, BUNDLED, Results, comfy, difference, ksampler, load_pack, node, parallel, torch
+from boot import BASE, BUNDLED, Results, comfy, difference, ksampler, node, parallel, torch
 from families import detecting, read
 
 STEPS = 3
@@ -130,10 +130,8 @@ class Families:
         return counts
 
 
-def main() -> None:
-    load_pack()
-    results, families = Results(), Families()
-    names = sorted(path.name.removesuffix(".inputs.safetensors") for path in BASE.glob("*.inputs.safetensors"))
+def main(results: Results, names: list[str]) -> None:
+    families = Families()
     for name in names:
         results.case(f"{name}, native", partial(families.natively, name))
     # The outer loops: other numbers of ranks start other processes.
@@ -147,7 +145,6 @@ def main() -> None:
                 replicas = degrees.get("batch", 1)
                 results.case(f"{name}, {run}, {replicas}", partial(families.on_ranks, name, run, make, degrees))
     on_the_bundled_model(results)
-    results.write()
 
 
 class Adds(comfy.controlnet.ControlBase):
@@ -245,7 +242,3 @@ def _cancelled(run, model, prompts, latent) -> dict:
         return {"raised": type(cancelled).__name__, "posted": len(posted)}
     finally:
         remote.post = post
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Apply ControlNet on the parallel MODEL, against ComfyUI's own model. Run by ComfyUI's Python, see boot.py.
+"""Apply ControlNet on the parallel MODEL, against ComfyUI's own model. Run by serve.py.
 
 The test process has put `flux.safetensors`, `sd3.safetensors` and `qwen.safetensors` into models/diffusion_models. The
 ControlNets are ComfyUI's own classes with random weights, built as `comfy.controlnet` builds them from files.
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from boot import BASE, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, sequence, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
 from families import detecting
 
 QWEN_DETECTED = {"num_attention_heads": 2, "joint_attention_dim": 64}
@@ -339,9 +339,7 @@ def refuse_fun(results: Results) -> None:
         )
 
 
-def main() -> None:
-    load_pack()
-    results = Results()
+def main(results: Results) -> None:
     for name, kind in KINDS.items():
         with detecting(kind.detected):
             compare_kind(name, kind, results)
@@ -352,8 +350,3 @@ def main() -> None:
         refuse_fun(results)
     ending(KINDS["Flux, latent"], results)
     refusals(results)
-    results.write()
-
-
-if __name__ == "__main__":
-    main()

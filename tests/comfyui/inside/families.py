@@ -1,4 +1,4 @@
-"""Every family's MODEL against ComfyUI's own for the same file. Run by ComfyUI's Python, see boot.py.
+"""Every family's MODEL against ComfyUI's own for the same file. Run by serve.py.
 
 The test process has put, for each case, `<name>.safetensors` into models/diffusion_models, and the conditioning into
 `<name>.inputs.safetensors` of the base directory: tensors `positive.*`, `negative.*` and `latent`, lists of
@@ -12,7 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from boot import BASE, Results, comfy, difference, ksampler, load_pack, node, parallel, sequence, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, parallel, sequence, torch
 from safetensors import safe_open
 
 
@@ -78,10 +78,8 @@ MODES = {
 }
 
 
-def main() -> None:
-    load_pack()
-    results, expected = Results(), {}
-    names = sorted(path.name.removesuffix(".inputs.safetensors") for path in BASE.glob("*.inputs.safetensors"))
+def main(results: Results, names: list[str]) -> None:
+    expected = {}
     for name in names:
         with detecting(read(name)[-1]["detected"]):
             results.case(f"{name}, native", partial(native, name, expected))
@@ -89,8 +87,3 @@ def main() -> None:
         for name in (name for name in names if name in expected and mode in read(name)[-1]["modes"]):
             with detecting(read(name)[-1]["detected"]):
                 results.case(f"{name}, {mode}", partial(compare, name, make, expected[name]))
-    results.write()
-
-
-if __name__ == "__main__":
-    main()

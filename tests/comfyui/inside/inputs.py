@@ -9,7 +9,7 @@ import math
 import random
 from typing import Any
 
-from boot import BASE, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, torch
 
 FILE = "tiny.safetensors"
 SEED = 5
@@ -76,8 +76,7 @@ def conditionings(g: torch.Generator) -> list[Any]:
     ]
 
 
-def main() -> None:
-    load_pack()
+def main(results: Results) -> None:
 
     from parallel_backend.client.not_finite import NotFiniteError
     from parallel_backend.client.registry import registry
@@ -87,7 +86,6 @@ def main() -> None:
     inputs = {name: inputs_of(kind) for name, kind in mappings.items()}
     names = ("positive, negative", "control_net", *{name for given in inputs.values() for name in given})
     rng = random.Random(SEED)
-    results = Results()
     model = parallel(FILE, stage_split="even")
     native = node("UNETLoader", FILE, "default")
     prompts = [conditionings(g)[0] for _ in range(2)]
@@ -290,13 +288,8 @@ def main() -> None:
     results.case("strengths", strengths)
     results.case("after strengths", after)
     results.case("outside", lambda: sorted(str(path) for path in BASE.parent.iterdir()))
-    results.write()
 
 
 def inputs_of(kind: type) -> dict[str, Any]:
     groups = kind.INPUT_TYPES()
     return {name: spec[0] for group in ("required", "optional") for name, spec in groups.get(group, {}).items()}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""LoRA on Parallel DiT Loader's MODEL against LoRA on ComfyUI's own. Run by ComfyUI's Python, see boot.py.
+"""LoRA on Parallel DiT Loader's MODEL against LoRA on ComfyUI's own. Run by serve.py.
 
 The LoRA files are made from ComfyUI's own table of names, so that they have every name that it knows.
 """
@@ -6,7 +6,7 @@ The LoRA files are made from ComfyUI's own table of names, so that they have eve
 from collections.abc import Callable
 from functools import partial
 
-from boot import BASE, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, torch
 from safetensors.torch import save_file
 
 FILES = {"Flux": "tiny.safetensors", "SD3": "tiny-sd3.safetensors"}
@@ -255,13 +255,6 @@ def refusals(results: Results, make: Maker, native, ours, sample, prompts) -> No
     results.case("refusal hook", hooked)
 
 
-def main() -> None:
-    load_pack()
-    results = Results()
+def main(results: Results) -> None:
     for family in FILES:
         compare_family(family, results)
-    results.write()
-
-
-if __name__ == "__main__":
-    main()

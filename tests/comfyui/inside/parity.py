@@ -1,9 +1,10 @@
-"""Parallel DiT Loader's MODEL against ComfyUI's own loader for the same file. Run by ComfyUI's Python, see boot.py."""
+"""Parallel DiT Loader's MODEL against ComfyUI's own loader for the same file. Run by serve.py."""
 
 import os
 from functools import partial
+from unittest.mock import patch
 
-from boot import BASE, Results, comfy, difference, ksampler, load_pack, node, other_attention, parallel, sequence, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, other_attention, parallel, sequence, spawned_ranks, torch
 
 SAMPLERS = ("euler", "heun", "dpmpp_2m", "uni_pc", "euler_ancestral", "dpmpp_sde", "lcm")
 FILE, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
@@ -17,10 +18,7 @@ def prompts(*lengths: int) -> list:
     ]
 
 
-def main() -> None:
-    load_pack()
-    # Read by Python at the start of each rank: it then lists on stderr every module that it imports.
-    os.environ["PYTHONPROFILEIMPORTTIME"] = "1"
+def main(results: Results) -> None:
     native, native_sd3 = (
         comfy.sd.load_diffusion_model(
             str(BASE / "models" / "diffusion_models" / name), model_options={"dtype": torch.float32}
@@ -32,7 +30,6 @@ def main() -> None:
     g = torch.Generator().manual_seed(1)
     square, odd = torch.zeros(1, 16, 16, 16), torch.zeros(1, 16, 15, 13)
     picture = torch.randn(1, 16, 16, 16, generator=g)
-    results = Results()
 
     def compare(model, latent=square, texts=both, native=native, **settings) -> dict[str, float]:
         expected = ksampler(native, texts, latent, **settings)
@@ -80,9 +77,6 @@ def main() -> None:
     results.case("SD3 odd size", partial(compare, sd3, odd, texts=prompts(9, 5), native=native_sd3, sampler="dpmpp_2m"))
     results.case("SD3 all steps warm-up", partial(all_warm, sd3))
     results.case("SD3 ulysses_degree 2", lambda: compare(parallel(SD3, pipe=1, config=split), odd, native=native_sd3))
-    results.case("one rank", lambda: compare(parallel(FILE, pipe=1, devices="cpu"), steps=2))
-    results.write()
-
-
-if __name__ == "__main__":
-    main()
+    # Read by Python at a rank's start: it then lists on stderr every module that it imports.
+    with spawned_ranks(), patch.dict(os.environ, PYTHONPROFILEIMPORTTIME="1"):
+        results.case("one rank", lambda: compare(parallel(FILE, pipe=1, devices="cpu"), steps=2))

@@ -1,11 +1,11 @@
-"""Every sampler of ComfyUI under Apply PipeFusion, and patches. Run by ComfyUI's Python, see boot.py."""
+"""Every sampler of ComfyUI under Apply PipeFusion, and patches. Run by serve.py."""
 
 import logging
 import time
 import warnings
 from functools import partial
 
-from boot import BUNDLED, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, sequence, torch
+from boot import BUNDLED, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
 
 STEPS = 4
 PATCH_STEPS = 8
@@ -24,15 +24,13 @@ class Warnings(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def main() -> None:
-    load_pack()
+def main(results: Results) -> None:
     logging.getLogger().addHandler(told := Warnings())
     prompts = [node("QuickstartPrompt", text) for text in ("3 1 4 1", "")]
     plain = parallel(BUNDLED)
     banded, warm = node("ApplyPipeFusion", plain, 3, 1, True), node("ApplyPipeFusion", plain, 3, 1000, True)
     empty = torch.zeros(1, 16, 16, 16)
     picture = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(1)) * 0.5
-    results = Results()
 
     def every_way(sampler: str) -> dict:
         started = time.perf_counter()
@@ -149,7 +147,6 @@ def main() -> None:
     results.case("displaced after the refusal", partial(in_patches, displaced, "euler"))
     results.case("naive euler", partial(in_patches, naive, "euler"))
     results.case("naive report", partial(reported, naive, prompts, 1))
-    results.write()
 
 
 def _ksampler(model, prompts, latent, **settings) -> torch.Tensor:
@@ -175,7 +172,3 @@ def _custom(model, guider: str, prompts, latent, steps=STEPS) -> torch.Tensor:
     sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
     noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(42))
     return chosen.sample(noise, latent, comfy.samplers.sampler_object("euler"), sigmas, seed=42)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,15 @@
-"""Parallel Step Cache in front of ComfyUI's samplers. Run by ComfyUI's Python, see boot.py."""
+"""Parallel Step Cache in front of ComfyUI's samplers. Run by serve.py."""
 
 import logging
 from functools import partial
 
-from boot import BUNDLED, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, sequence, torch
+from boot import BUNDLED, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
 
 STEPS = 12
 THRESHOLD = 0.2  # at 12 steps; noisy samplers need more
 
 
-def main() -> None:
-    load_pack()
+def main(results: Results) -> None:
     from parallel_backend.client import step_cache
 
     log: list[str] = []
@@ -62,7 +61,6 @@ def main() -> None:
             "repeat": difference(first, second),
         }
 
-    results = Results()
     results.case("euler", partial(against, plain, cache(plain)))
     results.case("bands", partial(against, banded(plain), cache(banded(plain))))
     results.case("cfg 1", partial(against, plain, cache(plain), cfg=1.0))
@@ -119,8 +117,3 @@ def main() -> None:
     logging.getLogger().setLevel(logging.ERROR)
     displaced = parallel(BUNDLED, pipe=1, config=sequence(1, 1, "displaced", 2), stage_split="even")
     results.case("displaced", partial(against, displaced, cache(displaced)))
-    results.write()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What ComfyUI's model management sees of the ranks' memory, and how it takes it. Run by ComfyUI's Python, see boot.py.
+"""What ComfyUI's model management sees of the ranks' memory, and how it takes it. Run by serve.py.
 
 There is no GPU here. Where a case needs one, ComfyUI is told that its CPU is one, with `free` bytes that its other models
 leave on it; the memory that ranks on `cpu` hold then counts as on the GPU that ComfyUI uses.
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from boot import Results, comfy, difference, ksampler, load_pack, node, parallel, torch
+from boot import Results, comfy, difference, ksampler, node, parallel, torch
 
 FILE, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
 CPU = torch.device("cpu")
@@ -28,8 +28,7 @@ def gpu(free: float = 0.0) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    load_pack()
+def main(results: Results) -> None:
     from comfy_execution.utils import CurrentNodeContext
 
     from parallel_backend.client.registry import registry
@@ -39,7 +38,6 @@ def main() -> None:
     latent = torch.zeros(1, 16, 16, 16)
     model = parallel(FILE, stage_split="even")
     stub = model.model.diffusion_model
-    results = Results()
 
     def sample(which=model) -> torch.Tensor:
         return ksampler(which, prompts, latent)
@@ -134,8 +132,3 @@ def main() -> None:
         return {"before": before, "after": registry().bytes_on(key, "cpu")}
 
     results.case("dropped", dropped)
-    results.write()
-
-
-if __name__ == "__main__":
-    main()

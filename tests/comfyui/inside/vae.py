@@ -1,4 +1,4 @@
-"""Parallel VAE Decode against the VAE's own decode. Run by ComfyUI's Python, see boot.py.
+"""Parallel VAE Decode against the VAE's own decode. Run by serve.py.
 
 VAEs have random weights in the real key layout. Their decoders are a quarter as wide as real ones, but for one.
 """
@@ -7,7 +7,7 @@ import copy
 import gc
 import weakref
 
-from boot import BASE, BUNDLED, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, torch
+from boot import BASE, BUNDLED, Results, comfy, difference, ksampler, node, nodes, parallel, torch
 from safetensors.torch import save_file
 
 WIDE, NARROW = 128, 32
@@ -114,11 +114,9 @@ def dropped(vaes: list[comfy.sd.VAE]) -> bool:
     return seen() is None
 
 
-def main() -> None:
-    load_pack()
+def main(results: Results) -> None:
     import server  # ComfyUI's; it is found once boot.py is imported
 
-    results = Results()
     server.PromptServer.instance = recorder = Recorder()
     decodes = Decodes(recorder)
     vae, small = image_vae(4), latent(1, 4, 4, 4)
@@ -155,8 +153,3 @@ def main() -> None:
     results.case("wrong devices", lambda: decodes(vae, small, "cpu,tpu"))
     results.case("three ranks, batch 3", lambda: decodes(vae, latent(3, 4, 11, 5), "cpu,cpu,cpu"))
     results.case("dropped", lambda: dropped([image_vae(4)]))
-    results.write()
-
-
-if __name__ == "__main__":
-    main()

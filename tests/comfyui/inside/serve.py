@@ -1,0 +1,47 @@
+"""Boots ComfyUI and the pack once, and runs scripts beside this file in processes forked from this one.
+
+Arguments: the ComfyUI checkout and a base directory (with test checkpoints). Each line of standard input asks for a script,
+as JSON: see `run`. When the script has ended, a line of standard output has its exit code.
+"""
+
+import importlib
+import json
+import os
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+REPLIES = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # whatever else is printed is no reply
+
+import boot  # noqa: E402
+
+
+def main() -> None:
+    boot.load_pack(boot.PACK)
+    boot.load_pack(boot.FORKED_RANKS)
+    for line in sys.stdin:
+        sys.stdout.flush()
+        if (child := os.fork()) == 0:
+            run(**json.loads(line))
+            return
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), file=REPLIES, flush=True)
+
+
+def run(script: str, arguments: dict[str, Any], result: str, output: str) -> None:
+    """In a child. `result`: the file for what the script found; `output`: the file for all that it and its ranks print."""
+    with open(output, "wb") as printed, open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+    # The parent started it, so this process cannot wait for its end, which is how one looks whether it runs.
+    forkserver._forkserver.ensure_running = lambda: None
+    results = boot.Results()
+    importlib.import_module(script).main(results, **arguments)
+    Path(result).write_text(json.dumps(results.found))
+
+
+if __name__ == "__main__":
+    main()
