@@ -1,4 +1,4 @@
-"""Every sampler of ComfyUI under Apply PipeFusion, and patches. Run by serve.py."""
+"""Samplers of ComfyUI under Apply PipeFusion, and patches. Run by serve.py."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ class Warnings(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def main(results: Results) -> None:
+def main(results: Results, names: list[str]) -> None:
     logging.getLogger().addHandler(told := Warnings())
     prompts = [node("QuickstartPrompt", text) for text in ("3 1 4 1", "")]
     plain = parallel(BUNDLED)
@@ -51,7 +51,8 @@ def main(results: Results) -> None:
             "seconds": time.perf_counter() - started,
         }
 
-    for sampler in comfy.samplers.SAMPLER_NAMES:
+    results.case("all samplers", lambda: comfy.samplers.SAMPLER_NAMES)
+    for sampler in names:
         results.case(f"sampler {sampler}", partial(every_way, sampler))
 
     def against_warm(run) -> dict:

@@ -1,7 +1,9 @@
 """Parallel Step Cache in front of ComfyUI's samplers. Run by serve.py."""
 
 import logging
+import sys
 from functools import partial
+from unittest.mock import patch
 
 from boot import BUNDLED, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
 
@@ -9,7 +11,7 @@ STEPS = 12
 THRESHOLD = 0.2  # at 12 steps; noisy samplers need more
 
 
-def main(results: Results) -> None:
+def main(results: Results, names: list[str]) -> None:
     from parallel_backend.client import step_cache
 
     log: list[str] = []
@@ -75,29 +77,24 @@ def main(results: Results) -> None:
             "decisions": run(cache(cache(plain), 0.0))[1],
         },
     )
-    for sampler in comfy.samplers.SAMPLER_NAMES:
+    results.case("all samplers", lambda: comfy.samplers.SAMPLER_NAMES)
+    for sampler in names:
         for name, model in (("whole", plain), ("bands", banded(plain))):
             results.case(f"{name} {sampler}", partial(twice, cache(model, 1.5), sampler=sampler, steps=8))
 
     def outlived() -> dict:
         """The control: a run that finds what the run before has kept."""
-        from importlib import import_module
-
-        stub = type(plain.model.diffusion_model)
-        remote_model = import_module(stub.__module__)
-        begin, first = remote_model.begin_cache, []
+        patcher = sys.modules[type(plain).__module__]
+        begin, first = patcher.begin_cache, []
 
         def keep(model):
             first.append(begin(model))
             return first[0]
 
         expected, _ = run(cache(plain))
-        remote_model.begin_cache = keep
-        try:
+        with patch.object(patcher, "begin_cache", keep):
             run(cache(plain))
             sample, decided = run(cache(plain))
-        finally:
-            remote_model.begin_cache = begin
         return {"decisions": decided, "difference": difference(expected, sample)}
 
     results.case("a cache that outlives its run", outlived)
