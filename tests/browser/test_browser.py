@@ -19,8 +19,9 @@ from PIL import Image
 from scripts.comfyui_server import PACK, ComfyUIServer
 from scripts.make_workflows import GRAPHS
 from tests.comfyui.conftest import FOLDER
+from tests.support.requirements import missing
 
-pytestmark = [pytest.mark.browser, pytest.mark.comfyui, pytest.mark.alone]
+pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SETTINGS = {
@@ -42,12 +43,13 @@ def server(session_server, bundled_workflows_models) -> ComfyUIServer:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+def browser(comfyui) -> Iterator[Any]:
+    from playwright import sync_api
+
     chromium = next(filter(None, map(shutil.which, CHROMIUM)), None)
     if chromium is None:
-        pytest.skip(f"no Chromium: none of {', '.join(CHROMIUM)} is on the path")
-    with api.sync_playwright() as playwright:
+        missing(f"no Chromium: none of {', '.join(CHROMIUM)} is on the path", expected=False)
+    with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield browser
         browser.close()

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from scripts.comfyui_server import PACK, STOP_SECONDS, ComfyUIServer, find_python, missing_requirements
 from tests.comfyui import standins
 from tests.support import tiny
+from tests.support.requirements import missing
 
 HERE = Path(__file__).parent
 SCRIPT_SECONDS = 900.0
@@ -60,8 +61,8 @@ class ComfyUI:
 def ready(checkout: Path) -> ComfyUI:
     """The checkout with its Python. Skips where that cannot run it."""
     python = find_python(checkout)
-    if missing := missing_requirements(python):
-        pytest.skip(f"{python} lacks {', '.join(missing)}, which ComfyUI or the pack needs")
+    if lacking := missing_requirements(python):
+        missing(f"{python} lacks {', '.join(lacking)}, which ComfyUI or the pack needs")
     return ComfyUI(checkout, python)
 
 
@@ -73,7 +74,8 @@ def comfyui() -> ComfyUI:
     places = [Path(given)] if given else [*installed, Path.home() / "ComfyUI"]
     checkout = next((place.resolve() for place in places if (place / "comfy" / "samplers.py").is_file()), None)
     if checkout is None:
-        pytest.skip(f"no ComfyUI at {' or '.join(map(str, places))}; set COMFYUI_PATH to a checkout")
+        anything = given is not None or any(place.exists() for place in places)
+        missing(f"no ComfyUI at {' or '.join(map(str, places))}; set COMFYUI_PATH to a checkout", expected=anything)
     return ready(checkout)
 
 

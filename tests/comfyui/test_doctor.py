@@ -12,7 +12,7 @@ from PIL import Image
 from scripts.comfyui_server import PACK
 from tests.comfyui.websocket import Events
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
+pytestmark = pytest.mark.comfyui
 
 LOADER, PROMPT, LATENT, SAMPLER = "1", "2", "4", "5"
 QUICKSTART = json.loads((PACK / "workflows" / "api" / "quickstart.json").read_text())
@@ -71,6 +71,7 @@ def test_its_configuration_feeds_another_loader(server):
     assert len(outcome.images) == 1
 
 
+@pytest.mark.alone
 def test_cancel_ends_it_and_the_next_prompt_runs(server):
     with Events(server.port, "doctor-cancel") as events:
         prompt_id = server.queue(doctor(size=512, steps=21), client_id="doctor-cancel")

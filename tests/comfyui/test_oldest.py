@@ -19,8 +19,9 @@ from scripts.comfyui_server import PACK, ComfyUIServer
 from tests.comfyui.conftest import ranks, ready
 from tests.comfyui.graph import small
 from tests.comfyui.websocket import Events
+from tests.support.requirements import missing
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
+pytestmark = pytest.mark.comfyui
 
 VERSION = ".".join(map(str, OLDEST))
 
@@ -29,7 +30,8 @@ VERSION = ".".join(map(str, OLDEST))
 def oldest(tmp_path_factory) -> Iterator[ComfyUIServer]:
     checkout = Path(os.environ.get("COMFYUI_OLDEST_PATH") or Path.home() / f"ComfyUI-{VERSION}")
     if not (checkout / "comfyui_version.py").is_file():
-        pytest.skip(f"no ComfyUI {VERSION} at {checkout}; set COMFYUI_OLDEST_PATH to a checkout")
+        why = f"no ComfyUI {VERSION} at {checkout}; set COMFYUI_OLDEST_PATH to a checkout"
+        missing(why, expected=checkout.exists() or "COMFYUI_OLDEST_PATH" in os.environ)
     assert VERSION in (checkout / "comfyui_version.py").read_text()
     with ComfyUIServer(checkout, tmp_path_factory.mktemp("oldest"), ready(checkout).python) as server:
         yield server

@@ -1,9 +1,17 @@
-"""What the registry packs, installed as a user would: copied, under a name of its own, with spaces in the path."""
+"""What the registry packs, installed as a user would: copied, under a name of its own, with spaces in the path.
 
+Its ranks are spawned, as users' are; those of the other tests' ComfyUI are forked (see forked_ranks).
+"""
+
+from collections.abc import Iterator
+
+import psutil
 import pytest
 
 from scripts.comfyui_server import ComfyUIServer
-from tests.comfyui.test_server import pixels, small
+from tests.comfyui.conftest import ranks
+from tests.comfyui.test_server import pixels, small, workflow
+from tests.comfyui.websocket import Events
 from tests.support.package_files import install
 
 pytestmark = pytest.mark.comfyui
@@ -11,14 +19,46 @@ pytestmark = pytest.mark.comfyui
 FOLDER = "parallel.dit (copy) v2"
 
 
-def test_the_package_runs_from_any_folder(comfyui, tmp_path):
-    base = tmp_path / "a base with spaces"
+@pytest.fixture(scope="module")
+def server(comfyui, tmp_path_factory) -> Iterator[ComfyUIServer]:
+    base = tmp_path_factory.mktemp("a base") / "with spaces"
     install(base / "custom_nodes" / FOLDER)
     with ComfyUIServer(comfyui.checkout, base, comfyui.python, folder=FOLDER) as server:
-        ours = {name for name, node in server.object_info().items() if node["category"] == "Parallel DiT"}
-        outcome = server.run(small(seed=5))
-        assert outcome.status == "success", outcome.error
-        assert pixels(outcome.images[0]).std() > 0
+        yield server
+
+
+def test_the_package_runs_from_any_folder(server):
+    ours = {name for name, node in server.object_info().items() if node["category"] == "Parallel DiT"}
+    outcome = server.run(small(seed=5))
+    assert outcome.status == "success", outcome.error
+    assert pixels(outcome.images[0]).std() > 0
     assert {"ParallelDiTLoader", "PipeFusionSampler", "ParallelDoctor", "ParallelTrace", "ParallelVAEDecode"} <= ours
-    assert not (base / "custom_nodes" / FOLDER).is_symlink()
-    assert not (base / "custom_nodes" / FOLDER / "tests").exists()
+    assert not (server.base / "custom_nodes" / FOLDER).is_symlink()
+    assert not (server.base / "custom_nodes" / FOLDER / "tests").exists()
+
+
+def test_killed_rank_is_named_and_the_next_prompt_runs(server):
+    with Events(server.port, "kill-test") as events:
+        prompt_id = server.queue(workflow("native_ksampler", steps=3000, seed=21), client_id="kill-test")
+        events.until("progress", prompt_id, where=lambda data: data["max"] == 3000)
+        first, second = ranks(server)
+        second.kill()
+        outcome = server.wait(prompt_id, 60)
+    assert outcome.status == "error"
+    assert "rank 1 (cpu) was killed by signal 9" in outcome.error
+    _, alive = psutil.wait_procs([first, second], timeout=5)
+    assert not alive
+    after = server.run(small("native_ksampler", seed=22))
+    assert after.status == "success", after.error
+
+
+def test_killed_server_leaves_no_rank(server):
+    """SIGKILL: nothing in the server runs any more that could end them, so they notice by themselves."""
+    outcome = server.run(small(seed=6))
+    assert outcome.status == "success", outcome.error
+    left = ranks(server)
+    assert len(left) == 2
+    server.process.kill()
+    server.process.wait()
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive

@@ -9,7 +9,7 @@ from PIL import Image
 from tests.comfyui.graph import NATIVE, PIPELINED, PLAIN, Graph, copy_of_bundled
 from tests.comfyui.websocket import Events
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
+pytestmark = pytest.mark.comfyui
 
 STEPS = 6
 SIDE, LARGE = 32, 80

@@ -1,12 +1,15 @@
 """The pack in a running ComfyUI, over its HTTP interface: runs, progress, Cancel, failures, and what users do wrong."""
 
 import copy
+import importlib
 import io
 import json
 import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +17,13 @@ import psutil
 import pytest
 from PIL import Image
 
-from scripts.comfyui_server import PACK, ComfyUIServer
-from tests.comfyui.conftest import FOLDER, ranks
+from scripts.comfyui_server import PACK
+from tests.comfyui.conftest import FOLDER
 from tests.comfyui.graph import small, workflow
 from tests.comfyui.websocket import Events
+from tests.support.requirements import missing
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
+pytestmark = pytest.mark.comfyui
 
 LOADER, LATENT, SAMPLER = "1", "4", "5"
 """Ids in quickstart's API form."""
@@ -83,6 +87,7 @@ def test_pipefusion_sampler_equals_ksampler_with_apply_pipefusion(server):
     assert np.array_equal(*(pixels(outcome.images[0]) for outcome in both))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("name", "change"), [("quickstart", copy.copy), ("native_ksampler", displaced)])
 def test_cancel_ends_the_prompt_and_the_next_one_runs(server, rank_processes, measured, name, change):
     before = server.run(change(small(name, seed=10)))
@@ -192,7 +197,7 @@ def test_wrong_widget_is_named(server, case):
 def test_a_cluster_needs_ray(server):
     has_ray = subprocess.run([server.python, "-c", "import ray"], capture_output=True).returncode == 0
     if has_ray:
-        pytest.skip("ComfyUI's environment has the ray package")
+        missing("a ComfyUI without the ray package", expected=False)
     outcome = server.run(small(devices="ray:cpu,cpu"))
     assert outcome.status == "error"
     assert "devices: ray:cpu,cpu needs the ray package: pip install ray" in outcome.error
@@ -291,33 +296,45 @@ def test_errors_leave_the_server_working(server):
     assert outcome.status == "success", outcome.error
 
 
-def test_killed_server_leaves_no_rank(comfyui, tmp_path):
-    """SIGKILL: nothing in the server runs any more that could end them, so they notice by themselves."""
-    with ComfyUIServer(comfyui.checkout, tmp_path, comfyui.python) as server:
-        outcome = server.run(small())
-        assert outcome.status == "success", outcome.error
-        left = ranks(server)
-        assert len(left) == 2
-        server.process.kill()
-        server.process.wait()
-        _, alive = psutil.wait_procs(left, timeout=10)
-        assert not alive
-
-
-def test_script_that_runs_a_workflow(comfyui, tmp_path):
-    """From another directory, and with a prompt that fails; test_server's fixture covers the rest of the script."""
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    """A folder with a prompt that gives a picture, and one that fails."""
     (tmp_path / "good.json").write_text(json.dumps(small()))
     (tmp_path / "bad.json").write_text(json.dumps(small(devices="cpu")))
+    return tmp_path
+
+
+def test_script_that_runs_a_workflow(server, prompts, monkeypatch, capsys):
+    """In this process and with the server that runs already."""
+    monkeypatch.syspath_prepend(PACK / "scripts")
+    monkeypatch.chdir(prompts)
+    script = importlib.import_module("run_comfyui_workflow")
+    monkeypatch.setattr(script, "ComfyUIServer", lambda *_: nullcontext(server))
+    codes = []
+    for name in ("good", "bad"):
+        monkeypatch.setattr(sys, "argv", ["", str(server.checkout), f"{name}.json", "--out", f"{name}.png"])
+        codes.append(script.main())
+    assert codes == [0, 1]
+    printed = capsys.readouterr()
+    assert "pipefusion_degree 2" in printed.out
+    assert "devices names 1" in printed.err
+    assert pixels((prompts / "good.png").read_bytes()).shape == (128, 128)
+    assert not (prompts / "bad.png").exists()
+
+
+@pytest.mark.full
+def test_script_that_runs_a_workflow_as_it_is_started(comfyui, prompts):
+    """From another directory, with a ComfyUI of its own."""
     script = [sys.executable, PACK / "scripts" / "run_comfyui_workflow.py", comfyui.checkout]
     good, bad = (
         subprocess.run(
-            [*script, f"{name}.json", "--out", f"{name}.png"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+            [*script, f"{name}.json", "--out", f"{name}.png"], cwd=prompts, capture_output=True, text=True, timeout=300
         )
         for name in ("good", "bad")
     )
     assert good.returncode == 0, good.stderr
     assert "pipefusion_degree 2" in good.stdout
-    assert pixels((tmp_path / "good.png").read_bytes()).shape == (128, 128)
+    assert pixels((prompts / "good.png").read_bytes()).shape == (128, 128)
     assert bad.returncode == 1
     assert "devices names 1" in bad.stderr
-    assert not (tmp_path / "bad.png").exists()
+    assert not (prompts / "bad.png").exists()

@@ -1,9 +1,9 @@
-"""A short soak; `python -m tests.campaigns.soak` is the long one."""
+"""Short soaks; `python -m tests.campaigns.soak` is the long one."""
 
 import pytest
 
+from tests.campaigns.soak import soak as soaking
 from tests.campaigns.soak.record import FINISHED
-from tests.campaigns.soak.soak import soak
 from tests.campaigns.soak.verdict import problems
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
@@ -11,9 +11,21 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
 PROMPTS = 25
 
 
+def test_a_handful_of_prompts(comfyui, monkeypatch):
+    """On one setup of two ranks, then on one rank."""
+    monkeypatch.setattr(soaking, "TWO_RANKS", soaking.TWO_RANKS[:1])
+    monkeypatch.setattr(soaking, "OTHER_RANKS", soaking.OTHER_RANKS[:1])
+    found = soaking.soak(comfyui.checkout, 5, seed=1, said=lambda _line: None)
+    assert problems(found) == []
+    assert len(found.endings) == 5
+    assert {reading.role for reading in found.readings} >= {"ComfyUI", "rank 0", "rank 1"}
+    assert any(ending.difference is not None for ending in found.endings)
+
+
+@pytest.mark.full
 def test_prompts_at_random_equal_the_same_requests_alone(comfyui):
     lines = []
-    found = soak(comfyui.checkout, PROMPTS, seed=1, said=lines.append)
+    found = soaking.soak(comfyui.checkout, PROMPTS, seed=1, said=lines.append)
     assert problems(found) == []
     assert len(found.endings) == PROMPTS
     assert len({ending.setup for ending in found.endings}) > 10

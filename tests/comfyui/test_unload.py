@@ -14,7 +14,7 @@ from tests.comfyui.test_server import LOADER, SAMPLER, pixels, small
 from tests.comfyui.websocket import Events
 from tests.system.test_memory import private_bytes, write_random
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.alone]
+pytestmark = pytest.mark.comfyui
 
 LARGE = FLUX | {
     "num_layers": 1,
@@ -185,6 +185,7 @@ def test_loading_shows_a_bar_and_words_on_the_node_that_waits(server, large):
     assert "Parallel DiT: 0.3 GB of weights on 2 ranks" in texts
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("phase", "ranks", "least"), [("starting", 3, 0), ("loading", 2, 1)])
 def test_cancel_before_the_first_step(server, rank_processes, large, measured, phase, ranks, least):
     """Ranks that are stopped stand for ranks that have much to do and do not listen."""

@@ -176,7 +176,9 @@ def main(results: Results) -> None:
         for file in auto.folder().glob("calibration*"):
             file.unlink()
         model = load()
-        ksampler(model, prompts, latent)
+        with patch.object(auto, "say", said.append):
+            ksampler(model, prompts, latent)
+        first = chosen(model)
         files = sorted(auto.folder().glob("calibration*"))
         written = json.loads(files[0].read_text())
         differs = by_hand(model)
@@ -184,7 +186,9 @@ def main(results: Results) -> None:
         with patch.object(auto, "calibrate", side_effect=AssertionError("calibrated twice")):
             ksampler(model, prompts, latent)
         return {
-            "degrees": key_of(model).degrees.world,
+            "chosen": first,
+            "again": chosen(model),
+            "said": said[-1],
             "files": len(files),
             "inside": files[0].is_relative_to(BASE),
             "key": written["key"],
@@ -219,7 +223,7 @@ def main(results: Results) -> None:
         with machine(1e12), patch.object(auto.comfy.model_management, "get_free_memory", lambda device: 1000):
             model = load()
             ksampler(model, prompts, latent)
-            return {"world": key_of(model).degrees.world}
+            return {"chosen": chosen(model)}
 
     # Those of two ranks first: ranks start anew where their number changes.
     two = (batches, tokens, pipefusion_unused, sampler_node, kept, ulysses_config, unloads, cancelled, nothing_fits)
