@@ -100,7 +100,7 @@ def test_the_note_names_every_file_and_the_number_of_gpus(name):
 
 
 @pytest.fixture(scope="module")
-def definitions(session_server):
+def definitions(session_server, bundled_workflows_models):
     return session_server.object_info()
 
 
