@@ -6,7 +6,7 @@ from tests.campaigns.soak import soak as soaking
 from tests.campaigns.soak.record import FINISHED
 from tests.campaigns.soak.verdict import problems
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
+pytestmark = pytest.mark.comfyui
 
 PROMPTS = 25
 

@@ -250,7 +250,7 @@ def test_workflow_for_own_files_runs_with_tiny_ones(with_files, name):
 
 
 @pytest.mark.comfyui
-@pytest.mark.slow
+@pytest.mark.full
 def test_pixarts_latent_of_2048_by_2048(with_files):
     """Its 16,384 tokens, sampled; decoding four million pixels on the CPU is left out."""
     prompt = on_cpu_ranks(api("pixart_2048"), width=2048, height=2048, steps=2)
