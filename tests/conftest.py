@@ -6,6 +6,7 @@ from one test into the next is a defect that test_requests.py looks for.
 
 import functools
 import json
+import multiprocessing
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -122,13 +123,17 @@ def forking() -> Iterator[BaseContext]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ready_made_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ranks start in no time, except in files marked `alone`, where they are spawned as they really are."""
-    if request.node.get_closest_marker("alone"):
+def ready_made_ranks(forking) -> Iterator[None]:
+    """Ranks start in no time, but for the tests that want them `spawned`."""
+    with started_by(forking):
         yield
-    else:
-        with started_by(request.getfixturevalue("forking")):
-            yield
+
+
+@pytest.fixture
+def spawned() -> Iterator[None]:
+    """Ranks that this test starts are spawned, as they really are."""
+    with started_by(multiprocessing.get_context("spawn")):
+        yield
 
 
 class Pools:

@@ -1,4 +1,6 @@
-"""A cross-section of `python -m tests.campaigns.faults`: every kind and phase; and the harness finds what is wrong."""
+"""A cross-section of `python -m tests.campaigns.faults`; every kind in every phase in the full tier; and the harness finds
+what is wrong.
+"""
 
 import contextlib
 import os
@@ -9,6 +11,7 @@ import threading
 from collections import Counter
 from multiprocessing import shared_memory
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,11 +19,9 @@ from tests.campaigns.faults import census, orphans, report, table, trial
 from tests.campaigns.faults.fault import Fault
 from tests.campaigns.faults.ground import Ground, ground
 
-pytestmark = pytest.mark.alone
-
 FACTOR = 4.0
 """Of all limits: these tests are about what comes, not when. The command has the limits that are promised."""
-SILENCE = 10.0
+SILENCE, PATIENT = 4.0, 1.0
 
 CROSS_SECTION = [
     Fault("killed", "by itself", "exact", "ulysses 2", 1, 3, 0),
@@ -52,17 +53,23 @@ CROSS_SECTION = [
     Fault("model file while it is read", "cut short", "loading", "pipe 2", 1, 2, 27),
     Fault("store file", "gone", "rendezvous", "pipe 2", 1, 0, 26),
 ]
-ORPHANS = {("start", "works"), ("exact", "hangs"), ("banded", "stopped")}
-"""Beside the two of test_failures.py: with and without a run."""
+REST = [fault for fault in table.choose(180, seed=1) if str(fault) not in map(str, CROSS_SECTION)]
+"""Every kind in each of its phases, and every variant."""
+ORPHANS = {("exact", "hangs"): (), ("start", "works"): pytest.mark.full, ("banded", "stopped"): pytest.mark.full}
+"""Phase and variant -> marks. Beside the two of test_failures.py: with and without a run."""
 
 
 @pytest.fixture(scope="module")
-def broken_ranks():
-    with ground(SILENCE, fast=True) as made:
+def broken_ranks(tmp_path_factory):
+    tmp_path_factory.getbasetemp()  # pytest's own, before temporary files go elsewhere
+    with ground(SILENCE) as made, mock.patch.object(trial, "PATIENT", PATIENT):
         yield made
 
 
-@pytest.mark.parametrize("fault", CROSS_SECTION, ids=str)
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "fault", [*CROSS_SECTION, *(pytest.param(fault, marks=pytest.mark.full) for fault in REST)], ids=str
+)
 def test_a_fault_ends_as_it_should(broken_ranks, fault, measured):
     verdict = trial.try_out(broken_ranks, fault, FACTOR)
     if verdict.seconds is not None and verdict.error is not None:
@@ -70,8 +77,15 @@ def test_a_fault_ends_as_it_should(broken_ranks, fault, measured):
     assert not verdict.problems, f"{verdict.problems}\n{verdict.error}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
-    "fault", [fault for fault in orphans.all_faults(0) if (fault.phase, fault.variant) in ORPHANS], ids=str
+    "fault",
+    [
+        pytest.param(fault, marks=ORPHANS[fault.phase, fault.variant])
+        for fault in orphans.all_faults(0)
+        if (fault.phase, fault.variant) in ORPHANS
+    ],
+    ids=str,
 )
 def test_ranks_end_with_their_client(fault):
     verdict = orphans.try_out(fault, FACTOR)
@@ -85,6 +99,11 @@ def test_the_cross_section_has_every_kind_and_every_phase():
         assert table.makes_sense(fault.kind, fault.variant, fault.phase, fault.degrees, fault.victim), str(fault)
         assert fault.phase in table.KINDS[fault.kind].phases
         assert fault.moment in table.moments(fault.kind, fault.phase)
+
+
+def test_the_rest_has_every_kind_in_each_of_its_phases():
+    pairs = {(name, phase) for name, kind in table.KINDS.items() for phase in kind.phases}
+    assert {(fault.kind, fault.phase) for fault in (*CROSS_SECTION, *REST)} == pairs
 
 
 def test_a_choice_has_every_kind_in_each_of_its_phases_and_every_variant():
@@ -101,6 +120,7 @@ def test_a_choice_has_every_kind_in_each_of_its_phases_and_every_variant():
     assert {f.kind for f in table.choose(9, 0, ["slow"])} == {"slow"}
 
 
+@pytest.mark.processes
 class TestControls:
     """Ranks that do not do what they should, to see that the harness says so."""
 

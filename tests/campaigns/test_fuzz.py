@@ -17,8 +17,6 @@ from tests.campaigns.fuzz import files, messages, ranks, runner, settings
 from tests.campaigns.fuzz.__main__ import SHARES, calibration
 from tests.wire.test_messages import MESSAGES
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 1
 
@@ -63,9 +61,10 @@ def test_settings():
 
 
 def test_bytes_from_a_rank():
-    sound(runner.run("client", ranks.into_client(MESSAGES), 60, SEED), "refused", "ended")
+    sound(runner.run("client", ranks.into_client(MESSAGES), 40, SEED), "refused", "ended")
 
 
+@pytest.mark.processes
 def test_bytes_to_a_rank():
     sound(runner.run("rank", ranks.into_rank(MESSAGES), 8, SEED), "no message")
 

@@ -24,8 +24,6 @@ from tests.campaigns.soak.setups import OTHER_RANKS, TWO_RANKS
 from tests.campaigns.soak.soak import plan_of
 from tests.campaigns.soak.verdict import problems, trends
 
-pytestmark = pytest.mark.alone
-
 WINDOW, ROUNDS = 20, 8
 LIVED = WINDOW * ROUNDS
 

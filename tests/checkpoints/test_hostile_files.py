@@ -18,8 +18,6 @@ from parallel_backend.families import FAMILIES
 from tests.campaigns.fuzz import files
 from tests.support import tiny
 
-pytestmark = pytest.mark.alone
-
 SHAPES = {"a.weight": [4, 4]}
 
 

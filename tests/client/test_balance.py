@@ -13,8 +13,6 @@ from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, s
 from parallel_backend.wire.diagnosis import Probed
 from tests.support import tiny
 
-pytestmark = pytest.mark.alone
-
 LISTS = ["double"] * 4 + ["single"] * 8
 SIZES = [2] * 4 + [1] * 8
 
@@ -131,6 +129,7 @@ def exact(flux_model):
         return euler(lambda *given: tiny.reference(flux_model, *given), x, linear_sigmas(3), Prompt(tensors, {}, 1.0))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(patch=2, patch_mode="displaced")], ids=str)
 def test_measured_on_unequal_ranks_it_is_uneven_and_exact(uneven_pool, flux_file, exact, degrees):
     model = RemoteTransformer(uneven_pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None, "auto")

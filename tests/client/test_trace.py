@@ -36,8 +36,6 @@ from parallel_backend.rank.comm.recorder import Recorder
 from parallel_backend.wire.timeline_kinds import OUTSIDE, TRANSFER, WAIT, WORK
 from tests.support import tiny
 
-pytestmark = pytest.mark.alone
-
 STEPS = 4
 DISPLACED = Degrees(patch=2, patch_mode="displaced")
 MODES = {

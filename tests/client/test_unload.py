@@ -16,13 +16,13 @@ from parallel_backend.processes.pool import RankError
 from tests.support import tiny
 from tests.system.test_memory import CONFIG, private_bytes, write_random
 
-pytestmark = pytest.mark.alone
-
 LARGE = CONFIG | {"num_layers": 1, "num_single_layers": 4}
 """About 300 MB in fp32."""
 LEFT = 0.05
 """Share of the weights' bytes that may be left once they are unloaded."""
 CPUS = ("cpu", "cpu")
+
+pytestmark = pytest.mark.processes
 
 
 class Cancelled(BaseException):

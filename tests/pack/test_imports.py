@@ -1,5 +1,6 @@
 """What ComfyUI's process pays for having the pack installed: an import that starts nothing and pulls in nothing heavy."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,23 @@ new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new & {"diffusers", "transformers", "sklearn", "matplotlib", "flash_attn", "comfy", "nodes"}))
 print(threading.active_count(), multiprocessing.active_children())
 """
-RANK_SIDE = "import sys, parallel_backend.rank.worker; print('diffusers' in sys.modules, 'nodes' in sys.modules)"
+COMFYUI = ("comfy", "comfy_extras", "execution", "folder_paths", "server")
+"""What a module of ComfyUI's is called, beside `nodes`, which is here the pack's own."""
+
+RANK_SIDE = f"""
+import importlib, importlib.util, pkgutil, sys
+import parallel_backend.processes.entry
+tops = lambda: {{name.partition(".")[0] for name in sys.modules}}
+print(*sorted(tops() & {{"torch", "diffusers", "numpy"}}))
+import parallel_backend.rank.worker
+print("torch" in sys.modules, "diffusers" in sys.modules)
+for module in pkgutil.walk_packages(parallel_backend.__path__, "parallel_backend."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print(*sorted(tops() & {{"nodes", *{COMFYUI}}}))
+print(all(importlib.util.find_spec(name) for name in {COMFYUI}))
+"""
+"""Then all of the backend, where ComfyUI's modules are there to be found."""
 
 STARTED_RANK = """
 import importlib.util, sys, types
@@ -37,9 +54,11 @@ print([name for name in ("scipy.stats", "transformers") if name in sys.modules],
 """As entry.main does it, up to the class of a model."""
 
 
-def run(code: str) -> list[str]:
+def run(code: str, path: Path | None = None) -> list[str]:
+    """What it prints. `path`: where modules are found beside the usual places."""
+    environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     ).stdout.splitlines()
 
 
@@ -47,8 +66,12 @@ def test_the_client_imports_nothing_heavy_and_starts_nothing():
     assert run(CLIENT_SIDE) == ["[]", "1 []"]
 
 
-def test_a_rank_imports_the_models_and_none_of_the_nodes():
-    assert run(RANK_SIDE) == ["True False"]
+def test_a_rank_imports_the_models_and_neither_comfyui_nor_the_nodes(tmp_path):
+    """ComfyUI's modules are empty ones here: an import that is guarded against their absence would be seen too."""
+    for name in COMFYUI:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    assert run(RANK_SIDE, tmp_path) == ["", "True True", "", "True"]
 
 
 def test_a_rank_starts_without_what_only_pipelines_want_although_it_is_installed():

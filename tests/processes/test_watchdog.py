@@ -4,6 +4,8 @@ The judge by itself, with a clock of the test's own; the pool over pipes without
 """
 
 import contextlib
+import functools
+import multiprocessing
 import os
 import re
 import signal
@@ -34,9 +36,8 @@ from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.tcp import shutdown
 from tests.processes.test_failures import wait_until_gone
 from tests.support import acting_rank, tiny
+from tests.support.fork_server import started_by
 from tests.system.test_memory import CONFIG, write_random
-
-pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = 1e9
@@ -314,7 +315,7 @@ class PipeRanks:
 def pipe_pool():
     """A Pool of two PipeRanks, and their ends."""
     before = set(threading.enumerate())  # other pools of the session have theirs
-    pool = Pool(("cpu", "cpu"), start=PipeRanks, silence=2.0)
+    pool = Pool(("cpu", "cpu"), start=PipeRanks, silence=1.0)
     pool.ready.result(timeout=10)
     yield pool, pool.ranks
     pool.close()
@@ -333,7 +334,7 @@ def test_a_rank_that_falls_silent(pipe_pool):
     future = pool.ask(m.Unload(), m.Unloaded)
     ranks.alive[1] = False
     text = error_of(future)
-    assert text.startswith("Parallel DiT: rank 1 (cpu) gave no sign of life for 2 s, last seen in micro-step 7.")
+    assert text.startswith("Parallel DiT: rank 1 (cpu) gave no sign of life for 1 s, last seen in micro-step 7.")
     assert text.endswith("The end of its log:\nlog of rank 1")
     with pytest.raises(RankError):
         pool.send(0, m.Unload())
@@ -346,7 +347,7 @@ def test_without_the_judge_nobody_would_notice(pipe_pool, monkeypatch):
     future = pool.ask(m.Unload(), m.Unloaded)
     ranks.alive[1] = False
     with pytest.raises(FutureTimeout):
-        future.result(timeout=4)
+        future.result(timeout=3)
 
 
 def test_a_rank_that_hangs_is_asked_where(pipe_pool):
@@ -483,7 +484,7 @@ def test_the_end_of_a_log(tmp_path):
 
 # Real ranks.
 
-SILENCE = 4.0
+SILENCE = 3.0
 BOUND = SILENCE + 20.0
 """Seconds from the stop of a rank to its error that tests allow; the machine may be busy with others."""
 
@@ -537,7 +538,7 @@ def stop(pool: Pool, rank: int) -> float:
 
 
 def stopped(rank: int, doing: str) -> str:
-    return rf"rank {rank} \(cpu\) gave no sign of life for 4 s, last seen {doing}\."
+    return rf"rank {rank} \(cpu\) gave no sign of life for {SILENCE:.0f} s, last seen {doing}\."
 
 
 def wait_for_error(pool: Pool, since: float) -> str:
@@ -547,6 +548,7 @@ def wait_for_error(pool: Pool, since: float) -> str:
     return str(pool.error)
 
 
+@pytest.mark.processes
 def test_a_rank_stopped_at_rest(kept, given, expected, measured_bound):
     works(kept, given, expected)
     pool = kept.pool()
@@ -568,8 +570,17 @@ def measured_bound(measured):
     return note
 
 
-@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2)], ids=str)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("degrees", "victim"),
+    [
+        (Degrees(pipe=2), 0),
+        (Degrees(ulysses=2), 1),
+        pytest.param(Degrees(pipe=2), 1, marks=pytest.mark.full),
+        pytest.param(Degrees(ulysses=2), 0, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_a_rank_stopped_in_micro_steps(kept, given, expected, measured_bound, degrees, victim):
     model = kept.model(degrees)
     since = []
@@ -589,6 +600,7 @@ def test_a_rank_stopped_in_micro_steps(kept, given, expected, measured_bound, de
     works(kept, given, expected, degrees)
 
 
+@pytest.mark.processes
 def test_a_rank_stopped_while_it_loads(kept, given, expected, tmp_path, measured_bound):
     path = tmp_path / "large.safetensors"
     write_random(path, CONFIG | {"num_layers": 1, "num_single_layers": 4})
@@ -612,6 +624,7 @@ def wait_until_seen(pool: Pool, rank: int) -> None:
     assert pool.watchdog.doing(rank)
 
 
+@pytest.mark.processes
 def test_ranks_stopped_in_start_up():
     with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
         stop(pool, 1)
@@ -628,6 +641,7 @@ def test_ranks_stopped_in_start_up():
             pool.ready.result(timeout=BOUND)
 
 
+@pytest.mark.processes
 def test_a_stopped_rank_that_takes_no_more_is_killed_under_the_sender(kept, given, expected):
     """One thread sends megabytes to the stopped rank and holds the client's lock, another one computes on the other rank."""
     model = kept.model(Degrees(batch=2))
@@ -639,22 +653,23 @@ def test_a_stopped_rank_that_takes_no_more_is_killed_under_the_sender(kept, give
     def compute() -> None:
         try:
             while True:
-                model.predict(x, timestep, one, nothing, home=0)
+                model.predict(x, timestep, one, nothing, first_replica=0)
         except RankError as error:
             errors.append(error)
 
-    model.predict(x, timestep, one, nothing, home=0)
+    model.predict(x, timestep, one, nothing, first_replica=0)
     since = stop(model.pool, 1)
     thread = threading.Thread(target=compute)
     thread.start()
     with pytest.raises(RankError, match=r"rank 1 \(cpu\) gave no sign of life"):
-        model.predict(x, timestep, large, nothing, home=1)
+        model.predict(x, timestep, large, nothing, first_replica=1)
     assert time.monotonic() - since < BOUND
     thread.join(BOUND)
     assert len(errors) == 1
     works(kept, given, expected)
 
 
+@pytest.mark.processes
 def test_unloading_a_stopped_rank_ends(flux_file, given, expected):
     registry = Registry()
     key = ModelKey(flux_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
@@ -667,6 +682,7 @@ def test_unloading_a_stopped_rank_ends(flux_file, given, expected):
         assert tiny.relative(registry.model(key, nothing).predict(*given, nothing), expected) <= 1e-5
 
 
+@pytest.mark.processes
 def test_closing_with_a_stopped_rank(kept):
     pool = kept.pool()
     stop(pool, 1)
@@ -677,17 +693,18 @@ def test_closing_with_a_stopped_rank(kept):
     kept._pool = None
 
 
+@pytest.mark.processes
 def test_a_client_that_was_stopped_blames_nobody(flux_file):
     """Stopped for longer than it lets ranks be silent."""
     script = (
         "import sys, time\n"
         "from parallel_backend.processes.pool import Pool\n"
         "if __name__ == '__main__':\n"
-        "    pool = Pool(('cpu', 'cpu'), silence=4.0)\n"
+        "    pool = Pool(('cpu',), silence=2.0)\n"
         "    pool.ready.result()\n"
         "    print('ready', flush=True)\n"
         "    sys.stdin.readline()\n"
-        "    time.sleep(6)\n"
+        "    time.sleep(3)\n"
         "    print(pool.error, flush=True)\n"
         "    pool.close()\n"
     )
@@ -701,7 +718,7 @@ def test_a_client_that_was_stopped_blames_nobody(flux_file):
     try:
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(8)
+        time.sleep(4)
         process.send_signal(signal.SIGCONT)
         process.stdin.write(b"\n")
         process.stdin.flush()
@@ -718,8 +735,7 @@ def test_a_client_that_was_stopped_blames_nobody(flux_file):
 def orders(tmp_path, monkeypatch):
     """`orders('1 sleep')`: what ranks that are started in this test do from then on."""
     path = tmp_path / "orders"
-    monkeypatch.setenv(acting_rank.ORDERS, str(path))
-    monkeypatch.setattr(launch, "main", acting_rank.acting)
+    monkeypatch.setattr(launch, "main", functools.partial(acting_rank.acting, path))
     return path.write_text
 
 
@@ -727,39 +743,44 @@ def load(pool: Pool, path: Path, degrees: Degrees) -> RemoteTransformer:
     return RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing)
 
 
+@pytest.mark.processes
 def test_ranks_that_are_slow_and_get_slower_are_left_alone(flux_file, given, expected, orders):
     """Each block of a micro-step takes twice as long as the one before. Then one hangs in Python."""
     with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
         model = load(pool, flux_file, Degrees(ulysses=2))
         model.predict(*given, nothing)
-        pool.watchdog.stall = 3.0
+        pool.watchdog.stall = 1.0
         orders("0 slow_down")
         assert tiny.relative(model.predict(*given, nothing), expected) <= 1e-5
-        assert pool.watchdog._longest > 3.0  # the control: longer than what is allowed where nothing was measured
+        assert pool.watchdog._longest > 1.0  # the control: longer than what is allowed where nothing was measured
         pool.watchdog.factor = 0.0
         orders("1 sleep")
         with pytest.raises(RankError) as error:
             model.predict(*given, nothing)
         text = str(error.value)
-        assert text.startswith("Parallel DiT: rank 1 (cpu) came no further for 3 s, last seen in micro-step 3.")
+        assert text.startswith("Parallel DiT: rank 1 (cpu) came no further for 1 s, last seen in micro-step 3.")
         assert "Current thread" in text
         assert "acting_rank.py" in text and " in sleep" in text
         assert wait_until_gone(pool.pids)
 
 
+@pytest.mark.processes
 def test_the_first_micro_step_is_given_time(flux_file, given, expected, orders):
     """The control of the test before: limits of what is known do not hold for it."""
     with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
         model = load(pool, flux_file, Degrees(pipe=2))
-        pool.watchdog.stall, pool.watchdog.first, pool.watchdog.factor = 0.5, 3.0, 0.0
+        pool.watchdog.stall, pool.watchdog.first, pool.watchdog.factor = 0.5, 2.0, 0.0
         orders("1 sleep")
-        with pytest.raises(RankError, match=r"rank 1 \(cpu\) came no further for 3 s, last seen in micro-step 1\."):
+        with pytest.raises(RankError, match=r"rank 1 \(cpu\) came no further for 2 s, last seen in micro-step 1\."):
             model.predict(*given, nothing)
 
 
+@pytest.mark.processes
 def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(flux_file, given, orders, tmp_path, capfd):
     logs = tmp_path / "logs"
-    with contextlib.closing(Pool(("cpu",), logs=logs)) as pool:
+    with started_by(multiprocessing.get_context("spawn")):  # what is forked has the standard error of an earlier moment
+        first = Pool(("cpu",), logs=logs)
+    with contextlib.closing(first) as pool:
         orders("0 speak")
         load(pool, flux_file, Degrees()).predict(*given, nothing)
         log = (logs / "rank-0.log").read_text(encoding="utf-8")
@@ -784,6 +805,7 @@ def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(flux_file, given
     assert sorted(path.name for path in logs.iterdir()) == ["rank-0.log", "rank-0.log.1"]
 
 
+@pytest.mark.processes
 def test_a_crash_and_a_lack_of_memory_say_what_is_known(flux_file, given, expected, orders):
     with contextlib.closing(Pool(("cpu",))) as pool:
         model = load(pool, flux_file, Degrees())
@@ -805,6 +827,7 @@ def test_a_crash_and_a_lack_of_memory_say_what_is_known(flux_file, given, expect
         assert "Traceback (most recent call last):" in str(error.value)
 
 
+@pytest.mark.processes
 def test_logs_that_cannot_be_kept_are_no_reason_not_to_start(tmp_path, caplog):
     (tmp_path / "file").touch()
     with contextlib.closing(Pool(("cpu",), logs=tmp_path / "file" / "logs")) as pool:
@@ -813,6 +836,7 @@ def test_logs_that_cannot_be_kept_are_no_reason_not_to_start(tmp_path, caplog):
     assert "logs cannot be kept" in caplog.text
 
 
+@pytest.mark.processes
 def test_a_rank_that_cannot_be_started_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
     started = []

@@ -14,8 +14,6 @@ from parallel_backend.wire import messages as m
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.rank_settings import RankSettings
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 
 FAULTS = """

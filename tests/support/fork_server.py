@@ -1,6 +1,7 @@
 """Ranks that are forked from a process which has imported what they need: importing it takes a rank 7 s of a core."""
 
 import contextlib
+import multiprocessing.util
 import os
 import signal
 from collections.abc import Iterator
@@ -21,14 +22,15 @@ IMPORTS = (
 
 
 @contextlib.contextmanager
-def fork_server(*modules: str) -> Iterator[BaseContext]:
-    """What starts such ranks, with `modules` beside IMPORTS; they have the environment of the first start from it.
+def fork_server() -> Iterator[BaseContext]:
+    """What starts such ranks; they have the environment of the first start from it.
 
     A process has one such server: another one that it had before ends.
     """
+    multiprocessing.util.get_temp_dir()  # the server's, wherever a test has temporary files go later
     context = torch.multiprocessing.get_context("forkserver")
     end_server()
-    context.set_forkserver_preload([*IMPORTS, *modules])
+    context.set_forkserver_preload(list(IMPORTS))
     try:
         yield context
     finally:
@@ -46,3 +48,10 @@ def end_server() -> None:
 def started_by(context: BaseContext) -> contextlib.AbstractContextManager:
     """Within it the ranks of pools are started by `context` rather than spawned."""
     return mock.patch.object(torch.multiprocessing, "get_context", lambda _method: context)
+
+
+@contextlib.contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Within it the ranks of pools are started by a fork server of their own."""
+    with fork_server() as context, started_by(context):
+        yield

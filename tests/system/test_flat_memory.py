@@ -28,8 +28,6 @@ from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_i
 from tests.support import failing_rank, tiny
 from tests.system.test_memory import private_bytes
 
-pytestmark = pytest.mark.alone
-
 LIMIT = 0.02
 """Growth of a process's own memory."""
 SETTLED, RUNS = 60, 200
@@ -117,6 +115,7 @@ def run_many(pool: Pool, path: Path, degrees: Degrees, runs: int, settled: int) 
         tracemalloc.stop()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2)], ids=str)
 def test_memory_is_flat(flux_file, measured, degrees):
@@ -132,6 +131,7 @@ def test_memory_is_flat(flux_file, measured, degrees):
     assert after.files == before.files
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_leak_would_be_seen(flux_file, monkeypatch):
     """The control: a rank that keeps 1 MB of every run, and a client that keeps its calls."""
@@ -207,6 +207,7 @@ def shared_memory(pids: tuple[int, ...]) -> set[Path]:
     return {path for path in folder.glob("*") if numbers & set(re.split(r"\D+", path.name))}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("degrees", [Degrees(ulysses=2), Degrees(pipe=2)], ids=str)
 @pytest.mark.parametrize("killed", [False, True])
 def test_nothing_is_left_after_a_pool_was_closed_or_lost_a_rank(flux_file, own_folder, degrees, killed):

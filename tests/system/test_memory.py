@@ -15,8 +15,6 @@ from parallel_backend.families import FAMILIES
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from tests.support import tiny
 
-pytestmark = pytest.mark.alone
-
 CONFIG = tiny.FLUX | {
     "num_layers": 4,
     "num_single_layers": 16,

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from tests.support.fork_server import forked_ranks
+
 from . import orphans, report, table, trial
 from .ground import ground
 
@@ -62,7 +64,10 @@ def main() -> int:
 
     with contextlib.suppress(KeyboardInterrupt):  # what there is by then is reported
         if chosen:
-            with ground(SILENCE * arguments.patience, arguments.fast) as made:
+            with (
+                forked_ranks() if arguments.fast else contextlib.nullcontext(),
+                ground(SILENCE * arguments.patience) as made,
+            ):
                 for fault in chosen:
                     note(trial.try_out(made, fault, arguments.patience))
         for fault in killed:

@@ -1,6 +1,8 @@
 """The registry that faults are tried on, with ranks that break on command, and what prompts on it do."""
 
 import contextlib
+import functools
+import gc
 import logging
 import multiprocessing.util
 import os
@@ -26,7 +28,6 @@ from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_i
 from tests.rank.test_lora import lora
 from tests.rank.test_vae import autoencoder, latent, weights
 from tests.support import tiny
-from tests.support.fork_server import fork_server, started_by
 
 from . import census, rank
 from .fault import Fault
@@ -231,20 +232,17 @@ class Ground:
 
 
 @contextlib.contextmanager
-def ground(silence: float, fast: bool = False) -> Iterator[Ground]:
-    """A Ground with a folder for temporary files of its own, so that what is left there can be told.
-
-    `fast`: see ready_made.py. What happens before a rank has imported torch is then not to be seen.
-    """
+def ground(silence: float) -> Iterator[Ground]:
+    """A Ground with a folder for temporary files of its own, so that what is left there can be told."""
     multiprocessing.util.get_temp_dir()  # its own, for as long as this process runs
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.ExitStack() as stack:
         made = Ground(Path(folder), silence)
-        stack.enter_context(mock.patch.dict(os.environ, {rank.FOLDER: folder, "TMPDIR": str(made.temporary)}))
         stack.enter_context(mock.patch.object(tempfile, "tempdir", str(made.temporary)))
-        stack.enter_context(mock.patch.object(launch, "main", rank.entry))
-        if fast:
-            stack.enter_context(started_by(stack.enter_context(fork_server(rank.__name__))))
+        entry = functools.partial(rank.entry, made.folder, made.temporary)
+        stack.enter_context(mock.patch.object(launch, "main", entry))
         stack.enter_context(mock.patch.object(registry_module, "Pool", made.start))
+        gc.freeze()  # what is imported: every census collects
+        stack.callback(gc.unfreeze)
         log = logging.getLogger("parallel_backend.client.registry")
         log.addHandler(made.warnings)
         stack.callback(log.removeHandler, made.warnings)

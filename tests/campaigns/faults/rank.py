@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,8 +26,6 @@ from parallel_backend.wire.rank_settings import RankSettings
 from . import garbage
 from .fault import INJECTED, Fault
 
-FOLDER = "PARALLEL_DIT_FAULTS"
-"""Environment variable: where the files are that the harness and its ranks speak through."""
 ARMED, FIRED, ACTED = "armed.json", "fired.json", "acted"
 STRIKES_BY_CLIENT = 20.0
 """Seconds that a rank waits in the middle of its work for the client's process to do the harm."""
@@ -393,9 +392,10 @@ def _idle(agent: Agent) -> None:
         time.sleep(0.02)
 
 
-def entry(settings: RankSettings, connection: Connection) -> None:
-    """As entry.main."""
-    agent = Agent(Path(os.environ[FOLDER]), settings.rank, connection, settings.rendezvous)
+def entry(folder: Path, temporary: Path, settings: RankSettings, connection: Connection) -> None:
+    """As entry.main. `folder`: where the files are that the harness and its ranks speak through."""
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    agent = Agent(folder, settings.rank, connection, settings.rendezvous)
     agent.at("start")
     end_with_parent(settings.rendezvous.parent)  # as `main` does first: what follows takes seconds
     install(agent)

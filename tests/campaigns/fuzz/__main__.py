@@ -12,6 +12,7 @@ from pathlib import Path
 from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
 from parallel_backend.planning.links import Link, Links, alike
 from parallel_backend.planning.machine import Device, Machine
+from tests.support.fork_server import forked_ranks
 from tests.wire.test_messages import MESSAGES
 
 from . import files, messages, ranks, settings
@@ -62,7 +63,8 @@ def run_all(count: int, seed: int, only: list[str]) -> list[Report]:
                 continue
             number = max(1, round(count * SHARES[kind]))
             if kind == "bytes to a rank":
-                reports.append(run(kind, make, number, seed))
+                with forked_ranks():
+                    reports.append(run(kind, make, number, seed))
             else:
                 with little_memory():
                     reports.append(run(kind, make, number, seed))

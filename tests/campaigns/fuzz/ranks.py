@@ -1,6 +1,5 @@
 """Bytes into the channel between the client and a rank: a real rank that reads them, and a real pool."""
 
-import multiprocessing
 import random
 import struct
 import threading
@@ -8,7 +7,7 @@ import time
 from multiprocessing import Pipe
 from typing import Any
 
-from parallel_backend.processes.local import LocalRanks, StartSettings
+from parallel_backend.processes.local import StartSettings
 from parallel_backend.processes.pool import Pool, RankError, wait_for
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
@@ -19,17 +18,8 @@ from .runner import Case
 
 ERROR_SECONDS = 15.0
 """From the bytes to the error: one second at most on an idle machine, but for a message that never ends."""
-SILENCE = 1.0
+SILENCE = 0.5
 FOR_A_RANK = (m.Probe, m.Load, m.Unload, m.PutConditioning, m.Step, m.Decode, m.OpenRun, m.CloseRun, m.Adapt, m.Rescale)
-
-
-class ForkedRanks(LocalRanks):
-    """Ranks whose process is a copy of one that has imported everything already: otherwise that takes seconds each."""
-
-    def _start(self, index: int, start: StartSettings, context: Any) -> None:
-        forkserver = multiprocessing.get_context("forkserver")
-        forkserver.set_forkserver_preload(["parallel_backend.rank.worker"])
-        super()._start(index, start, forkserver)
 
 
 def into_rank(examples: list[Any]):
@@ -39,7 +29,7 @@ def into_rank(examples: list[Any]):
         data, why = bad_for_a_rank(rng, examples)
 
         def case() -> str:
-            pool = Pool(("cpu",), start=ForkedRanks, silence=60.0)
+            pool = Pool(("cpu",), silence=60.0)
             try:
                 pool.ready.result(timeout=60)
                 pool.ranks.channels[0].connection._send(data)
