@@ -743,22 +743,22 @@ def load(pool: Pool, path: Path, degrees: Degrees) -> RemoteTransformer:
     return RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing)
 
 
-@pytest.mark.processes
+@pytest.mark.alone
 def test_ranks_that_are_slow_and_get_slower_are_left_alone(flux_file, given, expected, orders):
     """Each block of a micro-step takes twice as long as the one before. Then one hangs in Python."""
     with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
         model = load(pool, flux_file, Degrees(ulysses=2))
         model.predict(*given, nothing)
-        pool.watchdog.stall = 1.0
+        pool.watchdog.stall = 2.0
         orders("0 slow_down")
         assert tiny.relative(model.predict(*given, nothing), expected) <= 1e-5
-        assert pool.watchdog._longest > 1.0  # the control: longer than what is allowed where nothing was measured
+        assert pool.watchdog._longest > 2.0  # the control: longer than what is allowed where nothing was measured
         pool.watchdog.factor = 0.0
         orders("1 sleep")
         with pytest.raises(RankError) as error:
             model.predict(*given, nothing)
         text = str(error.value)
-        assert text.startswith("Parallel DiT: rank 1 (cpu) came no further for 1 s, last seen in micro-step 3.")
+        assert text.startswith("Parallel DiT: rank 1 (cpu) came no further for 2 s, last seen in micro-step 3.")
         assert "Current thread" in text
         assert "acting_rank.py" in text and " in sleep" in text
         assert wait_until_gone(pool.pids)

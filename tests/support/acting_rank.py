@@ -37,8 +37,8 @@ def sleep(_call: int) -> None:
 
 
 def slow_down(call: int) -> None:
-    """Each block twice as much as the one before: 3.2 s in the last one of a tiny Flux."""
-    time.sleep(0.2 * 2**call)
+    """Each block twice as much as the one before: 4.8 s in the last one of a tiny Flux."""
+    time.sleep(0.3 * 2**call)
 
 
 def end(_call: int) -> None:
