@@ -625,6 +625,7 @@ def wait_until_seen(pool: Pool, rank: int) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("spawned")
 def test_ranks_stopped_in_start_up():
     with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
         stop(pool, 1)
