@@ -12,7 +12,7 @@ from parallel_backend.client.registry import ModelKey
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.degrees import DTYPES, Degrees
 from parallel_backend.core.devices import names_ray
-from parallel_backend.core.validate import check_attention, check_model, resolve_dtype
+from parallel_backend.core.validate import check_attention, resolve_dtype
 from parallel_backend.quickstart.model import WEIGHTS
 
 from .model.patcher import make_model
@@ -181,15 +181,7 @@ class ParallelDiTLoader:
             )
             chosen = choose_devices(devices, degrees)
         checkpoint = open_checkpoint(model_path(model_name))
-        family = checkpoint.family
-        sizes = checkpoint.config
-        check_model(
-            degrees,
-            heads=family.sizes.heads(sizes),
-            blocks=family.blocks.total(sizes),
-            key_heads=family.sizes.key_heads(sizes),
-            unsupported=family.unsupported,
-        )
+        checkpoint.check_degrees(degrees)
         dtype = resolve_dtype(weight_dtype, checkpoint.dtype, chosen)
         check_attention(config.attention, chosen, dtype)
         if compile:
@@ -199,7 +191,7 @@ class ParallelDiTLoader:
         )
         if planned:
             return (model_to_plan(checkpoint, key, config.comm_overlap),)
-        check_stage_split(stage_split, degrees.pipe, family.blocks.total(checkpoint.config))
+        check_stage_split(stage_split, degrees.pipe, checkpoint.family.blocks.total(checkpoint.config))
         model = make_model(checkpoint, key, config.comm_overlap)
         if degrees.displaced:
             # Keys of the step before need a sampler's run around them; PipeFusion Sampler replaces this one by its own.

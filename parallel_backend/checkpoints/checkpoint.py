@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import TORCH_DTYPES
 from parallel_backend.core.spans import Span
+from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES, Family
 from parallel_backend.families.base.family import Source
 
@@ -73,6 +75,17 @@ class Checkpoint:
             else:
                 original[source.key] = shape
         return {key: tuple(shape) for key, shape in original.items()}
+
+    def check_degrees(self, degrees: Degrees) -> None:
+        """Raise ValueError, naming the widget, for degrees that the model does not allow."""
+        sizes, config = self.family.sizes, self.config
+        check_model(
+            degrees,
+            heads=sizes.heads(config),
+            blocks=self.family.blocks.total(config),
+            key_heads=sizes.key_heads(config),
+            unsupported=self.family.unsupported,
+        )
 
     def shape(self, target: str) -> tuple[int, ...]:
         """Of the whole parameter."""

@@ -22,7 +22,7 @@ from parallel_backend.core.devices import on_ray
 from parallel_backend.core.finite import all_finite
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
-from parallel_backend.core.validate import check_devices, check_model
+from parallel_backend.core.validate import check_devices
 from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, again, wait_for
 from parallel_backend.wire import messages as m
@@ -63,14 +63,8 @@ class RemoteTransformer:
         transfer_dtype: str = "full",
     ):
         check_devices(degrees, pool.devices)
-        family, config = checkpoint.family, checkpoint.config
-        check_model(
-            degrees,
-            heads=family.sizes.heads(config),
-            blocks=family.blocks.total(config),
-            key_heads=family.sizes.key_heads(config),
-            unsupported=family.unsupported,
-        )
+        family = checkpoint.family
+        checkpoint.check_degrees(degrees)
         self.pool, self.checkpoint, self.degrees, self.family, self.dtype = pool, checkpoint, degrees, family, dtype
         self._lock = threading.RLock()
         self._ids, self._runs = itertools.count(1), itertools.count(1)
