@@ -161,7 +161,7 @@ def test_what_belongs_to_a_dropped_conditioning_goes_with_it(remote):
         assert {key[0] for outputs in kept.values() for key in outputs} == {1, 2}
         runs.engine.drop_conditioning(1)
         assert {key[0] for outputs in kept.values() for key in outputs} == {2}
-        assert {key[1] for key in runs.engine.buffers} == {2}
+        assert {key[1] for key in runs.engine.runs.buffers} == {2}
 
 
 def test_a_run_that_was_cancelled_while_ranks_are_asked_is_closed(remote, monkeypatch):

@@ -232,14 +232,14 @@ RANK_MUTANTS = (
     ),
     Mutant(
         "text mask dropped",
-        RANK + "engine.py",
+        RANK + "stage_forward.py",
         "None if text_mask is None else text_mask[step.entries.slice]",
         "None",
         ("tests/system/test_exactness.py", "-k", "text_mask"),
     ),
     Mutant(
         "guidance rounded to the compute dtype",
-        RANK + "engine.py",
+        RANK + "conditioning_store.py",
         "KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE)",
         "KEPT_EXACT = (REFERENCE_POSITIONS,)",
         ("tests/families/test_families.py", "-k", "bf16_rounds and flux"),

@@ -1,0 +1,55 @@
+"""The conditioning that a rank holds for the model on it."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from parallel_backend.core.spans import Span
+from parallel_backend.core.token_order import TokenOrder
+from parallel_backend.families import Family
+from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCE_POSITIONS
+from parallel_backend.wire.sampling import PutConditioning, Step
+
+KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE)
+"""Conditioning tensors that no dtype but their own can hold: positions above 256 are not all there in bf16."""
+
+
+@dataclass(frozen=True)
+class RankConditioning:
+    """What a PutConditioning message left on the rank; `tensors` are on its device, in the compute dtype."""
+
+    grid: tuple[int, ...]
+    stream: TokenOrder
+    text_tokens: int
+    batch: int
+    tensors: dict[str, torch.Tensor]
+    kept: defaultdict[Span, dict[Any, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # see StepInputs
+
+    def is_whole(self, step: Step) -> bool:
+        """The micro-step computes all image tokens, so it is no band."""
+        return step.tokens == self.stream.span
+
+
+class ConditioningStore:
+    """Conditioning by the client's id for it."""
+
+    def __init__(self, family: Family, device: torch.device, dtype: torch.dtype):
+        self._family, self._device, self._dtype = family, device, dtype
+        self._held: dict[int, RankConditioning] = {}
+
+    def __getitem__(self, conditioning: int) -> RankConditioning:
+        return self._held[conditioning]
+
+    def put(self, message: PutConditioning) -> None:
+        exact = (*KEPT_EXACT, *self._family.inputs.exact)
+        tensors = {
+            name: tensor.to(self._device, self._dtype if tensor.is_floating_point() and name not in exact else None)
+            for name, tensor in message.tensors.items()
+        }
+        stream = self._family.stream(message.grid, message.references)
+        self._held[message.id] = RankConditioning(message.grid, stream, message.text_tokens, message.batch, tensors)
+
+    def drop(self, conditioning: int) -> None:
+        self._held.pop(conditioning, None)

@@ -1,0 +1,98 @@
+"""A rank's part of a model, loaded and ready to compute: its stage, its place on the mesh, and what transfers it needs."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.fingerprint import check_fingerprint
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.rank.attention.context import AttentionContext
+from parallel_backend.rank.attention.kernels import choose_kernel
+from parallel_backend.rank.attention.linear_attention import install_linear
+from parallel_backend.rank.attention.parallel_attention import install_parallel_attention
+from parallel_backend.rank.comm.mesh import close_axes, make_axes
+from parallel_backend.rank.comm.stage_link import StageLink
+from parallel_backend.rank.comm.transfer_codec import codec_for
+from parallel_backend.rank.comm.transfers import Traffic
+from parallel_backend.rank.stage.build import build_stage
+from parallel_backend.rank.stage.lora import Adapters
+from parallel_backend.rank.stage.module_cache import ModuleCache
+from parallel_backend.rank.stage.stand_ins import own_blocks
+from parallel_backend.rank.stage.tensor_parallel import TensorPlan
+from parallel_backend.wire.heartbeat import Heartbeat
+from parallel_backend.wire.loading import Load
+
+if TYPE_CHECKING:
+    from parallel_backend.rank.stage.compile import Compiler
+
+
+class LoadedStage:
+    """What a Load message left on the rank."""
+
+    def __init__(self, rank: int, device: torch.device, load: Load, progress: Callable[[float], None], heartbeat: Heartbeat):
+        """Load the rank's own part of the checkpoint. Collective over all ranks (it builds the mesh's groups).
+
+        `progress`: see fill_weights. `heartbeat` is told of every block and wait.
+        """
+        self.device, self._heartbeat = device, heartbeat
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        checkpoint = open_checkpoint(load.path)
+        if load.fingerprint:
+            check_fingerprint(checkpoint, load.fingerprint)
+        family, config = checkpoint.family, checkpoint.config
+        self.family, self.hidden = family, family.sizes.hidden(config)
+        self.dtype = compute_dtype(load.dtype, device)
+        degrees = Degrees(*load.degrees, load.patch_mode)
+        with heartbeat.blocked():
+            self.axes = axes = make_axes(degrees, rank)
+        self.pipe, self.tensor = axes["pipe"], axes["tensor"]
+        self.cut = SequenceCut(load.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
+        self.place = degrees.sequence_index(degrees.coordinate(rank))
+        """The rank's number among the sequence ranks of its stage."""
+
+        self.traffic = Traffic(device, heartbeat)
+        self.link = StageLink(self.pipe, device, self.traffic)
+        plan = TensorPlan(
+            family.tensor_plan,
+            family.sizes.heads(config),
+            family.sizes.head_size(config),
+            self.tensor,
+            family.sizes.key_heads(config),
+        )
+        span = load.stage_blocks[self.pipe.index]
+        stage = build_stage(checkpoint, span, device, load.dtype, plan, progress, load.only)
+        self.model, self.flow = stage.model, stage.flow
+        plan.apply(self.model, self.traffic)
+        self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype)
+        kernel = choose_kernel(load.attention, device, load.dtype)
+        codec = codec_for(load.transfer_dtype)
+        self.attention = AttentionContext(degrees, axes, kernel, self.traffic, family.forward.drops_mask, codec)
+        install_parallel_attention(stage.attention, self.attention)
+        install_linear(stage.attention, self.attention)
+        self.module_cache = ModuleCache(self.model, family.forward.cached_modules)
+        self.compiler = self._compile(checkpoint, degrees.world) if load.compile else None
+        for block in own_blocks(self.model, family.blocks.lists).values():
+            block.register_forward_hook(lambda *_: heartbeat.done())
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    def close(self) -> None:
+        """Let the sends under way end, then the mesh's groups. Collective over all ranks."""
+        self.link.await_sends()
+        if self.compiler is not None:
+            self.compiler.close()
+        with self._heartbeat.blocked():
+            close_axes(self.axes)
+
+    def _compile(self, checkpoint: Checkpoint, ranks: int) -> "Compiler":
+        from parallel_backend.rank.stage.compile import Compiler  # takes a second
+
+        blocks = own_blocks(self.model, self.family.blocks.lists)
+        return Compiler(blocks, lambda layer: checkpoint.shape(f"{layer}.weight")[0], self.device, ranks)

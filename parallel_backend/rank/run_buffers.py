@@ -1,0 +1,56 @@
+"""The K/V buffers of sampling runs."""
+
+from collections.abc import Callable
+
+from parallel_backend.rank.attention.kv_buffer import KVBuffer
+from parallel_backend.wire.sampling import OpenRun, Step
+
+from .conditioning_store import RankConditioning
+
+
+class RunBuffers:
+    """A K/V buffer for each run and conditioning, from its first micro-step until either is dropped."""
+
+    def __init__(self):
+        self.buffers: dict[tuple[int, int], KVBuffer] = {}
+        """By (run, conditioning)."""
+        self._runs: dict[int, OpenRun] = {}
+        self._largest = 0  # bytes of all buffers together, since the last `close_run`
+
+    def open_run(self, run: OpenRun) -> None:
+        self._runs[run.run] = run
+
+    def close_run(self, run: int) -> int:
+        """Drop the run's buffers. Bytes of all buffers at their largest since the last call."""
+        largest, self._largest = self._largest, 0
+        self._runs.pop(run, None)
+        self._drop(lambda key: key[0] == run)
+        return largest
+
+    def drop_conditioning(self, conditioning: int) -> None:
+        self._drop(lambda key: key[1] == conditioning)
+
+    def clear(self) -> None:
+        self._drop(lambda key: True)
+
+    def begin(self, step: Step, conditioning: RankConditioning) -> KVBuffer | None:
+        """The buffer of a micro-step that begins, made now if it is the first; None for a step outside of runs."""
+        if step.run == 0:
+            return None
+        key = (step.run, step.conditioning)
+        if key not in self.buffers:
+            self.buffers[key] = KVBuffer(conditioning.stream.tokens, conditioning.batch, self._runs[step.run].extrapolate)
+        if step.with_text:
+            self.buffers[key].begin_call(float(step.timestep.max()))
+        return self.buffers[key]
+
+    def end(self, step: Step) -> None:
+        """The micro-step has written its tokens."""
+        if step.run:
+            buffer = self.buffers[step.run, step.conditioning]
+            buffer.filled = max(buffer.filled, step.tokens.stop)
+            self._largest = max(self._largest, sum(each.nbytes for each in self.buffers.values()))
+
+    def _drop(self, which: Callable[[tuple[int, int]], bool]) -> None:
+        for key in [key for key in self.buffers if which(key)]:
+            self.buffers.pop(key).wait_pending()

@@ -1,0 +1,139 @@
+"""The forward of a rank's stage for one micro-step: from the message and the conditioning to the model's own arguments."""
+
+import torch
+
+from parallel_backend.core.spans import Span
+from parallel_backend.core.token_order import TokenOrder
+from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_MASK, Rows, StepInputs
+from parallel_backend.rank.attention.context import AttentionStep
+from parallel_backend.rank.attention.kv_buffer import KVBuffer
+from parallel_backend.rank.stage.block_slots import StageDone
+from parallel_backend.rank.stage.build import keep_timestep_exact
+from parallel_backend.wire.sampling import Step
+
+from .conditioning_store import RankConditioning
+from .loaded_stage import LoadedStage
+
+
+class StageForward:
+    """Runs the forward of `stage`'s model."""
+
+    def __init__(self, stage: LoadedStage):
+        self._stage, self._family = stage, stage.family
+        self._timestep: torch.Tensor | None = None
+        self._guidance: torch.Tensor | None = None
+        # Of the last grid and number of reference tokens: the stream's places in the model's own order (Rows.image).
+        self._orders: dict[tuple[tuple[int, ...], int], torch.Tensor | None] = {}
+        keep_timestep_exact(stage.model, self._family, lambda: (self._timestep, self._guidance), stage.dtype)
+
+    def received_shape(self, step: Step, conditioning: RankConditioning) -> tuple[int, ...]:
+        """Shape of what the stage before sends for the micro-step, see StageIO.outgoing."""
+        text, image = (shards[self._stage.place] for shards in self._shards(step, conditioning))
+        tensors = 1 + len(self._stage.flow.arriving)
+        return tensors * len(step.entries), len(text) + len(image), self._stage.hidden
+
+    def compute(
+        self, step: Step, conditioning: RankConditioning, buffer: KVBuffer | None, received: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[b, n, channels] on the last stage; elsewhere what is sent on (StageIO.outgoing)."""
+        stage, stream = self._stage, conditioning.stream
+        text, image = self._shards(step, conditioning)
+        own_text, own_image = text[stage.place], image[stage.place]
+        text_mask = conditioning.tensors.get(TEXT_MASK)
+        stage.attention.step = AttentionStep(
+            text_tokens=conditioning.text_tokens,
+            text=text,
+            image=image,
+            entries=step.entries,
+            buffer=buffer,
+            stale=step.stale,
+            overlap=step.overlap,
+            text_first=self._family.blocks.text_first,
+            text_mask=None if text_mask is None else text_mask[step.entries.slice],
+            image_padding=self._family.image_padding(conditioning.grid),
+            row=stream.row,
+        )
+        self._timestep = step.timestep.to(stage.device)
+        rows = self._rows(conditioning, own_image, own_text)
+        stage.flow.begin(received, len(own_text), rows, self._residuals(step, stream, own_image))
+        tensors = self._tensors(step, conditioning)
+        self._guidance = tensors.get(GUIDANCE)
+        inputs = StepInputs(
+            None if step.x is None else self._with_references(step.x, tensors, stream, own_image),
+            self._timestep,
+            tensors,
+            conditioning.grid,
+            stream,
+            own_image,
+            own_text,
+            conditioning.text_tokens,
+            stage.dtype,
+            conditioning.kept[own_image],
+        )
+        stage.module_cache.begin(step, whole=conditioning.is_whole(step))
+        try:
+            return self._family.run(stage.model, inputs)
+        except StageDone as done:
+            return stage.flow.outgoing(done)
+        finally:
+            stage.attention.step = None
+            stage.module_cache.end()
+
+    def _shards(self, step: Step, conditioning: RankConditioning) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """The micro-step's text and image tokens by sequence rank."""
+        cut = self._stage.cut
+        return cut.text(conditioning.text_tokens if step.with_text else 0), cut.image(step.tokens)
+
+    def _with_references(
+        self, x: torch.Tensor, tensors: dict[str, torch.Tensor], stream: TokenOrder, image: Span
+    ) -> torch.Tensor:
+        """[b, m, C] of the picture's tokens -> [b, n, C] of `image`; as it is where the model is given whole tensors."""
+        x = x.to(self._stage.device, self._stage.dtype)
+        if self._family.forward.whole_latent or not stream.references:
+            return x
+        places = stream.places(image).to(self._stage.device)
+        own = places < stream.image
+        out = x.new_empty(len(x), len(image), x.shape[-1])
+        out[:, own] = x
+        out[:, ~own] = tensors[REFERENCES][:, places[~own] - stream.image]
+        return out
+
+    def _residuals(self, step: Step, stream: TokenOrder, image: Span) -> dict[str, torch.Tensor]:
+        """Block -> [b, n, hidden]; what is added to reference tokens is zero."""
+        if not step.residuals:
+            return {}
+        added = [tensor.to(self._stage.device, self._stage.dtype) for tensor in step.added]
+        if stream.references:
+            own = (stream.places(image) < stream.image).to(self._stage.device)
+            for index, tensor in enumerate(added):
+                added[index] = tensor.new_zeros(len(tensor), len(image), tensor.shape[-1])
+                added[index][:, own] = tensor
+        return {block: added[index] for block, index in step.residuals.items()}
+
+    def _rows(self, conditioning: RankConditioning, image: Span, text: Span) -> Rows | None:
+        """What slots cut whole tensors down to."""
+        if not self._family.forward.whole_latent:
+            return None
+        stream, key = conditioning.stream, (conditioning.grid, conditioning.stream.references)
+        if key not in self._orders:
+            order = self._family.patching.order(conditioning.grid)
+            if stream.references:
+                places = stream.places(stream.span)
+                own = places if order is None else order[places.clamp(max=stream.image - 1)]
+                order = torch.where(places < stream.image, own, places)
+            self._orders = {key: None if order is None else order.to(self._stage.device)}
+        order = self._orders[key]
+        index = image.slice if order is None else order[image.slice]
+        return Rows(index, stream.tokens, text, self._family.blocks.text_first)
+
+    def _tensors(self, step: Step, conditioning: RankConditioning) -> dict[str, torch.Tensor]:
+        """The conditioning of this micro-step's entries; its text is empty where the text does not run along.
+
+        In families of `whole_latent` it is whole all the same: the blocks' slots leave it out.
+        """
+        tensors = {name: tensor[step.entries.slice] for name, tensor in conditioning.tensors.items()}
+        if not step.with_text and not self._family.forward.whole_latent:
+            for name in self._family.inputs.token_tensors:
+                if name in tensors:
+                    tensors[name] = tensors[name][:, :0]
+        return tensors
