@@ -14,7 +14,6 @@ from parallel_backend.client.vae import RemoteDecoder
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.wire import messages as m
-from tests.campaigns.fuzz.ranks import ForkedRanks
 from tests.support import tiny
 from tests.support.tampering_rank import TWICE, others, tampering
 
@@ -32,7 +31,7 @@ def tampered(monkeypatch, flux_file):
 
     def load(how: str, degrees: Degrees = ONE) -> RemoteTransformer:
         monkeypatch.setattr("parallel_backend.processes.local.main", functools.partial(tampering, how))
-        pools.append(Pool(("cpu",) * degrees.world, start=ForkedRanks))
+        pools.append(Pool(("cpu",) * degrees.world))
         return RemoteTransformer(pools[-1], open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
 
     yield load
