@@ -41,13 +41,13 @@ def model_names() -> list[str]:
 
 
 def _gguf_names() -> list[str]:
-    """ComfyUI's own list leaves them out, as its loaders cannot read them."""
+    """GGUF files. ComfyUI's own list leaves them out, as its loaders cannot read them."""
     found = [folder_paths.recursive_search(base, [".git"])[0] for base in folder_paths.get_folder_paths(FOLDER)]
     return folder_paths.filter_files_extensions([name for names in found for name in names], [".gguf"])
 
 
 def model_path(name: str) -> Path:
-    """Where the entry of `model_names` is. ValueError if it is not there any more."""
+    """Path of an entry of `model_names`. ValueError if it is not there any more."""
     if name == BUNDLED:
         return Path(WEIGHTS)
     with contextlib.suppress(OSError, ValueError):  # of names that no file can have: too long, a NUL in it, another drive

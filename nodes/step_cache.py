@@ -1,4 +1,4 @@
-"""Parallel Step Cache: its setting travels in the MODEL's transformer_options, its state lives as long as one sampling."""
+"""Parallel Step Cache."""
 
 from .model.diffusion_model import remote_stub
 from .model.step_cache import CacheSettings, with_step_cache

@@ -1,4 +1,4 @@
-"""What the ranks did in the last run, as a picture, in figures, and as a file for a trace viewer."""
+"""Parallel Trace: the last run's timeline as a picture, in figures, and as a file for a trace viewer."""
 
 import os
 from pathlib import Path

@@ -63,7 +63,7 @@ class ParallelVAEDecode:
             latent = latent.unbind()[0]
         if vae.latent_dim == 2 and latent.ndim == 5:
             latent = latent[:, :, 0]
-        reason = why_whole(vae, latent)
+        reason = why_not_cut(vae, latent)
         if reason is None:
             pool = find_ranks(devices)
             if pool is None or len(pool.devices) == 1:
@@ -84,15 +84,15 @@ class ParallelVAEDecode:
 
 
 def find_ranks(devices: str) -> Pool | None:
-    """Those that `devices` names, started if they do not run; None where `auto` finds a single device."""
+    """Ranks on the named devices, started if they do not run. None: `auto` finds a single device."""
     if not is_auto(devices):
         return registry().pool_for(named_devices(devices), check_cancelled)
     running, gpus = registry().pool_for(None, check_cancelled), all_gpus()
     return running if running is not None or len(gpus) < 2 else registry().pool_for(gpus, check_cancelled)
 
 
-def why_whole(vae: comfy.sd.VAE, latent: torch.Tensor) -> str | None:
-    """Why this VAE cannot be cut, in words that follow 'since'; None if it can.
+def why_not_cut(vae: comfy.sd.VAE, latent: torch.Tensor) -> str | None:
+    """Reason why this VAE cannot be cut, in words that follow 'since'. None: it can.
 
     What can is AutoencoderKL's decoder as ComfyUI has it: with anything else the picture would be wrong. ValueError for a
     latent of another model.
@@ -119,20 +119,20 @@ def why_whole(vae: comfy.sd.VAE, latent: torch.Tensor) -> str | None:
 
 
 def changed(module: torch.nn.Module) -> bool:
-    """Something of it is not as its class has it: nodes for tiling, seamless textures and the like do so."""
+    """The module is not as its class has it: nodes for tiling, seamless textures and the like change modules."""
     own = vars(module)
     hooked = module._forward_hooks or module._forward_pre_hooks
     return "forward" in own or "_conv_forward" in own or bool(hooked) or own.get("padding_mode", "zeros") != "zeros"
 
 
 def latent_channels(model: AutoencodingEngine) -> int:
-    """That its decode takes. Flux.2's has each 2 x 2 of its latent in the channels."""
+    """Channels of a latent that this VAE decodes. Flux.2's has each 2 x 2 of its latent in the channels."""
     first = getattr(model, "post_quant_conv", model.decoder.conv_in)
     return first.weight.shape[1] * (4 if getattr(model, "bn", None) is not None else 1)
 
 
 def unpacked(model: AutoencodingEngine, latent: torch.Tensor) -> torch.Tensor:
-    """What AutoencoderKL.decode does before its layers: Flux.2's [B, 4 C, H, W] -> [B, C, 2 H, 2 W]; others as they are."""
+    """The latent as the decoder's layers take it: Flux.2's [B, 4 C, H, W] -> [B, C, 2 H, 2 W]; others as they are."""
     bn = getattr(model, "bn", None)
     if bn is None:
         return latent

@@ -1,4 +1,4 @@
-"""The model calls of one step under way together: positive and negative prompt where ComfyUI cannot make them one call.
+"""Evaluates the conditionings of a step concurrently where ComfyUI cannot join them to one model call.
 
 ComfyUI evaluates conditionings that cannot be joined (prompts of different length, areas) by one model call after the other.
 A CALC_COND_BATCH wrapper has it evaluate them in parts, each by itself; the model call of a part, once it is on its way to
@@ -21,7 +21,7 @@ from ..ui.node_text import say
 
 log = logging.getLogger(__name__)
 
-WRAPPER_KEY = "parallel_dit_side_by_side"
+WRAPPER_KEY = "parallel_dit_concurrent_conds"
 EVALUATION_KEY = "parallel_dit_evaluation"
 """Key in `transformer_options` under which the model calls carry their `Evaluation`."""
 
@@ -30,7 +30,7 @@ ONE_BY_ONE = ("hooks", "default", "gligen")
 
 
 class Evaluation:
-    """One evaluation of a step's conditionings. `parts`: what evaluates each, in turn."""
+    """One evaluation of a step's conditionings. `parts`: functions that evaluate one part each, in turn."""
 
     def __init__(self, parts: list[Callable[[], None]]):
         self._parts = deque(parts)
@@ -40,38 +40,41 @@ class Evaluation:
         return self  # ComfyUI copies transformer_options; the evaluation is one
 
     def first_replica(self, entries: int) -> int:
-        """For a call of so many batch entries: how many the calls before it have, see RemoteTransformer.conditioning."""
+        """For a call of `entries` batch entries: the entries of the calls before it, modulo the replicas."""
         before, self._entries = self._entries, self._entries + entries
         return before
 
     def start_next(self) -> None:
-        """Evaluate the next part, if there is one: the model call of the part before is on its way."""
+        """Evaluate the next part, if any. A part's model call does so once it is posted."""
         if self._parts:
             self._parts.popleft()()
 
     def run(self) -> None:
+        """Evaluate all parts."""
         while self._parts:  # more than once only where a part has no model call
             self.start_next()
 
 
-def add_side_by_side(patcher: comfy.model_patcher.ModelPatcher) -> None:
-    """To a parallel MODEL and its clones."""
-    patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, side_by_side)
+def add_concurrent_conds(patcher: comfy.model_patcher.ModelPatcher) -> None:
+    """Add the wrapper to a parallel MODEL. Its clones have it too."""
+    patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, evaluate_concurrently)
 
 
-def side_by_side(executor, model, conds: list, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict) -> list:
+def evaluate_concurrently(
+    executor, model, conds: list, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict
+) -> list:
     """ComfyUI's CALC_COND_BATCH wrapper: same arguments and result as `calc_cond_batch`."""
     degrees = model.diffusion_model.key.degrees
     if degrees.batch * degrees.pipe == 1:  # one call after the other is as good
         return executor(model, conds, x_in, timestep, model_options)
-    others = [wrapper for wrapper in executor.wrappers[executor.idx + 1 :] if wrapper is not side_by_side]
+    others = [wrapper for wrapper in executor.wrappers[executor.idx + 1 :] if wrapper is not evaluate_concurrently]
     if others:  # they are to see the whole evaluation, once: this one goes inside them
-        inner = comfy.patcher_extension.WrapperExecutor.new_executor(executor.original, [*others, side_by_side])
+        inner = comfy.patcher_extension.WrapperExecutor.new_executor(executor.original, [*others, evaluate_concurrently])
         return inner.execute(model, conds, x_in, timestep, model_options)
     entries = [(index, entry) for index, cond in enumerate(conds) for entry in cond or ()]
     calls = model_calls(entries, x_in, timestep)
-    reason = why_one_by_one(model, [entry for _, entry in entries], model_options) if len(calls) > 1 else None
-    together = parts(calls, len(conds)) if reason is None else [set(range(len(conds)))]
+    reason = why_sequential(model, [entry for _, entry in entries], model_options) if len(calls) > 1 else None
+    together = independent_parts(calls, len(conds)) if reason is None else [set(range(len(conds)))]
     at_once = [max((len(call) for call in calls if part.issuperset(call)), default=0) for part in together]
     tell_if_idle(model.diffusion_model, len(x_in) * sum(at_once), reason)
     if len(together) == 1:
@@ -91,7 +94,7 @@ def side_by_side(executor, model, conds: list, x_in: torch.Tensor, timestep: tor
     return results
 
 
-def why_one_by_one(model, entries: list[dict], model_options: dict) -> str | None:
+def why_sequential(model, entries: list[dict], model_options: dict) -> str | None:
     """Why the model calls must come one after the other, in words for the user; None if they need not."""
     extension = comfy.patcher_extension
     for entry in entries:
@@ -124,8 +127,11 @@ def model_calls(entries: list[tuple[int, dict]], x_in: torch.Tensor, timestep: t
     return calls
 
 
-def parts(calls: list[list[int]], count: int) -> list[set[int]]:
-    """Sets of conditionings, of 0 .. count - 1, that share no call; in the order of the calls, the rest in the first."""
+def independent_parts(calls: list[list[int]], count: int) -> list[set[int]]:
+    """Disjoint sets of the conditionings 0 .. count - 1, none of which shares a call with another; in order of the calls.
+
+    Conditionings without a call are in the first set.
+    """
     found: list[set[int]] = []
     for call in calls:
         touched = [part for part in found if part & set(call)]
@@ -139,7 +145,7 @@ def parts(calls: list[list[int]], count: int) -> list[set[int]]:
 
 
 def tell_if_idle(stub, busy: int, reason: str | None) -> None:
-    """Say so, once in a sampling run, where a step has work for `busy` replicas and there are more."""
+    """Tell the user, once in a sampling run, that a step has work for only `busy` replicas of more."""
     replicas = stub.key.degrees.batch
     if stub.idle is not None or not 0 < busy < replicas:
         return

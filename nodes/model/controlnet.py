@@ -1,4 +1,4 @@
-"""What ComfyUI's ControlNets give, as residuals by block for the ranks."""
+"""Outputs of ComfyUI's ControlNets as residuals by block, for the ranks."""
 
 from typing import NoReturn
 

@@ -1,13 +1,10 @@
-"""The `diffusion_model` of the native MODEL: no weights, it hands each call to the ranks."""
+"""The `diffusion_model` of the native MODEL: a stub without weights that hands each call to the ranks."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 from uuid import UUID
 
-import comfy.model_base
-import comfy.model_detection
-import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
 import torch
@@ -50,7 +47,7 @@ class Band:
 
 
 class RemoteDiffusionModel(torch.nn.Module):
-    """Takes ComfyUI's model call and answers with what the ranks say. Holds no parameters and no process.
+    """Answers ComfyUI's model call with the ranks' output. Holds no parameters and no process.
 
     `patches`, `patches_uuid`, `cache`: those of `patcher`, the one under which it is sampled; its clones all share this
     module. `idle`: what was said in this sampling run about replicas that have nothing to do. `devices`: those that it may
@@ -106,7 +103,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         return model
 
     def bytes_on(self, device: torch.device) -> int:
-        """What the ranks on this device hold now."""
+        """Bytes that the ranks on this device hold now."""
         return registry().bytes_on(self.key, str(device))
 
     def share_of(self, device: torch.device) -> int:
@@ -116,7 +113,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     @functools.cached_property
     def whole_bytes(self) -> int:
-        """Of all weights, as they are on a rank."""
+        """Bytes of all weights, as they are stored on ranks."""
         return sum(self.checkpoint.nbytes(target, self.key.dtype) for target in self.checkpoint.key_map)
 
     def forward(

@@ -1,4 +1,4 @@
-"""LoRA and other weight patches, as ComfyUI's ModelPatcher keeps them -> what the ranks add to their weights.
+"""LoRA and other weight patches of ComfyUI's ModelPatcher, as what the ranks add to their weights.
 
 Only what does not depend on the weight itself can be added beside it: those are on the ranks, perhaps packed.
 """
@@ -30,7 +30,7 @@ SENT_AS_IS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class NativeWeights:
-    """The weights of a checkpoint under the names that this ComfyUI's own model class has for them.
+    """Weights of a checkpoint under the names that this ComfyUI's own model class has for them.
 
     Files may have others: the names of Flux's norms have changed between ComfyUI's versions.
     """

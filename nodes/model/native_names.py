@@ -1,4 +1,4 @@
-"""The native model's attributes and tensor names, without values: what other nodes look up."""
+"""Attributes and tensor names of the native model, without values, for other nodes that look them up."""
 
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ class NativeNames:
         self._checkpoint, self._tensors, self._prefix = checkpoint, tensors, prefix
 
     def at(self, name: str) -> Any:
-        """AttributeError if the native model has nothing of that name."""
+        """The tensor or module of that name. AttributeError if the native model has none."""
         whole = self._prefix + name
         if whole in self._tensors:
             return self._tensors[whole]

@@ -1,19 +1,17 @@
-"""A native MODEL without weights: ComfyUI's own BaseModel for the family, its diffusion_model a stub that asks the ranks."""
+"""The native MODEL without weights: ComfyUI's own BaseModel for the family, whose diffusion_model asks the ranks."""
 
 import weakref
 
-import comfy.model_base
 import comfy.model_detection
 import comfy.model_management
 import comfy.model_patcher
-import comfy.patcher_extension
 from comfy_execution.utils import get_executing_context
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.registry import ModelKey, registry
 
 from ..ui.host import refuse
-from .concurrent_conds import add_side_by_side
+from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
 from .lora import NativeWeights
 from .step_cache import begin_cache
@@ -23,14 +21,14 @@ ALL = 1e32
 
 
 class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
-    """A ModelPatcher whose weights are elsewhere. Says no where native patches would be lost."""
+    """ModelPatcher of a model whose weights are on ranks. Refuses patches that would not reach them."""
 
     def __init__(self, model, load_device, *arguments, **named):
         self.load_device = load_device  # ComfyUI 0.3.64 asks for `model_size` before it sets this
         super().__init__(model, load_device, *arguments, **named)
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        """ComfyUI's own, which keeps the patches. ValueError for a kind that the ranks cannot add to their weights."""
+        """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights."""
         names = self.model.state_dict()
         for target, value in patches.items():
             key, offset, function = (target, None, None) if isinstance(target, str) else (*target, None)[:3]
@@ -39,7 +37,7 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
         return super().add_patches(patches, strength_patch, strength_model)
 
     def pre_run(self):
-        """A sampling run begins: the ranks are to have this patcher's patches, not those of another clone."""
+        """Prepare a sampling run: the ranks get this patcher's patches, not those of another clone."""
         super().pre_run()
         stub = self.model.diffusion_model
         stub.patches, stub.patches_uuid, stub.patcher = self.patches, self.patches_uuid, weakref.ref(self)
@@ -49,7 +47,7 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
             model.begin_timeline()
 
     def cleanup(self):
-        """A sampling run has ended: what was kept of its calls goes."""
+        """End a sampling run: what was kept of its calls is dropped."""
         stub = self.model.diffusion_model
         cache, stub.cache = stub.cache, None
         super().cleanup()
@@ -57,24 +55,24 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
             cache.tell()
 
     def model_size(self):
-        """Bytes in this process, and of ranks on the GPU that ComfyUI uses; before they are loaded, what they will take."""
+        """Bytes in this process and on ranks on the GPU that ComfyUI uses. Before loading: what those ranks will take."""
         return self._own_bytes() + (self._rank_bytes() or self._expected_bytes())
 
     def loaded_size(self):
         return (self._own_bytes() if self.model.model_loaded_weight_memory else 0) + self._rank_bytes()
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """ComfyUI's own, always in full: this process has little of the model, and the ranks load at the first call."""
+        """As ComfyUI's, always in full: this process has little of the model, and the ranks load at the first call."""
         return super().partially_load(device_to, ALL, force_patch_weights)
 
     def partially_unload(self, device_to, memory_to_free=0, *arguments, **named):
-        """Frees nothing, whereupon ComfyUI unloads the whole: ranks hold all of their weights or none."""
+        """Free nothing, so that ComfyUI unloads the whole: ranks hold all of their weights or none."""
         return 0
 
     def detach(self, unpatch_all=True):
-        """ComfyUI's own. With `unpatch_all` the model is unloaded, without it only another clone takes this one's place.
+        """As ComfyUI's. With `unpatch_all` the model is unloaded; without it another clone takes this one's place.
 
-        The ranks then free their memory, except where a node needs room on a GPU that has none of them.
+        Unloading frees the ranks' memory, except where a node needs room on a GPU that has none of them.
         """
         if unpatch_all and (self._on_cpu() or self._rank_bytes() or get_executing_context() is None):
             registry().unload(self.model.diffusion_model.key)
@@ -84,11 +82,11 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
         return comfy.model_management.is_device_cpu(self.load_device)
 
     def _own_bytes(self) -> int:
-        """`state_dict` lists weights that are not in this process."""
+        """Bytes in this process. (`state_dict` lists weights that are elsewhere.)"""
         return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
     def _rank_bytes(self) -> int:
-        """Nothing on a CPU, whose memory ComfyUI does not manage."""
+        """Bytes of ranks on the GPU that ComfyUI uses. 0 on a CPU, whose memory ComfyUI does not manage."""
         return 0 if self._on_cpu() else self.model.diffusion_model.bytes_on(self.load_device)
 
     def _expected_bytes(self) -> int:
@@ -133,5 +131,5 @@ def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> Rem
         load_device=comfy.model_management.get_torch_device(),
         offload_device=comfy.model_management.unet_offload_device(),
     )
-    add_side_by_side(patcher)
+    add_concurrent_conds(patcher)
     return patcher

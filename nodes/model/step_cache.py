@@ -1,4 +1,4 @@
-"""The step cache of a MODEL: its setting travels in transformer_options, its state lives as long as one sampling."""
+"""The step cache of a MODEL. Its settings travel in transformer_options; its state lives as long as one sampling run."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ class CacheSettings:
 
 
 class SamplingCache:
-    """The cache of one sampling run: of its whole calls, and of the runs in bands that are begun in it."""
+    """Step cache of one sampling run, whole or in bands."""
 
     def __init__(self, settings: CacheSettings, model_sampling: Any):
         self.settings = settings
@@ -33,30 +33,30 @@ class SamplingCache:
         self.cache = StepCache(settings.threshold)
         self._reported = False
 
-    def begin(self, bands: int = 1) -> StepCache:
-        """For calls in so many bands from now on: what was kept of an attempt before is forgotten."""
+    def restart(self, bands: int = 1) -> StepCache:
+        """A new, empty cache, for calls in `bands` bands. What an attempt before has kept is forgotten."""
         self.cache = StepCache(self.settings.threshold, bands)
         return self.cache
 
     def report(self) -> str:
-        """In words, for whoever says them."""
+        """Summary in words. Whoever asks for it shows it: `tell` does not any more."""
         self._reported = True
         return self.cache.summary
 
     def may_forecast(self, options: dict[str, Any]) -> bool:
-        """Whether a call with these transformer_options may be forecast: not outside the percents, not in the last step."""
+        """A call with these transformer_options is within the percents, and not in the last step."""
         sigma, steps = float(options["sigmas"].max()), options.get("sample_sigmas")
         last_step = steps is not None and len(steps) > 1 and sigma <= float(steps[-2])
         return self._to < sigma <= self._from and not last_step
 
     def tell(self) -> None:
-        """Say it on the sampler's node, unless somebody else does."""
+        """Show the summary on the sampler's node, unless `report` was asked for it."""
         if not self._reported:
             say(f"Parallel DiT: {self.cache.summary}")
 
 
 def with_step_cache(model: comfy.model_patcher.ModelPatcher, settings: CacheSettings) -> comfy.model_patcher.ModelPatcher:
-    """A clone of the MODEL; with threshold 0 one that has no cache."""
+    """A clone of the MODEL with a step cache, or without one where the threshold is 0."""
     patched = model.clone()
     options = patched.model_options["transformer_options"]
     if settings.threshold > 0:
@@ -67,6 +67,6 @@ def with_step_cache(model: comfy.model_patcher.ModelPatcher, settings: CacheSett
 
 
 def begin_cache(model: comfy.model_patcher.ModelPatcher) -> SamplingCache | None:
-    """For a sampling run of this MODEL that begins; None where it has no cache."""
+    """Cache for a sampling run of this MODEL that begins. None: the MODEL has no step cache."""
     settings = model.model_options["transformer_options"].get(CACHE_KEY)
     return None if settings is None else SamplingCache(settings, model.get_model_object("model_sampling"))

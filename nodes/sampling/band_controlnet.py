@@ -1,4 +1,4 @@
-"""ControlNet: ComfyUI runs it as ever, what it adds goes to the ranks, and under PipeFusion in bands.
+"""ControlNets under PipeFusion: run by ComfyUI on the whole latent, their outputs cut for the bands.
 
 A ControlNet looks at the whole latent, which no band has. So it runs once per step, when band 0 asks, on what is the latest
 of every band: band 0's latent of this step, and those of the step before of the other bands. That is as old as the keys
@@ -25,7 +25,7 @@ REACH = 3
 
 @dataclass
 class _Calls:
-    """The calls for one set of conditionings so far, by turn: each band's latents, band 0's times, what was answered."""
+    """Calls for one set of conditionings, by turn: each band's latents, band 0's times, ControlNet's answers."""
 
     latents: list[dict[int, torch.Tensor]]
     made: list[int]  # calls by band
@@ -33,7 +33,7 @@ class _Calls:
     answers: dict[int, Control | None] = field(default_factory=dict)
 
     def forget(self, turn: int) -> None:
-        """What no call after `turn` looks at."""
+        """Drop what no call after `turn` reads."""
         self.answers.pop(turn - 2, None)
         for past in (*self.latents, self.times):
             past.pop(turn - REACH - 1, None)
@@ -68,7 +68,7 @@ class BandedControl:
         return BandControl(self, index)
 
     def close(self, error: BaseException) -> None:
-        """Every band that waits, or will, raises `error`."""
+        """Make every band that waits, or will wait, raise `error`."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -132,7 +132,7 @@ class BandedControl:
         return whole.unflatten(1, self.grid).narrow(self.patching.band_dim - 1, rows.start, len(rows)).flatten(1, -2)
 
     def _wait_for(self, band: int, made: dict[int, Any], turn: int) -> None:
-        """Until `band` has put what it makes in that turn into `made`."""
+        """Wait until `band` has put its part of that turn into `made`."""
         self._changed.wait_for(lambda: self._error is not None or turn in made or band in self._finished)
         if self._error is not None:
             raise self._error
@@ -141,7 +141,7 @@ class BandedControl:
 
 
 class BandControl:
-    """What stands for a ControlNet in one band's conditioning."""
+    """Stand-in for a ControlNet in one band's conditioning."""
 
     def __init__(self, shared: BandedControl, index: int):
         self.shared, self.index = shared, index

@@ -1,4 +1,4 @@
-"""A guider for one band: its conditioning cut to the band's rows, where it is joined to the latent.
+"""The guider of one band: conditioning that is joined to the latent is cut to the band's rows.
 
 A video model's mask of what is given stays whole: the timesteps made from it are those of the whole video in every band.
 """
@@ -16,7 +16,7 @@ from parallel_backend.families.base.patching import Patching
 from .band_controlnet import BandedControl
 
 
-def controls_of(
+def banded_controls(
     guider: comfy.samplers.CFGGuider,
     patching: Patching,
     rows: tuple[Span, ...],
@@ -30,8 +30,8 @@ def controls_of(
 
 
 @contextmanager
-def sharing(controls: dict[int, BandedControl], index: int) -> Iterator[None]:
-    """Around the sampler of band `index`: whatever ends it, no other band waits for it in vain."""
+def releasing_waiters(controls: dict[int, BandedControl], index: int) -> Iterator[None]:
+    """Around the sampler of band `index`. However it ends, bands that wait for its ControlNet latents go on or fail."""
     try:
         yield
     except BaseException as error:

@@ -12,15 +12,14 @@ import torch
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import Patching
 
-from ..model.concurrent_conds import side_by_side
+from ..model.concurrent_conds import evaluate_concurrently
 from .noise import WholeNoise
 
 LOCAL_GUIDERS = {"CFGGuider", "Guider_Basic", "Guider_DualCFG"}
 """Guiders whose result at a pixel depends on nothing but the predictions at that pixel."""
 
-
 COND_KEYS_OF_A_REGION = ("area", "mask", "gligen", "hooks", "default")
-
+"""Keys of a conditioning that make ComfyUI evaluate it for a region, or by itself."""
 
 GLOBAL_OPTIONS = (
     "sampler_cfg_function",
@@ -76,8 +75,8 @@ class Sampling:
         return sampler.sample(guider, self.sigmas, extra_args, callback, noise.clone(), latent, mask, True)
 
 
-def why_no_run(sampling: Sampling) -> str | None:
-    """Why keys cannot be kept from call to call, in words for the user; None if they can."""
+def why_not_displaced(sampling: Sampling) -> str | None:
+    """Reason for the user why keys cannot be kept from call to call, as patches and bands need. None: they can."""
     for conds in sampling.guider.conds.values():
         for cond in conds or ():
             for key in COND_KEYS_OF_A_REGION:
@@ -86,11 +85,11 @@ def why_no_run(sampling: Sampling) -> str | None:
     return None
 
 
-def why_whole(sampling: Sampling) -> str | None:
-    """Why this run cannot be cut into bands, in words for the user; None if it can."""
+def why_not_banded(sampling: Sampling) -> str | None:
+    """Reason for the user why this run cannot be cut into bands. None: it can."""
     guider, sampler = sampling.guider, sampling.sampler
     options = guider.model_options
-    if (reason := why_no_run(sampling)) is not None:
+    if (reason := why_not_displaced(sampling)) is not None:
         return reason
     if type(guider).__name__ not in LOCAL_GUIDERS:
         return f"the guider {type(guider).__name__} may look at the whole latent"
@@ -109,6 +108,6 @@ def why_whole(sampling: Sampling) -> str | None:
     wrappers = comfy.patcher_extension.WrappersMP
     for kind in (wrappers.PREDICT_NOISE, wrappers.CALC_COND_BATCH, wrappers.APPLY_MODEL):
         found = comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options=True)
-        if any(wrapper is not side_by_side for wrapper in found):
+        if any(wrapper is not evaluate_concurrently for wrapper in found):
             return f"another node's {kind} wrapper may look at the whole latent"
     return None

@@ -1,4 +1,4 @@
-"""The native sampler's random draws, made for the whole latent, so that each band gets its own rows of them."""
+"""Noise that samplers draw between steps: drawn for the whole latent, so that each band gets its own rows of it."""
 
 import inspect
 import threading
@@ -11,17 +11,18 @@ import torch
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import Patching
 
-Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+NoiseSampler = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""ComfyUI's: sigma, next sigma -> noise."""
 
 
 class WholeNoise:
-    """`draw` is called once per draw, in order, for the whole latent; bands read rows of what it gave."""
+    """Noise of the whole latent, from one call of `draw` per draw, in order. Bands read their rows of it."""
 
-    def __init__(self, draw: Draw):
+    def __init__(self, draw: NoiseSampler):
         self._draw, self._lock, self._drawn = draw, threading.Lock(), []
 
-    def band(self, patching: Patching, rows: Span) -> Draw:
-        """A noise sampler for one band. Every band makes the same draws in the same order."""
+    def band(self, patching: Patching, rows: Span) -> NoiseSampler:
+        """Noise sampler of one band. Every band makes the same draws in the same order."""
         count = 0
 
         def sample(sigma, sigma_next):
@@ -41,7 +42,7 @@ def takes_noise_sampler(sampler: comfy.samplers.KSAMPLER) -> bool:
 
 
 def whole_noise(sampler: comfy.samplers.KSAMPLER, noise: torch.Tensor, sigmas: torch.Tensor, seed: int | None) -> WholeNoise:
-    """What `sampler` would draw from for the whole latent: its own option, a Brownian tree, or plain noise.
+    """Noise that `sampler` would draw for the whole latent: by its own option, a Brownian tree, or plain noise.
 
     Which one is k_diffusion's rule (comfy/k_diffusion/sampling.py): the dpmpp *_sde samplers default to a tree, on the
     CPU unless their name ends in _gpu.

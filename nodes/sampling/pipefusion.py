@@ -23,15 +23,15 @@ from parallel_backend.core.spans import Span
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
 from ..ui.host import check_cancelled
 from ..ui.node_text import say
-from .band_guider import band_guider, controls_of, sharing
-from .eligibility import Sampling, why_no_run, why_whole
+from .band_guider import band_guider, banded_controls, releasing_waiters
+from .eligibility import Sampling, why_not_banded, why_not_displaced
 from .noise import takes_noise_sampler, whole_noise
 
 WRAPPER_KEY = "parallel_dit_pipefusion"
 
 
 def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate):
-    """A clone of MODEL that pipelines its steps, and the wrapper that does it."""
+    """A clone of the MODEL with PipeFusion, and the wrapper that runs it."""
     remote_stub(model)
     patched = model.clone()
     wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate)
@@ -44,8 +44,8 @@ def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapola
 log = logging.getLogger(__name__)
 
 
-class Steps:
-    """Collects the bands' step callbacks; hands a step on, with the whole latent, once every band has made it."""
+class StepCallbacks:
+    """Step callbacks of the bands. A step is reported, with the whole latent, once every band has made it."""
 
     def __init__(self, bands: int, dim: int, total: int, callback, disable_pbar: bool):
         self.bands, self.dim, self.total, self.callback = bands, dim, total, callback
@@ -83,7 +83,7 @@ class Steps:
 
 @dataclass
 class PipeFusion:
-    """The settings of Apply PipeFusion, and the wrapper itself. `last`: the report of the last run, for the node."""
+    """ComfyUI's SAMPLER_SAMPLE wrapper, with the settings of Apply PipeFusion. `last`: report of the last run."""
 
     num_pipeline_patch: int
     warmup_steps: int
@@ -100,13 +100,13 @@ class PipeFusion:
         overlap = self.overlap and stub.comm_overlap
         result, run, reason, cache = None, None, None, stub.cache
         rows = self._rows(model, sampling)
-        calls = None if cache is None else cache.begin(len(rows))
+        calls = None if cache is None else cache.restart(len(rows))
         if model.degrees.displaced:
-            reason = why_no_run(sampling)
+            reason = why_not_displaced(sampling)
             if reason is None:
                 result, run = self._displaced(model, rows, sampling, executor, overlap, calls)
         elif len(rows) > 1:
-            reason = why_whole(sampling)
+            reason = why_not_banded(sampling)
             try:
                 if reason is None:
                     result, run = self._in_bands(model, rows, sampling, overlap, calls)
@@ -116,7 +116,7 @@ class PipeFusion:
             if reason is not None:
                 log.warning("Parallel DiT: this run is exact, and slower for it, since %s.", reason)
             if cache is not None:
-                cache.begin()
+                cache.restart()
             result = executor(*sampling.arguments)
         stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
         self.last = RunReport(
@@ -188,16 +188,18 @@ class PipeFusion:
         extrapolate = self.extrapolate and draws is None
         run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, extrapolate, calls, check_cancelled)
         limit = exact_above(sampling.sigmas, self.warmup_steps)
-        steps = Steps(len(rows), model.family.patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar)
+        steps = StepCallbacks(
+            len(rows), model.family.patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar
+        )
 
         patching = model.family.patching
-        controls = controls_of(sampling.guider, patching, rows, shape, limit, extrapolate)
+        controls = banded_controls(sampling.guider, patching, rows, shape, limit, extrapolate)
 
         def sample(band: int) -> torch.Tensor:
             guider = band_guider(sampling.guider, patching, rows, band, controls)
             options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
             options["transformer_options"][BAND_KEY] = Band(run, band, limit)
-            with sharing(controls, band):
+            with releasing_waiters(controls, band):
                 return sampling.band(patching, rows[band], guider, options, draws, steps.band(band))
 
         try:

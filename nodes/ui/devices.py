@@ -1,4 +1,4 @@
-"""What the `devices` widget says: which device each rank gets."""
+"""The `devices` widget: which device each rank gets."""
 
 import torch
 
@@ -32,7 +32,7 @@ def choose_devices(text: str, degrees: Degrees) -> tuple[str, ...]:
 
 
 def is_auto(text: str) -> bool:
-    """Whether the `devices` widget leaves the choice to us."""
+    """The `devices` widget leaves the choice to the pack."""
     return text.strip().lower() in ("auto", "")
 
 
@@ -53,5 +53,5 @@ def named_devices(text: str) -> tuple[str, ...]:
 
 
 def possible_devices(text: str) -> tuple[str, ...]:
-    """Those that degrees `auto` may use. `auto`: every GPU, or one CPU rank, which has all cores to itself."""
+    """Devices that degrees `auto` may use. Where `devices` is auto: every GPU, or one CPU rank, which has all cores."""
     return (all_gpus() or ("cpu",)) if is_auto(text) else named_devices(text)

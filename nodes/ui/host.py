@@ -1,12 +1,8 @@
-"""What the pack asks of ComfyUI while it works: Cancel, and how a node refuses."""
+"""Cancel, and how a node refuses."""
 
 from typing import NoReturn
 
-import comfy.model_base
-import comfy.model_detection
 import comfy.model_management
-import comfy.model_patcher
-import comfy.patcher_extension
 
 
 def check_cancelled() -> None:
@@ -15,4 +11,5 @@ def check_cancelled() -> None:
 
 
 def refuse(what: str, instead: str) -> NoReturn:
+    """ValueError: `what` needs weights, which are on the ranks. `instead`: advice, a sentence."""
     raise ValueError(f"model: {what} is not possible with Parallel DiT's weights, which are on its ranks. {instead}")

@@ -1,4 +1,4 @@
-"""What a node is called with, held to what its inputs say: ComfyUI checks widgets, but not what comes over a link."""
+"""Checks of a node's inputs against their types and limits: ComfyUI checks widgets, but not what comes over a link."""
 
 import functools
 import inspect
@@ -60,6 +60,7 @@ def coerce(name: str, value: Any, kind: Any, options: dict[str, Any]) -> Any:
 
 
 def short(value: Any) -> str:
+    """The value as an error repeats it, cut to SHOWN characters."""
     text = repr(value) if isinstance(value, (str, float, bool, type(None))) else type(value).__name__
     if isinstance(value, int) and abs(value) < 10**SHOWN:
         text = str(value)

@@ -1,4 +1,4 @@
-"""What the ranks do before the first step, shown on the node that waits for it."""
+"""Progress of starting and loading ranks, on the node that waits for them."""
 
 import functools
 
@@ -8,7 +8,7 @@ from .node_text import say
 
 
 class LoadingBar:
-    """A pool.LoadProgress: the node's bar, and a line of text on it. Says nothing as long as nothing is loaded."""
+    """A pool.LoadProgress: the node's bar and a line of text on it. Shows nothing as long as nothing is loaded."""
 
     def __init__(self) -> None:
         self._shown: tuple[str, int] | None = None

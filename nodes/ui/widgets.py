@@ -1,10 +1,4 @@
-"""What the nodes' inputs have in common."""
-
-
-def threshold(default: float, tooltip: str) -> tuple[str, dict]:
-    """A FLOAT widget for CacheSettings.threshold."""
-    return ("FLOAT", {"default": default, "min": 0.0, "max": 3.0, "step": 0.005, "round": 0.001, "tooltip": tooltip})
-
+"""Widgets and types that several nodes share."""
 
 CATEGORY = "Parallel DiT"
 MAX_DEGREE = 64
@@ -15,13 +9,18 @@ def degree(tooltip: str) -> tuple[str, dict]:
     return ("INT", {"default": 1, "min": 1, "max": MAX_DEGREE, "tooltip": tooltip})
 
 
+def threshold(default: float, tooltip: str) -> tuple[str, dict]:
+    """A FLOAT widget for CacheSettings.threshold."""
+    return ("FLOAT", {"default": default, "min": 0.0, "max": 3.0, "step": 0.005, "round": 0.001, "tooltip": tooltip})
+
+
 def cfg_scale(tooltip: str) -> tuple[str, dict]:
     """A FLOAT widget for classifier-free guidance, KSampler's, but 1 as distilled models want it."""
     return ("FLOAT", {"default": 1.0, "min": 0.0, "max": 100.0, "step": 0.1, "round": 0.01, "tooltip": tooltip})
 
 
 class AnyType(str):
-    """A type that every link fits: ComfyUI compares types by `!=` of their names."""
+    """Type that every link fits: ComfyUI compares types by `!=` of their names."""
 
     def __ne__(self, other: object) -> bool:
         return False

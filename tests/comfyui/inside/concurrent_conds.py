@@ -33,7 +33,7 @@ def shortened(prompt: list, tokens: int) -> list:
 def one_by_one(model):
     """The same MODEL as it would be without the wrapper: the control."""
     plain = model.clone()
-    plain.remove_wrappers_with_key(CALCULATE, "parallel_dit_side_by_side")
+    plain.remove_wrappers_with_key(CALCULATE, "parallel_dit_concurrent_conds")
     return plain
 
 
