@@ -428,7 +428,7 @@ def test_large_weights_are_expanded_piece_by_piece(monkeypatch, kind):
     blocks = torch.from_numpy(to_blocks(np.random.default_rng(0).normal(size=(24, 512)).astype(np.float32), kind))
     assert CHUNK_VALUES > 24 * 512
     at_once = Blocks(kind).expand(blocks, torch.float32)
-    monkeypatch.setattr("parallel_backend.checkpoints.packed_formats.PIECE", 5 * 256)
+    monkeypatch.setattr("parallel_backend.checkpoints.packed_formats.CHUNK_VALUES", 5 * 256)
     assert torch.equal(Blocks(kind).expand(blocks, torch.float32), at_once)
     assert gguf.GGML_QUANT_SIZES[TYPES[kind]] == BLOCKS[kind]
 
