@@ -40,18 +40,23 @@ def main() -> int:
         parser.error(f"--only: no mutant is called {', '.join(sorted(unknown))}")
     tiers = (arguments.tier,) if arguments.tier else tuple(TIERS)
     began, verdicts = time.monotonic(), []
+    earlier = json.loads(arguments.out.read_text())["mutants"] if arguments.out and arguments.out.exists() else {}
+
+    def write(verdicts: list[Verdict]) -> None:
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(result(MUTANTS, earlier, verdicts), indent=1) + "\n")
+
     with copy_of(REPOSITORY) as folder, Runner() as runner:
         with contextlib.suppress(KeyboardInterrupt):  # what there is by then is reported
             for name in names:
                 verdicts.append(try_out(runner, folder, known[name], tiers))
                 print(verdicts[-1], flush=True)
+                write(verdicts)
         first, verdicts = verdicts, confirmed(runner, folder, verdicts, tiers)
     for before, verdict in zip(first, verdicts, strict=True):
         if verdict is not before:
             print(f"{before.test} fails without a mutant too; {verdict}")
-    if arguments.out is not None:
-        earlier = json.loads(arguments.out.read_text())["mutants"] if arguments.out.exists() else {}
-        arguments.out.write_text(json.dumps(result(MUTANTS, earlier, verdicts), indent=1) + "\n")
+    write(verdicts)
     lived = [verdict.mutant.name for verdict in verdicts if verdict.caught_by is None]
     print(f"{len(verdicts)} mutants, {len(lived)} lived, {time.monotonic() - began:.0f} s")
     if lived:

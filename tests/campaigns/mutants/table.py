@@ -87,10 +87,10 @@ WIRE_MUTANTS = (
         ("tests/wire/test_tcp.py",),
     ),
     Mutant(
-        "a second peer takes a rank's place",
+        "a rank beyond the last is let in",
         WIRE + "tcp.py",
-        "rank >= self._world or rank in self._callers",
-        "rank >= self._world",
+        "rank >= self._world or",
+        "rank > self._world or",
         ("tests/wire/test_tcp.py",),
     ),
     Mutant(
@@ -108,7 +108,7 @@ FAMILY_MUTANTS = (
         FAMILIES + "base/patching.py",
         'F.pad(latent, padding, mode="circular")',
         "F.pad(latent, padding)",
-        ("tests/system/test_exactness.py", "-k", "odd and (ulysses or sizes)"),
+        ("tests/families/test_patching.py",),
     ),
     Mutant(
         "heads that share keys cut one by one",
@@ -278,6 +278,7 @@ RANK_MUTANTS = (
         RANK + "stage/block_slots.py",
         "image + residual",
         "image + 0.5 * residual",
+        ("tests/rank/test_block_slots.py",),
         ("tests/client/test_controlnet.py", "-k", "diffusers"),
     ),
     Mutant(
@@ -292,6 +293,7 @@ RANK_MUTANTS = (
         RANK + "comm/collectives.py",
         "(sum(send) - send[axis.index]) * x.element_size()",
         "sum(send) * x.element_size()",
+        ("tests/rank/test_collectives.py",),
         ("tests/rank/test_transfers.py", "-k", "ulysses"),
     ),
     Mutant(
@@ -306,7 +308,8 @@ RANK_MUTANTS = (
         RANK + "comm/transfers.py",
         "add(TRANSFER, self._step,",
         "add(TRANSFER, self._traffic.recorder.step,",
-        ("tests/rank/test_transfers.py", "tests/client/test_trace.py", "-k", "micro_step or waits or transfer"),
+        ("tests/rank/test_collectives.py",),
+        ("tests/client/test_trace.py", "-k", "waits or transfer"),
     ),
     Mutant(
         "halo of the row behind",

@@ -1,0 +1,41 @@
+"""What transfers count and note: bytes that left the rank, and the micro-step in which a transfer began."""
+
+from types import SimpleNamespace
+
+import torch
+
+from parallel_backend.rank.comm import collectives
+from parallel_backend.rank.comm.mesh import Axis
+from parallel_backend.rank.comm.transfers import Traffic
+from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
+
+AXIS = Axis("ulysses", 3, 1, (0, 1, 2), None)
+DONE = SimpleNamespace(wait=lambda: True)
+
+
+def test_what_a_rank_keeps_of_an_all_to_all_is_not_sent(monkeypatch):
+    monkeypatch.setattr(collectives.dist, "all_to_all_single", lambda *_, **__: DONE)
+    traffic = Traffic(torch.device("cpu"))
+    exchange = collectives.start_all_to_all(torch.zeros(12), [2, 7, 3], [1, 7, 2], AXIS, traffic)
+    assert exchange.wait().shape == (10,)
+    assert traffic.report()[0] == {"ulysses": (2 + 3) * 4}
+    assert traffic.report()[0] == {}
+
+
+def test_a_sum_counts_as_the_ring_moves_it(monkeypatch):
+    monkeypatch.setattr(collectives.dist, "all_reduce", lambda *_, **__: DONE)
+    traffic = Traffic(torch.device("cpu"))
+    collectives.all_reduce(torch.zeros(30), AXIS, traffic)
+    assert traffic.report()[0] == {"ulysses": 2 * 2 * 30 * 4 // 3}
+
+
+def test_a_transfer_is_of_the_micro_step_in_which_it_began_and_a_wait_of_its_own():
+    traffic = Traffic(torch.device("cpu"))
+    first, second = (1, 0, 8, 1), (2, 8, 16, 0)
+    traffic.recorder.step = first
+    transfer = traffic.start(lambda: DONE)
+    traffic.recorder.step = second
+    transfer.wait()
+    _, labels, lost = traffic.recorder.read()
+    assert labels.tolist() == [[TRANSFER, *first], [WAIT, *second]]
+    assert lost == 0
