@@ -19,11 +19,13 @@ import torch
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.local import LocalRanks
+from parallel_backend.processes.local import LocalRanks, Plan, Ranks
 from parallel_backend.processes.pool import Pool
+from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from tests.support import tiny
 from tests.support.fork_server import fork_server, started_by
 from tests.support.requirements import NotHere
+from tests.support.thread_ranks import thread_ranks
 
 torch.set_num_threads(1)  # the ranks share the cores with this process
 hypothesis.settings.register_profile("no timed tests", deadline=None)
@@ -61,7 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "pools" in getattr(item, "fixturenames", ()):
+        fixtures = getattr(item, "fixturenames", ())
+        if "process_pools" in fixtures or ("pools" in fixtures and not item.get_closest_marker("threads")):
             item.add_marker("processes")
 
 
@@ -139,7 +142,8 @@ def spawned() -> Iterator[None]:
 class Pools:
     """Pools by number of ranks, started when first asked for and again if they have failed, and the model on each."""
 
-    def __init__(self):
+    def __init__(self, start: Callable[[Plan], Ranks], silence: float = SILENCE_SECONDS):
+        self._start, self._silence = start, silence
         self._pools: dict[int, Pool] = {}
         self._models: dict[int, tuple[tuple, RemoteTransformer]] = {}
 
@@ -149,7 +153,7 @@ class Pools:
             self.end(world)
             pool = None
         if pool is None:
-            pool = self._pools[world] = Pool(("cpu",) * world)
+            pool = self._pools[world] = Pool(("cpu",) * world, start=self._start, silence=self._silence)
             pool.ready.result(timeout=300)
         return pool
 
@@ -178,11 +182,27 @@ class Pools:
 
 
 @pytest.fixture(scope="session")
-def pools(forking) -> Iterator[Pools]:
-    """`pools(n)`: a Pool of n CPU ranks that is known to work. They end before what they were forked from."""
-    pools = Pools()
+def process_pools(forking) -> Iterator[Pools]:
+    """Pools of ranks in processes. They end before what they were forked from."""
+    pools = Pools(LocalRanks)
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def thread_pools() -> Iterator[Pools]:
+    """Pools of ranks in threads of this process, see thread_ranks.py."""
+    with thread_ranks() as start:
+        pools = Pools(start, silence=10 * SILENCE_SECONDS)
+        yield pools
+        pools.close()
+
+
+@pytest.fixture(scope="module")
+def pools(request: pytest.FixtureRequest) -> Pools:
+    """`pools(n)`: a Pool of n CPU ranks that is known to work. In threads in a file that is marked so, else in processes."""
+    threads = request.node.get_closest_marker("threads")
+    return request.getfixturevalue("thread_pools" if threads else "process_pools")
 
 
 @pytest.fixture(scope="session")
@@ -197,7 +217,7 @@ def flux_file(flux_model, tmp_path_factory) -> Path:
     return tiny.save_original(flux_model, tiny.FLUX, tmp_path_factory.mktemp("flux") / "tiny.safetensors")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def remote(pools, flux_file) -> Callable[..., RemoteTransformer]:
     """`remote(Degrees(...), dtype=..., fresh=...)`: the tiny Flux on ranks."""
     return functools.partial(pools.load, flux_file)

@@ -12,6 +12,8 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.quickstart.sampling import linear_sigmas
 from tests.support import tiny
 
+pytestmark = pytest.mark.threads
+
 
 def micro_steps(model) -> list[int]:
     """By rank, since the last time."""

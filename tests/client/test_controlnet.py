@@ -26,6 +26,8 @@ from parallel_backend.wire import messages as m
 from tests.families.cases import all_cases
 from tests.support import tiny
 
+pytestmark = pytest.mark.threads
+
 TOLERANCE = 1e-5
 PATIENCE = 20.0
 """Seconds after which a run that should have ended counts as hanging."""

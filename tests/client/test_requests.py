@@ -9,6 +9,8 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from tests.support import tiny
 
+pytestmark = pytest.mark.threads
+
 DEGREES = [Degrees(pipe=2), Degrees(ulysses=2), Degrees(batch=2), Degrees(pipe=2, ulysses=2)]
 
 SIZES = [

@@ -13,6 +13,8 @@ from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, s
 from tests.families.cases import all_cases
 from tests.support import tiny
 
+pytestmark = pytest.mark.threads
+
 TOLERANCE = 1e-5
 BF16_TOLERANCE = 0.012
 CASES = all_cases()

@@ -10,6 +10,8 @@ from parallel_backend.core.degrees import Degrees
 from tests.families.cases import cogvideox, hunyuan_video
 from tests.support import tiny
 
+pytestmark = pytest.mark.threads
+
 HUNYUAN, COGVIDEOX = hunyuan_video.CASES[0], cogvideox.CASES[0]
 
 

@@ -13,6 +13,8 @@ from parallel_backend.families import FAMILIES
 from tests.families.cases import hunyuan_dit, pixart, sana
 from tests.support import tiny
 
+pytestmark = pytest.mark.threads
+
 ALPHA, SIGMA = pixart.CASES
 CASES = (*pixart.CASES, *hunyuan_dit.CASES, *sana.CASES)
 OLD = {"_class_name": "Transformer2DModel", "norm_type": "ada_norm_single"}

@@ -13,6 +13,8 @@ from parallel_backend.families import FAMILIES
 from parallel_backend.rank.stage.build import build_stage
 from tests.support import tiny
 
+pytestmark = pytest.mark.threads
+
 TOLERANCE = 1e-5
 FAMILY = FAMILIES["sd3"]
 

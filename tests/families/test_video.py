@@ -15,6 +15,8 @@ from parallel_backend.families.wan import PROMPT, VARIANTS
 from tests.families.cases import ltx_video, wan
 from tests.support import tiny
 
+pytestmark = pytest.mark.threads
+
 CASES = {case.name: case for case in (*wan.CASES, *ltx_video.CASES)}
 TIMES = ["wan-2.1-t2v", "wan-2.2-i2v", "wan-2.2-5b", "ltx-video-0.9", "ltx-video-0.9.5"]
 

@@ -15,6 +15,8 @@ from parallel_backend.rank.stage.build import build_stage
 from tests.families.cases.hunyuan_dit import CASES
 from tests.support import tiny
 
+pytestmark = pytest.mark.threads
+
 CASE = CASES[1]
 LAYERS = CASE.config["num_layers"]
 CUTS = [edges for count in (1, 2) for edges in combinations(range(1, LAYERS), count)]

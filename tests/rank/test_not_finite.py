@@ -23,6 +23,8 @@ from parallel_backend.rank.finite_check import FiniteWatch
 from parallel_backend.wire import messages as m
 from tests.support import failing_rank, tiny
 
+pytestmark = pytest.mark.threads
+
 NAN, INF = float("nan"), float("inf")
 LAST_BLOCK = "single_blocks.4.linear2.weight"
 """In the file; in the model it is single_transformer_blocks.4.proj_out.weight, on the second of two stages."""
@@ -215,7 +217,7 @@ def test_every_mode_finds_it(pools, damaged_file, degrees):
         model.predict(*tiny.inputs(tiny.FLUX), nobody)
 
 
-def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(flux_file, pools, monkeypatch):
+def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(flux_file, process_pools, monkeypatch):
     monkeypatch.setattr(launch, "main", failing_rank.not_a_number)
     ranks = Pool(("cpu", "cpu"))
     try:
@@ -223,7 +225,7 @@ def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(flux_file, 
         # Two entries one by one, then three bands: the fourth is the second band of the second step.
         with pytest.raises(NotFiniteError, match=r"rank 1 \(cpu\), stage 2 of 2, in micro-step 4\..*weight_dtype fp32"):
             in_bands(model)
-        again, expected = in_bands(model), in_bands(pools.load(flux_file, Degrees(pipe=2), fresh=True))
+        again, expected = in_bands(model), in_bands(process_pools.load(flux_file, Degrees(pipe=2), fresh=True))
         assert torch.equal(again[0], expected[0])
         assert [rank.buffer_bytes for rank in again[1]] == [rank.buffer_bytes for rank in expected[1]]
         assert not model._conditionings or len(model._conditionings) <= 1

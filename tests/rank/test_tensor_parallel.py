@@ -24,6 +24,8 @@ from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
 from tests.support import tiny
 
+pytestmark = pytest.mark.threads
+
 PLAN = FAMILIES["flux"].tensor_plan
 BLOCKS = tuple(PLAN)
 

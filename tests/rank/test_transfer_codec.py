@@ -20,6 +20,8 @@ from parallel_backend.rank.comm.transfer_codec import KINDS, Codec
 from tests.support import tiny
 from tests.system.test_exactness import name
 
+pytestmark = pytest.mark.threads
+
 ERROR = {"int8": 1.02 * 0.5 / 127, "fp8": 1.02 * 2**-4}
 """Largest error of a value over the largest value of its group: half a step, the scale having been rounded up; of fp8 over
 the value itself, half of its last bit."""

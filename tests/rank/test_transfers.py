@@ -13,6 +13,8 @@ from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_i
 from parallel_backend.wire.sampling import RunStats
 from tests.support import tiny
 
+pytestmark = pytest.mark.threads
+
 HIDDEN = tiny.FLUX["num_attention_heads"] * tiny.FLUX["attention_head_dim"]
 LAYERS = tiny.FLUX["num_layers"] + tiny.FLUX["num_single_layers"]
 STEPS = 4

@@ -1,7 +1,7 @@
 """Ranks in threads of the test process: each runs the product's own worker, with a mailbox in place of torch.distributed.
 
-Starting one takes no time, and so does a transfer: what costs is the arithmetic. Messages travel over real pipes, and a rank
-that fails reports it as a process does. What threads cannot show stays with processes: memory by rank, a rank that is killed,
+Neither a start nor a transfer takes time: what costs is the arithmetic. Messages travel over real pipes, and a rank that
+fails reports it as a process does. What threads cannot show stays with processes: memory by rank, a rank that is killed,
 Gloo itself, start-up and rendezvous.
 
 Sends are buffered: a copy is in the mailbox when the call returns, and lands in the receiver's tensor at its wait. A wait
@@ -12,7 +12,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import os
 import pkgutil
 import threading
 import time
@@ -29,7 +28,7 @@ import torch
 import torch.distributed
 
 import parallel_backend.rank
-from parallel_backend.processes.local import Plan, Ranks
+from parallel_backend.processes.local import KILL_SECONDS, Plan, Ranks
 from parallel_backend.rank import engine, worker
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.lifecycle import Stop
@@ -125,11 +124,11 @@ class Receipt:
     into: torch.Tensor
 
     def wait(self) -> None:
-        came = self.world.take(self.letter)
-        assert (came.shape, came.dtype) == (self.into.shape, self.into.dtype), (
-            f"{self.letter.route}: {tuple(came.shape)} {came.dtype} came where {tuple(self.into.shape)} {self.into.dtype} belong"
-        )
-        self.into.copy_(came)
+        came, into = self.world.take(self.letter), self.into
+        sizes = f"{tuple(came.shape)} {came.dtype} came where {tuple(into.shape)} {into.dtype} belong"
+        assert (came.shape, came.dtype) == (into.shape, into.dtype), f"{self.letter.route}: {sizes}"
+        with torch.inference_mode():  # a rank may wait outside of the step that made the tensor
+            into.copy_(came)
 
 
 @dataclass
@@ -207,7 +206,7 @@ class Distributed:
     def recv(self, tensor: torch.Tensor, src: int, group: Group | None = None) -> None:
         self.irecv(tensor, src, group).wait()
 
-    def P2POp(self, op: Callable[..., Work], tensor: torch.Tensor, peer: int, group: Group | None = None) -> P2POp:  # noqa: N802
+    def P2POp(self, op: Callable[..., Work], tensor: torch.Tensor, peer: int, group: Group | None = None) -> P2POp:
         return P2POp(op, tensor, peer, group)
 
     def batch_isend_irecv(self, p2p_op_list: list[P2POp]) -> list[Work]:
@@ -226,9 +225,7 @@ class Distributed:
         into, given = output.split(list(output_split_sizes)), input.split(list(input_split_sizes))
         for rank, part in zip(ranks, given, strict=True):
             member.send("all-to-all", part, rank, group)
-        work = Work(
-            [member.receive("all-to-all", part, rank, group) for rank, part in zip(ranks, into, strict=True)],
-        )
+        work = Work([member.receive("all-to-all", part, rank, group) for rank, part in zip(ranks, into, strict=True)])
         return self._started(work, async_op)
 
     def all_reduce(self, tensor: torch.Tensor, group: Group | None = None, async_op: bool = False) -> Work | None:
@@ -302,11 +299,12 @@ class ThreadRanks:
         self.distributed.enter(Member(self._world, rank))
         plan = self.plan
         settings = RankSettings(rank, plan.devices, ("", 0), 1, plan.timeout, plan.slowdown[rank], None, plan.beat)
-        worker.run(settings, connection)
+        with contextlib.suppress(SystemExit):
+            worker.run(settings, connection)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return (os.getpid(),) * len(self.names)
+        return ()
 
     @property
     def ends(self) -> Mapping[Any, int]:
@@ -333,7 +331,7 @@ class ThreadRanks:
             with contextlib.suppress(OSError):
                 if thread.is_alive():
                     channel.send(Stop())
-        self.join(5.0)
+        self.join(KILL_SECONDS)
 
 
 def _end_thread(code: int) -> None:
@@ -352,7 +350,7 @@ def _one_at_a_time(lock: threading.Lock, function: Callable[..., Any]) -> Callab
 
 @contextlib.contextmanager
 def thread_ranks() -> Iterator[Callable[[Plan], Ranks]]:
-    """What a Pool takes as `start`. Within it the modules of parallel_backend.rank serve threads, and processes' code too."""
+    """What a Pool takes as `start`. Within it the modules of parallel_backend.rank serve rank threads."""
     distributed, building = Distributed(), threading.Lock()
     with contextlib.ExitStack() as stack:
         for found in pkgutil.walk_packages(parallel_backend.rank.__path__, "parallel_backend.rank."):
@@ -368,5 +366,16 @@ def thread_ranks() -> Iterator[Callable[[Plan], Ranks]]:
         # While a model is built nn.Module registers all parameters on the meta device, those of other threads too.
         for module, name in ((engine, "build_stage"), (worker, "probe")):
             stack.enter_context(mock.patch.object(module, name, _one_at_a_time(building, getattr(module, name))))
+        read, readers = worker.Worker._read, []
+
+        def read_until_the_end(rank: worker.Worker) -> None:
+            readers.append(threading.current_thread())
+            with contextlib.suppress(SystemExit):
+                read(rank)
+
+        stack.enter_context(mock.patch.object(worker.Worker, "_read", read_until_the_end))
         stack.enter_context(mock.patch.multiple(worker, os=SimpleNamespace(_exit=_end_thread), **nothing))
         yield functools.partial(ThreadRanks, distributed)
+        for reader in readers:  # the end of its connection has it call os._exit, which must not be the real one by then
+            reader.join(KILL_SECONDS)
+            assert not reader.is_alive(), "a pool of rank threads was not closed"

@@ -19,6 +19,8 @@ from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, s
 from parallel_backend.wire.timeline_kinds import TRANSFER
 from tests.support import grouping_rank, tiny
 
+pytestmark = pytest.mark.threads
+
 TOLERANCE = 1e-5
 
 PRODUCTS = [
@@ -87,6 +89,31 @@ def test_one_call_equals_one_process(remote, exact_call, product, measured):
     error = tiny.relative(remote(product).predict(x, timestep, tensors, lambda: None), expected)
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
+
+
+def axes_used(degrees: Degrees) -> int:
+    return sum(size > 1 for size in degrees.sizes)
+
+
+IN_PROCESSES = [d for d in PRODUCTS if axes_used(d) <= 2 and max(d.sizes) == 2] + [
+    Degrees(batch=2, pipe=2, ulysses=2),
+    Degrees(pipe=2, ring=2, tensor=2),
+    Degrees(patch=2, ulysses=2, tensor=2, patch_mode="displaced"),
+]
+"""Every axis, every pair of axes, and some products of three: what they need of Gloo and of each other's processes. The
+tables are of ranks in threads."""
+
+
+@pytest.mark.parametrize("degrees", IN_PROCESSES, ids=name)
+def test_processes_equal_one_process(process_pools, flux_file, exact_call, exact_run, degrees, measured):
+    given, expected = exact_call("odd sizes")
+    model = process_pools.load(flux_file, degrees)
+    noise, sigmas, prompt, sampled = exact_run(height=15, width=11)
+    sample, stats = sample_in_bands(model, noise, sigmas, prompt, 1 if degrees.displaced else 3, warm_up=3)
+    error = max(tiny.relative(model.predict(*given, lambda: None), expected), tiny.relative(sample, sampled))
+    measured("relative error of exact modes", error)
+    assert error <= TOLERANCE
+    assert len(stats) == degrees.world
 
 
 @pytest.mark.parametrize("case", [case for case in CALLS if case != "odd sizes"])
@@ -296,15 +323,15 @@ def test_the_bundled_model_equals_one_process(pools, mini, degrees, measured):
 
 
 @pytest.mark.parametrize("degrees", [Degrees(ulysses=2), Degrees(ulysses=3), Degrees(ring=2, ulysses=2)], ids=name)
-def test_heads_in_groups_equal_one_process(exact_call, flux_file, monkeypatch, pools, degrees):
+def test_heads_in_groups_equal_one_process(exact_call, flux_file, monkeypatch, process_pools, degrees):
     """As on CUDA. The control: transfers, of which groups make more."""
     given, expected = exact_call("odd sizes")
-    plain, transfers = pools(degrees.world), []
+    plain, transfers = process_pools(degrees.world), []
     monkeypatch.setattr(launch, "main", grouping_rank.grouping)  # of ranks to come
     grouping = Pool(("cpu",) * degrees.world)
     try:
         for pool in (grouping, plain):
-            pools.forget(degrees.world)
+            process_pools.forget(degrees.world)
             model = RemoteTransformer(pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
             model.begin_timeline()
             assert tiny.relative(model.predict(*given, lambda: None), expected) <= TOLERANCE
