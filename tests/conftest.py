@@ -19,7 +19,7 @@ import torch
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.local import LocalRanks, Plan, Ranks
+from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from tests.support import tiny
@@ -142,7 +142,7 @@ def spawned() -> Iterator[None]:
 class Pools:
     """Pools by number of ranks, started when first asked for and again if they have failed, and the model on each."""
 
-    def __init__(self, start: Callable[[Plan], Ranks], silence: float = SILENCE_SECONDS):
+    def __init__(self, start: Callable[[StartSettings], Ranks], silence: float = SILENCE_SECONDS):
         self._start, self._silence = start, silence
         self._pools: dict[int, Pool] = {}
         self._models: dict[int, tuple[tuple, RemoteTransformer]] = {}

@@ -218,14 +218,15 @@ def test_every_mode_finds_it(pools, damaged_file, degrees):
 
 
 def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(flux_file, process_pools, monkeypatch):
-    monkeypatch.setattr(launch, "main", failing_rank.not_a_number)
+    expected = in_bands(process_pools.load(flux_file, Degrees(pipe=2), fresh=True))
+    monkeypatch.setattr(launch, "main", failing_rank.not_a_number)  # of ranks to come
     ranks = Pool(("cpu", "cpu"))
     try:
         model = RemoteTransformer(ranks, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody)
         # Two entries one by one, then three bands: the fourth is the second band of the second step.
         with pytest.raises(NotFiniteError, match=r"rank 1 \(cpu\), stage 2 of 2, in micro-step 4\..*weight_dtype fp32"):
             in_bands(model)
-        again, expected = in_bands(model), in_bands(process_pools.load(flux_file, Degrees(pipe=2), fresh=True))
+        again = in_bands(model)
         assert torch.equal(again[0], expected[0])
         assert [rank.buffer_bytes for rank in again[1]] == [rank.buffer_bytes for rank in expected[1]]
         assert not model._conditionings or len(model._conditionings) <= 1

@@ -28,7 +28,7 @@ import torch
 import torch.distributed
 
 import parallel_backend.rank
-from parallel_backend.processes.local import KILL_SECONDS, Plan, Ranks
+from parallel_backend.processes.local import KILL_SECONDS, Ranks, StartSettings
 from parallel_backend.rank import engine, worker
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.lifecycle import Stop
@@ -278,11 +278,11 @@ class ThreadRanks:
     """What a Pool starts, see processes.local.Ranks. `distributed` stands in the ranks' modules."""
 
     distributed: Distributed
-    plan: Plan
+    start: StartSettings
     channels: list[Channel] = field(default_factory=list)
 
     def __post_init__(self):
-        self.names = self.plan.devices
+        self.names = self.start.devices
         self._world = World(len(self.names))
         self._threads = []
         # Every loading ends with a collection, which a rank's process spares what it has imported.
@@ -297,8 +297,16 @@ class ThreadRanks:
 
     def _run(self, rank: int, connection: Connection) -> None:
         self.distributed.enter(Member(self._world, rank))
-        plan = self.plan
-        settings = RankSettings(rank, plan.devices, ("", 0), 1, plan.timeout, plan.slowdown[rank], None, plan.beat)
+        start = self.start
+        settings = RankSettings(
+            rank=rank,
+            devices=start.devices,
+            rendezvous=("", 0),
+            threads=1,
+            timeout=start.timeout,
+            slowdown=start.slowdown[rank],
+            heartbeat_seconds=start.heartbeat_seconds,
+        )
         with contextlib.suppress(SystemExit):
             worker.run(settings, connection)
 
@@ -349,7 +357,7 @@ def _one_at_a_time(lock: threading.Lock, function: Callable[..., Any]) -> Callab
 
 
 @contextlib.contextmanager
-def thread_ranks() -> Iterator[Callable[[Plan], Ranks]]:
+def thread_ranks() -> Iterator[Callable[[StartSettings], Ranks]]:
     """What a Pool takes as `start`. Within it the modules of parallel_backend.rank serve rank threads."""
     distributed, building = Distributed(), threading.Lock()
     with contextlib.ExitStack() as stack:
