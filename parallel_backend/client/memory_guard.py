@@ -10,9 +10,7 @@ from parallel_backend.processes.pool import Poll, Pool, RankError, wait_for
 from parallel_backend.wire.diagnosis import RankMemory, ReadMemory
 
 from .call import Conditioning
-
-REQUESTS_KEPT = 8
-"""Of a run: as many conditionings as the ranks keep keys for (remote_transformer.CONDITIONINGS_KEPT)."""
+from .conditioning_cache import CONDITIONINGS_KEPT
 
 
 class MemoryGuard:
@@ -60,7 +58,7 @@ class MemoryGuard:
         if known is None or conditioning.id in known.requests:
             return
         known.requests[conditioning.id] = request_of(conditioning, self.family, known.kept, known.bands)
-        for dropped in list(known.requests)[:-REQUESTS_KEPT]:
+        for dropped in list(known.requests)[:-CONDITIONINGS_KEPT]:
             del known.requests[dropped]
         self.fitting.check(tuple(known.requests.values()), known.found)
 

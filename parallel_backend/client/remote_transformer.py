@@ -6,7 +6,6 @@ posted in order with a small window, and its outputs, shard by shard, are put to
 
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from statistics import fmean
@@ -23,19 +22,17 @@ from parallel_backend.core.finite import all_finite
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_devices
-from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, again, wait_for
 from parallel_backend.wire import messages as m
 
 from .call import Call, Conditioning, PostedStep, Residuals, fail
+from .conditioning_cache import ConditioningCache
 from .lora import Delta, Deltas
 from .memory_guard import MemoryGuard
 from .micro_step_queue import MicroSteps
-from .not_finite import NotFiniteError, check_conditioning, check_latent, explanation
+from .not_finite import NotFiniteError, check_latent, explanation
 from .scatter import Scatter
 from .step_cache import Forecast, StepCache
-
-CONDITIONINGS_KEPT = 8
 
 
 class RemoteTransformer:
@@ -67,8 +64,8 @@ class RemoteTransformer:
         checkpoint.check_degrees(degrees)
         self.pool, self.checkpoint, self.degrees, self.family, self.dtype = pool, checkpoint, degrees, family, dtype
         self._lock = threading.RLock()
-        self._ids, self._runs = itertools.count(1), itertools.count(1)
-        self._conditionings: deque[Conditioning] = deque()
+        self._runs = itertools.count(1)
+        self._conditionings: ConditioningCache | None = None
         patch = family.patching.frames * family.patching.side**2
         self._micro_steps = MicroSteps(degrees, pool.newest_step, patch, self._send_step, self._rows)
         self._error: Exception | None = None
@@ -86,19 +83,20 @@ class RemoteTransformer:
         if not only:
             self._memory.check_weights(poll)
         self.cut = SequenceCut(self.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
-        self._sender = Scatter(checkpoint, degrees, self.stage_blocks, self.cut, pool)
+        self._scatter = Scatter(checkpoint, degrees, self.stage_blocks, self.cut, pool)
+        self._conditionings = ConditioningCache(checkpoint, pool, self._scatter)
         load = m.Load(
-            str(checkpoint.path),
-            dtype,
-            degrees.sizes,
-            degrees.patch_mode,
-            self.patch_shares,
-            self.stage_blocks,
-            attention,
-            only,
-            compile,
-            transfer_dtype,
-            fingerprint(checkpoint) if any(map(on_ray, pool.devices)) else "",
+            path=str(checkpoint.path),
+            dtype=dtype,
+            degrees=degrees.sizes,
+            patch_mode=degrees.patch_mode,
+            patch_shares=self.patch_shares,
+            stage_blocks=self.stage_blocks,
+            attention=attention,
+            only=only,
+            compile=compile,
+            transfer_dtype=transfer_dtype,
+            fingerprint=fingerprint(checkpoint) if any(map(on_ray, pool.devices)) else "",
         )
         replies = self._load(load, poll, progress)
         self.weight_bytes = [reply.weight_bytes for reply in replies]
@@ -138,7 +136,6 @@ class RemoteTransformer:
     def retire(self) -> None:
         """Calls fail from now on: the ranks are about to free the weights, adapters, conditioning and K/V buffers."""
         self._on_failure(RuntimeError("Parallel DiT: the model has been unloaded from its ranks"))
-        self._conditionings.clear()
 
     def bytes_on(self, device: str) -> int:
         """Of weights and adapters that the ranks on this device hold between them."""
@@ -160,9 +157,8 @@ class RemoteTransformer:
     ) -> torch.Tensor:
         """Model output for the whole latent `x` [B, C, H, W] at `timestep` [B]; same shape and device as `x`.
 
-        Exact, but in naive patch mode, and where the run's `cache` forecasts it. `first_replica`: see
-        `conditioning`. `on_posted` is
-        called once the call is on its way, before it is waited for: it may make other calls.
+        Exact, but in naive patch mode, and where the run's `cache` forecasts it. `first_replica`: see `conditioning`.
+        `on_posted` is called once the call is on its way, before it is waited for: it may make other calls.
         """
         patching = self.family.patching
         grid = patching.grid(x.shape)
@@ -210,43 +206,15 @@ class RemoteTransformer:
         return Call(x, timestep.float().cpu(), conditioning, tokens, with_text, run, stale, bool(overlap), residuals or {})
 
     def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int = 0) -> Conditioning:
-        """The ranks' own copy of these tensors, sent only if it is not there yet.
+        """The ranks' own copy of these tensors, sent only if it is not there yet (see ConditioningCache).
 
-        A sampler passes the same values again at each step, in new tensors: they are compared, not identified.
         `first_replica`: first replica to receive entries, modulo the replica count. The first ones get the larger shares.
         ValueError if the model has no positions for so large a `grid`.
         """
-        side = self.family.sizes.max_side(self.checkpoint.config)
-        if side is not None and max(grid[-2:]) > side:
-            rows, columns = (size * self.family.patching.side for size in grid[-2:])
-            limit = side * self.family.patching.side
-            raise ValueError(
-                f"latent_image: {columns} x {rows} is too large for this model, whose positions end at {limit} x {limit} "
-                "latent pixels. Use a smaller latent."
-            )
-        first_replica %= self.degrees.batch
+        self._conditionings.check_size(grid)
         with self._lock:
             self._check()
-            for known in reversed(self._conditionings):
-                if known.first_replica == first_replica and known.matches(grid, tensors):
-                    return known
-            check_conditioning(tensors)
-            names = [name for name in self.family.inputs.token_tensors if name in tensors]
-            conditioning = Conditioning(
-                next(self._ids),
-                grid,
-                self.family.stream(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0),
-                self.family.image_padding(grid) + (self.family.inputs.padded(tensors[names[0]].shape[1]) if names else 0),
-                len(next(iter(tensors.values()))),
-                {name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
-                first_replica,
-            )
-            self._sender.conditioning(conditioning)
-            self._conditionings.append(conditioning)
-            if len(self._conditionings) > CONDITIONINGS_KEPT:
-                old = self._conditionings.popleft()
-                self.pool.tell(m.DropConditioning(old.id))
-            return conditioning
+            return self._conditionings.find(grid, tensors, first_replica % self.degrees.batch)
 
     def open_run(self, extrapolate: bool = True) -> int:
         """A number for a run, under which its calls keep their K/V buffers (see sampling.OpenRun).
@@ -324,7 +292,7 @@ class RemoteTransformer:
 
     def _send_step(self, replica: int, step: PostedStep) -> None:
         self.pool.newest_step = max(self.pool.newest_step, step.seq)
-        self._sender.step(replica, step)
+        self._scatter.step(replica, step)
 
     def _on_output(self, output: m.Output) -> None:
         """On a thread of the pool: hand out a call that this completes. BadMessage: see MicroSteps.take."""
@@ -369,7 +337,8 @@ class RemoteTransformer:
             error = self._memory.explained(error)
         with self._lock:
             self._error = error
-            self._conditionings.clear()
+            if self._conditionings is not None:
+                self._conditionings.clear()
             calls = self._micro_steps.end()
         for call in calls:
             fail(call.future, error)

@@ -38,18 +38,18 @@ class Scatter:
             for index, shard in enumerate(self._cut.image(call.tokens)):
                 images = stream.images(shard).shift(-first).slice
                 message = m.Step(
-                    step.seq,
-                    call.run,
-                    call.conditioning.id,
-                    call.tokens,
-                    call.with_text,
-                    call.stale,
-                    call.overlap,
-                    step.local,
-                    call.timestep[step.entries.slice],
-                    {block: numbers[id(tensor)] for block, tensor in blocks.items()},
-                    tuple(tensor[step.entries.slice, images] for tensor in added),
-                    call.x[step.entries.slice, images] if stage == 0 else None,
+                    seq=step.seq,
+                    run=call.run,
+                    conditioning=call.conditioning.id,
+                    tokens=call.tokens,
+                    with_text=call.with_text,
+                    stale=call.stale,
+                    overlap=call.overlap,
+                    entries=step.local,
+                    timestep=call.timestep[step.entries.slice],
+                    residuals={block: numbers[id(tensor)] for block, tensor in blocks.items()},
+                    added=tuple(tensor[step.entries.slice, images] for tensor in added),
+                    x=call.x[step.entries.slice, images] if stage == 0 else None,
                 )
                 for rank in self._degrees.ranks(replica, stage, index):
                     self._pool.send(rank, message)

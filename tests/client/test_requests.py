@@ -101,7 +101,7 @@ def test_buffers_are_of_this_run_only(remote, degrees, extrapolate, copies):
 
 def test_more_prompts_than_the_ranks_keep(remote, flux_model):
     """Conditioning that was dropped for newer ones is sent again when it comes back."""
-    from parallel_backend.client.remote_transformer import CONDITIONINGS_KEPT
+    from parallel_backend.client.conditioning_cache import CONDITIONINGS_KEPT
 
     model = remote(Degrees(pipe=2), fresh=True)
     size = SIZES[5]
