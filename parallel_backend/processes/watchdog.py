@@ -1,5 +1,8 @@
-"""Judges from their signs of life whether ranks still work. Time is counted in turns of the client's own threads, so that
-a machine that slept, or a client that was stopped together with its ranks, is not held against them."""
+"""Hang detection: judges from the ranks' heartbeats whether they still work.
+
+Time is counted in turns of the client's own threads, so that a machine that slept, or a client that was stopped together
+with its ranks, is not held against them.
+"""
 
 import threading
 from collections.abc import Collection, Sequence
@@ -11,7 +14,7 @@ from parallel_backend.wire import messages as m
 from .failure_text import LESS_MEMORY, RESTART, last_seen
 
 SILENCE_SECONDS = 20.0
-"""Without a sign of life, after which a rank counts as stopped. They come every second, whatever the rank computes; what
+"""Without a heartbeat, after which a rank counts as stopped. Heartbeats come every second, whatever the rank computes; what
 may keep them back is a library that is loaded from a slow disk."""
 START_SECONDS = 300.0
 """For a rank more to show up or be ready, from the start on: importing torch takes a minute on a cold disk."""
@@ -28,7 +31,7 @@ SLOW_REPLIES = (m.Probed, m.LinksProbed, m.Loaded, m.Adapted, m.Decoded)
 
 @dataclass(frozen=True)
 class Verdict:
-    """These ranks are to blame, for what `text` says of them. `hung`: they answer, so they can be asked where they are."""
+    """The ranks at fault, and what `text` says of them. `hung`: still heartbeating, so their stacks can be dumped."""
 
     ranks: tuple[int, ...]
     text: str

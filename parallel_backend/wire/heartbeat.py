@@ -1,4 +1,4 @@
-"""A rank's signs of life: what it is doing, and a count that grows with all that it gets done (see watchdog.py)."""
+"""A rank's heartbeat: what it is doing, and a count that grows with all that it gets done (see watchdog.py)."""
 
 import contextlib
 import time

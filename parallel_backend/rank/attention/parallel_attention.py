@@ -22,9 +22,9 @@ from .sdpa_redirect import SdpaProcessor
 from .ulysses import head_groups, start_heads_to_sequence, start_sequence_to_heads
 
 HEAD_GROUPS = {"cuda": 2, "cpu": 1}
-"""In so many parts a rank's heads are attended to under Ulysses, by device: transfers of one run beside another's attention.
+"""Head groups per Ulysses rank, by device. One group's all-to-all overlaps another group's attention.
 
-A CPU's cores carry the transfers themselves, so there it gains nothing (docs/performance.md).
+On a CPU nothing is gained: its cores carry the transfers themselves (docs/performance.md).
 """
 
 LEAST_WORK = 1 << 14
@@ -143,9 +143,9 @@ def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def install_parallel_attention(modules: list[tuple[torch.nn.Module, str]], context: AttentionContext) -> None:
-    """Give each attention module, in order, a seam of its own and route diffusers' native backend through it.
+    """Give each attention module, in order, a ParallelAttention of its own and route diffusers' native backend through it.
 
-    Calls without a seam (another model in the process) keep diffusers' own behaviour. Idempotent.
+    Calls without one (another model in the process) keep diffusers' own behaviour. Idempotent.
     """
     for layer, (module, over) in enumerate((module, over) for module, over in modules if over in (JOINT, IMAGE)):
         if not hasattr(module.processor, "_parallel_config"):

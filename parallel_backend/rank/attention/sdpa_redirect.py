@@ -1,4 +1,4 @@
-"""The way to the seam for models whose attention processors call torch's SDPA themselves, past diffusers' dispatcher."""
+"""Redirects torch's SDPA to ParallelAttention, for attention processors that call it past diffusers' dispatcher."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,9 +9,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class SdpaProcessor:
-    """Runs the layer's own processor, and hands its call of `scaled_dot_product_attention` to the layer's seam.
+    """Runs the layer's own processor, and hands its call of `scaled_dot_product_attention` to the layer's ParallelAttention.
 
-    It has the attributes that processors written for the dispatcher have, so that installing a seam is the same for both.
+    It has the attributes that processors written for the dispatcher have, so that both are installed alike.
     """
 
     def __init__(self, processor: Callable):

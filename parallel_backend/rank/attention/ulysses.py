@@ -77,6 +77,6 @@ def _start(codec: Codec | None, size: int) -> Callable[..., Exchange | PackedExc
 
 
 def head_groups(heads: int, ranks: int, groups: int) -> list[list[Span]]:
-    """By group and rank: the heads that the rank gets. None is empty where a rank has as many heads as there are groups."""
+    """Heads by group and rank. No group is empty if each rank has at least `groups` heads."""
     by_rank = [split(own, groups) for own in split(Span(0, heads), ranks)]
     return [[parts[group] for parts in by_rank] for group in range(groups)]
