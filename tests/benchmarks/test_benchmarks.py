@@ -31,7 +31,7 @@ FLUX_CASES = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_pools(pools):
     """The session's pools, on which the suite loads models of its own."""
 
@@ -50,6 +50,14 @@ def said():
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def measured_growth(own_pools, results) -> dict:
+    """A result, kept among the others."""
+    result = growth.run(1, lambda line: None, FLUX, sides=(8,), steps=(2, 3), ranks=(1, 2), pools=own_pools)
+    measuring.keep(result, results, "test")
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +106,11 @@ def test_overheads(own_pools, said, results):
     measuring.keep(result, results, "test")
 
 
-def test_growth(own_pools, said, results):
-    result = growth.run(1, said.append, FLUX, sides=(8,), steps=(2, 3), ranks=(1, 2), pools=own_pools)
-    curves = result["curves"]
+def test_growth(measured_growth):
+    curves = measured_growth["curves"]
     assert [point["tokens"] for point in curves["tokens"]["ulysses"]] == [16]
     assert [point["steps"] for point in curves["steps"]["one rank"]] == [2, 3]
     assert [len(point["cpu_seconds_by_rank"]) for point in curves["ranks"]["ulysses"]] == [2]
-    measuring.keep(result, results, "test")
 
 
 def test_the_fields_cases(own_pools, said, results):
@@ -137,6 +143,7 @@ def test_one_device(own_pools, said, results):
     measuring.keep(result, results, "test")
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_first_picture_with_a_vae(said, results):
     modes = {"one rank": first_picture.MODES["one rank"]}
@@ -148,9 +155,10 @@ def test_first_picture_with_a_vae(said, results):
     measuring.keep(result, results, "test")
 
 
-def test_a_table_and_plots_come_of_the_results_alone(results, tmp_path):
-    if not (kept := list(results.glob("*.json"))):
-        pytest.skip("needs what the tests before have measured")
+def test_a_table_and_plots_come_of_the_results_alone(results, measured_growth, tmp_path):
+    """Of all that the tests before have measured; of one of them at least."""
+    kept = list(results.glob("*.json"))
+    assert kept
     page = tmp_path / "benchmarks.md"
     render.render(results, page, tmp_path / "images")
     text = page.read_text()
@@ -164,10 +172,8 @@ def test_a_table_and_plots_come_of_the_results_alone(results, tmp_path):
 
 
 @pytest.mark.parametrize(("stolen", "said"), [(0.0, False), (0.5, True)])
-def test_a_result_of_a_shared_machine_says_so(results, tmp_path, stolen, said):
-    kept = next(iter(results.glob("*.json")), None) or pytest.skip("needs what the tests before have measured")
-    result = json.loads(kept.read_text()) | {"stolen": stolen}
-    measuring.keep(result, tmp_path / "results", "test")
+def test_a_result_of_a_shared_machine_says_so(measured_growth, tmp_path, stolen, said):
+    measuring.keep(measured_growth | {"stolen": stolen}, tmp_path / "results", "test")
     render.render(tmp_path / "results", tmp_path / "page.md", tmp_path / "images")
     assert ("host took 50% of its cores' time" in (tmp_path / "page.md").read_text()) == said
 

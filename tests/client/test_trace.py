@@ -64,7 +64,7 @@ def run(model, bands: int, steps: int = STEPS) -> tuple[Trace, RunReport, tuple[
     return read_trace(model, poll), report, (started, stopped)
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(scope="module", params=MODES)
 def ran(request, remote):
     degrees, bands = MODES[request.param]
     return run(remote(degrees), bands)

@@ -117,7 +117,8 @@ def run_many(pool: Pool, path: Path, degrees: Degrees, runs: int, settled: int) 
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2)], ids=str)
+@pytest.mark.usefixtures("spawned")
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2), pytest.param(Degrees(ulysses=2), marks=pytest.mark.full)], ids=str)
 def test_memory_is_flat(flux_file, measured, degrees):
     with closing(Pool(("cpu", "cpu"))) as pool:
         before, after = run_many(pool, flux_file, degrees, RUNS, SETTLED)
@@ -133,6 +134,7 @@ def test_memory_is_flat(flux_file, measured, degrees):
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.usefixtures("spawned")
 def test_a_leak_would_be_seen(flux_file, monkeypatch):
     """The control: a rank that keeps 1 MB of every run, and a client that keeps its calls."""
     monkeypatch.setattr(launch, "main", failing_rank.leaking)
@@ -208,8 +210,17 @@ def shared_memory(pids: tuple[int, ...]) -> set[Path]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("degrees", [Degrees(ulysses=2), Degrees(pipe=2)], ids=str)
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.usefixtures("spawned")
+@pytest.mark.parametrize(
+    ("degrees", "killed"),
+    [
+        (Degrees(ulysses=2), False),
+        (Degrees(pipe=2), True),
+        pytest.param(Degrees(pipe=2), False, marks=pytest.mark.full),
+        pytest.param(Degrees(ulysses=2), True, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_nothing_is_left_after_a_pool_was_closed_or_lost_a_rank(flux_file, own_folder, degrees, killed):
     pool = Pool(("cpu", "cpu"))
     pids = pool.pids
