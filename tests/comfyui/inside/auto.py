@@ -220,7 +220,7 @@ def main(results: Results) -> None:
         load(stage_split="3,2")
 
     def nothing_fits() -> dict:
-        with machine(1e12), patch.object(auto.comfy.model_management, "get_free_memory", lambda device: 1000):
+        with machine(1e12), patch.object(auto, "host_memory", lambda: (1000, None)):
             model = load()
             ksampler(model, prompts, latent)
             return {"chosen": chosen(model)}
