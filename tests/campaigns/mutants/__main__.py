@@ -40,7 +40,7 @@ def main() -> int:
         parser.error(f"--only: no mutant is called {', '.join(sorted(unknown))}")
     tiers = (arguments.tier,) if arguments.tier else tuple(TIERS)
     began, verdicts = time.monotonic(), []
-    earlier = json.loads(arguments.out.read_text())["mutants"] if arguments.out and arguments.out.exists() else {}
+    earlier = json.loads(arguments.out.read_text())["verdicts"] if arguments.out and arguments.out.exists() else {}
 
     def write(verdicts: list[Verdict]) -> None:
         if arguments.out is not None:
@@ -81,11 +81,12 @@ def result(mutants: tuple[Mutant, ...], before: dict[str, Any], verdicts: list[V
         "what": "small changes to the product, and which tier of its tests noticed them first",
         "date": date.today().isoformat(),
         "hardware": f"{platform.machine()} CPU, {torch.multiprocessing.cpu_count()} cores, torch {torch.__version__}",
-        "count": len(found),
+        "mutants": len(mutants),
+        "tried": len(found),
         "caught_by_quick": caught.count("quick"),
         "caught_by_default": len(caught) - caught.count(None),
         "lived": [name for name, entry in found.items() if entry["caught_by"] is None],
-        "mutants": found,
+        "verdicts": found,
     }
 
 

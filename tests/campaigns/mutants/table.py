@@ -123,6 +123,7 @@ FAMILY_MUTANTS = (
         "return tokens + -tokens % MULTIPLE",
         "return tokens",
         ("tests/families/test_families.py", "-k", "z-image and diffusers"),
+        tier="default",
     ),
 )
 
@@ -182,6 +183,7 @@ CHECKPOINT_MUTANTS = (
         "_plausible(item, 0, most)",
         "_plausible(item, 0, MAX_SETTING)",
         ("tests/checkpoints/test_hostile_files.py", "-k", "settings"),
+        tier="default",
     ),
 )
 
@@ -215,6 +217,7 @@ RANK_MUTANTS = (
         "            if step.stale:\n",
         "            if False:\n",
         ("tests/system/test_exactness.py", "-k", "displaced"),
+        tier="default",
     ),
     Mutant(
         "ring parts merged by the larger log-sum-exp",
@@ -229,6 +232,7 @@ RANK_MUTANTS = (
         "for span, part in zip(spans, flat.split(send), strict=True):",
         "for span, part in zip(reversed(spans), flat.split(send), strict=True):",
         ("tests/system/test_exactness.py", "-k", "one_call and (ulysses2 or ulysses_2 or ulysses)"),
+        tier="default",
     ),
     Mutant(
         "text mask dropped",
@@ -236,6 +240,7 @@ RANK_MUTANTS = (
         "None if text_mask is None else text_mask[step.entries.slice]",
         "None",
         ("tests/system/test_exactness.py", "-k", "text_mask"),
+        tier="default",
     ),
     Mutant(
         "guidance rounded to the compute dtype",
@@ -243,6 +248,7 @@ RANK_MUTANTS = (
         "KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE)",
         "KEPT_EXACT = (REFERENCE_POSITIONS,)",
         ("tests/families/test_families.py", "-k", "bf16_rounds and flux"),
+        tier="default",
     ),
     Mutant(
         "timestep rounded to the compute dtype",
@@ -250,6 +256,7 @@ RANK_MUTANTS = (
         "given[names[0]] = embedding.model_time(timestep) * embedding.factor",
         "given[names[0]] = (embedding.model_time(timestep) * embedding.factor).to(dtype)",
         ("tests/families/test_families.py", "-k", "bf16_rounds and flux"),
+        tier="default",
     ),
     Mutant(
         "row-cut layers not added up",
@@ -257,6 +264,7 @@ RANK_MUTANTS = (
         "lambda _module, _input, out: all_reduce(out, self.axis, traffic)",
         "lambda _module, _input, out: out",
         ("tests/system/test_exactness.py", "-k", "one_call and tensor"),
+        tier="default",
     ),
     Mutant(
         "a row-cut layer's bias added by every rank",
@@ -265,6 +273,7 @@ RANK_MUTANTS = (
         "if self.axis.index < 0:  # it is added once",
         ("tests/rank/test_tensor_parallel.py",),
         ("tests/system/test_exactness.py", "-k", "one_call and tensor"),
+        tier="default",
     ),
     Mutant(
         "LoRA strength ignored",
@@ -272,6 +281,7 @@ RANK_MUTANTS = (
         "up = part.up.to(self._device, torch.float32) * part.scale",
         "up = part.up.to(self._device, torch.float32)",
         ("tests/rank/test_lora.py", "-k", "added_to_every_weight or strength"),
+        tier="default",
     ),
     Mutant(
         "a ControlNet's residual halved",
@@ -297,10 +307,10 @@ RANK_MUTANTS = (
         ("tests/rank/test_transfers.py", "-k", "ulysses"),
     ),
     Mutant(
-        "scales of packed transfers rounded down",
+        "packed values beyond what a byte holds",
         RANK + "comm/transfer_codec.py",
-        "UP = 1 + 2**-8",
-        "UP = 1.0",
+        '"int8": (torch.int8, 127.0)',
+        '"int8": (torch.int8, 129.0)',
         ("tests/rank/test_transfer_codec.py", "-k", "close or zeros or own_group"),
     ),
     Mutant(
@@ -352,6 +362,7 @@ PROCESS_MUTANTS = (
         "if longest < self.silence:",
         "if longest < 10 * self.silence:",
         ("tests/processes/test_watchdog.py", "-k", "silen"),
+        tier="default",
     ),
     Mutant(
         "slow progress never counts as a stall",
@@ -359,6 +370,7 @@ PROCESS_MUTANTS = (
         "        self._stalled += seconds\n",
         "        self._stalled = seconds\n",
         ("tests/processes/test_watchdog.py", "-k", "stall or progress or missed"),
+        tier="default",
     ),
     Mutant(
         "every failure is rank 0's",
