@@ -327,6 +327,7 @@ RANK_MUTANTS = (
         "sent = x[:, :, :1].contiguous()",
         "sent = x[:, :, 1:2].contiguous()",
         ("tests/rank/test_vae.py", "-k", "equal or whole or halo"),
+        tier="default",
     ),
     Mutant(
         "group norm by the rank's own mean",
