@@ -29,7 +29,7 @@ import torch.distributed
 
 import parallel_backend.rank
 from parallel_backend.processes.local import KILL_SECONDS, Ranks, StartSettings
-from parallel_backend.rank import engine, worker
+from parallel_backend.rank import loaded_stage, worker
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.lifecycle import Stop
 from parallel_backend.wire.rank_settings import RankSettings
@@ -372,7 +372,7 @@ def thread_ranks() -> Iterator[Callable[[StartSettings], Ranks]]:
             "give_back": lambda: None,
         }
         # While a model is built nn.Module registers all parameters on the meta device, those of other threads too.
-        for module, name in ((engine, "build_stage"), (worker, "probe")):
+        for module, name in ((loaded_stage, "build_stage"), (worker, "probe")):
             stack.enter_context(mock.patch.object(module, name, _one_at_a_time(building, getattr(module, name))))
         read, readers = worker.Worker._read, []
 
