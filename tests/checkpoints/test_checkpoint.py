@@ -138,12 +138,12 @@ BROKEN_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN_TENSORS)
-@pytest.mark.parametrize("prefix", ["", PREFIX])
+@pytest.mark.parametrize(
+    ("prefix", "case"),
+    [(prefix, case) for prefix in ("", PREFIX) for case in BROKEN_TENSORS if not prefix or case != "no tensors"],
+)
 def test_files_that_cannot_be_run_are_refused_by_name(original, tmp_path, case, prefix):
     edit, message = BROKEN_TENSORS[case]
-    if case == "no tensors" and prefix:
-        pytest.skip("no tensor carries the prefix")
     path = tmp_path / "broken.safetensors"
     save_file({prefix + key: value for key, value in edit(original).items()}, path)
     with pytest.raises(ValueError, match=f"^model_name: broken.safetensors.*{message}"):

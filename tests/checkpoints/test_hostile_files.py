@@ -80,7 +80,7 @@ def test_tensors_without_values_are_refused(tmp_path, flux_shapes):
 def test_shapes_of_another_kind_are_refused(tmp_path, flux_shapes, key, shape):
     shapes = flux_shapes | {key: shape}
     size = sum(4 * torch.Size(each).numel() for each in shapes.values())
-    refused(sparse(tmp_path / "a.safetensors", header(shapes), size=size), "")
+    refused(sparse(tmp_path / "a.safetensors", header(shapes), size=size), "do not fit each other")
 
 
 DEEP = "[" * 100_000
@@ -162,7 +162,11 @@ def gguf_with(*fields: bytes, tensors: int = 0, count: int | None = None) -> byt
 GGUF = {
     "a list of bytes that fills the file": (gguf_with(field(b"a", 9, struct.pack("<IQ", 0, 2**33))), 2**34, "damaged"),
     "a list of texts that fills the file": (gguf_with(field(b"a", 9, struct.pack("<IQ", 8, 2**30))), 2**34, "damaged"),
-    "as many texts as a header has room for": (gguf_with(field(b"a", 9, struct.pack("<IQ", 8, 2**21 - 64))), 2**34, ""),
+    "as many texts as a header has room for": (
+        gguf_with(field(b"a", 9, struct.pack("<IQ", 8, 2**21 - 64))),
+        2**34,
+        "first keys: none",
+    ),
     "lists in lists": (gguf_with(field(b"a", 9, struct.pack("<IQ", 9, 1) * 10_000)), 100, "damaged"),
     "as many tensors as can be": (gguf_with(tensors=2**64 - 1), 2**34, "more than any model"),
     "as many fields as can be": (gguf_with(count=2**64 - 1), 2**34, "more than any model"),
@@ -238,9 +242,30 @@ CONFIGS = {
 }
 
 
+REFUSALS = {
+    "a million layers": "says that its num_layers is",
+    "more layers than can be counted": "says that its num_single_layers is",
+    "layers below 0": "says that its num_layers is",
+    "half a layer": "do not fit each other",
+    "layers in words": "says that its num_layers is",
+    "no layers": "for which flux has no use",
+    "no heads": "0 attention heads",
+    "a head of endless width": "says that its attention_head_dim is",
+    "wide": "configuration that does not fit its tensors",
+    "not a number": "says that its joint_attention_dim is",
+    "an object": "says that its axes_dims_rope is",
+    "a long list": "says that its axes_dims_rope is",
+    "deep": "no readable config.json",
+    "a class that is no text": "which this version does not know",
+    "a list for a class": "which this version does not know",
+    "long": "no readable config.json",
+}
+"""What each of CONFIGS is refused with."""
+
+
 @pytest.mark.parametrize("case", CONFIGS)
 def test_settings_beyond_any_model_are_refused(tmp_path, flux_model, case):
-    refused(diffusers_folder(tmp_path / "folder", flux_model, CONFIGS[case]), "")
+    refused(diffusers_folder(tmp_path / "folder", flux_model, CONFIGS[case]), REFUSALS[case])
 
 
 def test_a_list_is_held_to_the_limit_of_its_setting(tmp_path, flux_model):

@@ -73,20 +73,26 @@ def predicted(model: RemoteTransformer, x, tensors, kept: int, bands: int = 1) -
     ]
 
 
+MODES = {
+    Degrees(pipe=2): "bf16",
+    Degrees(tensor=2): "fp32",
+    Degrees(ulysses=2): "fp32",
+    Degrees(patch=2, patch_mode="displaced"): "fp32",
+}
+"""With the dtype in which each is tried."""
+
+
 @pytest.mark.parametrize(
-    "degrees, dtype",
+    ("case", "degrees"),
     [
-        (Degrees(pipe=2), "bf16"),
-        (Degrees(tensor=2), "fp32"),
-        (Degrees(ulysses=2), "fp32"),
-        (Degrees(patch=2, patch_mode="displaced"), "fp32"),
+        pytest.param(case, degrees, id=f"{case.name}-{degrees}")
+        for case in CASES
+        for degrees in MODES
+        if degrees in case.modes and case.sampled
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_buffers_of_every_family(case, degrees, dtype, pools, made):
-    if degrees not in case.modes or not case.sampled:
-        pytest.skip("the family lacks this mode, or its output is no latent")
+def test_buffers_of_every_family(case, degrees, pools, made):
+    dtype = MODES[degrees]
     model = pools.load(made(case), degrees, dtype)
     stats = banded(model, case, bands=1 if degrees.displaced else 2)
     x, _, tensors = case.inputs()

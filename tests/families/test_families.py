@@ -2,6 +2,8 @@
 diffusers' own forward."""
 
 import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from tests.families.cases import all_cases
+from tests.families.cases.case import Case
 from tests.support import tiny
 
 pytestmark = pytest.mark.threads
@@ -19,6 +22,17 @@ TOLERANCE = 1e-5
 BF16_TOLERANCE = 0.012
 CASES = all_cases()
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name, indirect=True)
+
+
+def cases_with(name: str, choices: Callable[[Case], Iterable[Any]]) -> pytest.MarkDecorator:
+    """Every case with each of its `choices`, as the argument `name`."""
+    params = [pytest.param(case, choice, id=f"{case.name}-{choice}") for case in CASES for choice in choices(case)]
+    return pytest.mark.parametrize(("case", name), params, indirect=["case"])
+
+
+def banded_modes(case: Case) -> list[Degrees]:
+    """Of a case that can be sampled, the modes in which bands are tried."""
+    return [degrees for degrees in (Degrees(pipe=2), Degrees(ulysses=2)) if degrees in case.modes and case.sampled]
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +81,9 @@ def test_both_layouts_give_the_same_weights_and_configuration(case, made):
         assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-@every_case
+@pytest.mark.parametrize("case", [case for case in CASES if case.convert], ids=lambda case: case.name, indirect=True)
 def test_the_original_layout_is_that_of_diffusers_converter(case, made):
-    if case.convert is None:
-        pytest.skip("diffusers has no converter for this family, or the layouts are one")
+    """The others have no converter in diffusers, or one layout."""
     model, file, _ = made(case)
     expected = model.state_dict()
     found = case.convert(load_file(file))
@@ -91,13 +104,9 @@ def compare(case, pools, made, degrees, latent, measured):
     assert error <= TOLERANCE
 
 
-@pytest.mark.parametrize("size", ["whole", "odd"])
-@every_case
+@cases_with("size", lambda case: ("whole", "odd") if case.odd else ("whole",))
 def test_one_rank_equals_diffusers(case, size, pools, made, measured):
-    latent = case.latent if size == "whole" else case.odd
-    if latent is None:
-        pytest.skip("this family takes whole patches only")
-    compare(case, pools, made, Degrees(), latent, measured)
+    compare(case, pools, made, Degrees(), case.latent if size == "whole" else case.odd, measured)
 
 
 @every_case
@@ -118,19 +127,13 @@ def test_bf16_rounds_neither_timestep_nor_guidance(case, pools, made, measured):
         assert tiny.relative(rounded, expected) > BF16_TOLERANCE
 
 
-@pytest.mark.parametrize("index", range(6))
-@every_case
-def test_every_exact_mode_at_two_ranks_equals_diffusers(case, index, pools, made, measured):
-    if index >= len(case.modes):
-        pytest.skip("the family has fewer modes")
-    compare(case, pools, made, case.modes[index], case.odd or case.latent, measured)
+@cases_with("degrees", lambda case: case.modes)
+def test_every_exact_mode_at_two_ranks_equals_diffusers(case, degrees, pools, made, measured):
+    compare(case, pools, made, degrees, case.odd or case.latent, measured)
 
 
-@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2)], ids=str)
-@every_case
+@cases_with("degrees", banded_modes)
 def test_pipefusion_that_only_warms_up_equals_diffusers(case, degrees, pools, made, measured):
-    if degrees not in case.modes or not case.sampled:
-        pytest.skip("the family lacks this mode")
     model, file, _ = made(case)
     x, _, tensors = case.inputs()
     found, _ = sample_in_bands(
@@ -141,16 +144,13 @@ def test_pipefusion_that_only_warms_up_equals_diffusers(case, degrees, pools, ma
     assert error <= TOLERANCE
 
 
-@every_case
-def test_bands_with_old_keys_depend_on_the_schedule_alone(case, pools, made):
-    if Degrees(pipe=2) not in case.modes or not case.sampled:
-        pytest.skip("the family lacks PipeFusion")
+@cases_with("degrees", lambda case: [degrees for degrees in banded_modes(case) if degrees.pipe > 1])
+def test_bands_with_old_keys_depend_on_the_schedule_alone(case, degrees, pools, made):
     model, file, _ = made(case)
     x, _, tensors = case.inputs()
     prompt, sigmas = Prompt(tensors, {}, 1.0), sigmas_of(case, 4)
     alone, piped = (
-        sample_in_bands(pools.load(file, degrees), x, sigmas, prompt, case.bands, 1)[0]
-        for degrees in (Degrees(), Degrees(pipe=2))
+        sample_in_bands(pools.load(file, degrees), x, sigmas, prompt, case.bands, 1)[0] for degrees in (Degrees(), degrees)
     )
     assert tiny.relative(piped, alone) <= TOLERANCE
     assert 10 * TOLERANCE < tiny.relative(alone, reference_run(case, model, x, tensors, 4)) < 0.5
