@@ -363,7 +363,6 @@ PROCESS_MUTANTS = (
         "if longest < self.silence:",
         "if longest < 10 * self.silence:",
         ("tests/processes/test_watchdog.py", "-k", "silen"),
-        tier="default",
     ),
     Mutant(
         "slow progress never counts as a stall",
@@ -371,7 +370,6 @@ PROCESS_MUTANTS = (
         "        self._stalled += seconds\n",
         "        self._stalled = seconds\n",
         ("tests/processes/test_watchdog.py", "-k", "stall or progress or missed"),
-        tier="default",
     ),
     Mutant(
         "every failure is rank 0's",
