@@ -53,7 +53,7 @@ class BandedDecoder:
 
 def free_bytes(device: torch.device) -> float:
     """Memory that this process can still have; infinite where it is not known."""
-    found = read_memory(0, 0, device, 0)
+    found = read_memory(0, device, 0)
     return math.inf if found.free_bytes is None else found.free_bytes + found.cached_bytes
 
 
