@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -160,6 +161,7 @@ def test_the_mask_test_sees_the_mask(flux_model):
 
 
 @every_product
+@pytest.mark.slow
 def test_a_run_of_exact_steps_equals_one_process(remote, exact_run, product, measured):
     noise, sigmas, prompt, expected = exact_run(height=15, width=11)
     bands = 1 if product.displaced else 3
@@ -219,8 +221,14 @@ def test_the_comparison_sees_every_input(remote, exact_call):
         assert tiny.relative(model.predict(**given, poll=lambda: None), expected) > 100 * TOLERANCE
 
 
+@pytest.fixture
+def processes(process_pools, flux_file) -> Callable[..., RemoteTransformer]:
+    """`remote` on ranks in processes: for whole runs, which threads of one process take too long for."""
+    return functools.partial(process_pools.load, flux_file)
+
+
 @pytest.mark.parametrize("warm_up", [0, 1])
-def test_bands_with_old_keys_depend_on_the_schedule_alone(remote, exact_run, warm_up):
+def test_bands_with_old_keys_depend_on_the_schedule_alone(processes, exact_run, warm_up):
     noise, sigmas, prompt, exact = exact_run(steps=4)
     samples = {}
     for degrees in (
@@ -236,7 +244,7 @@ def test_bands_with_old_keys_depend_on_the_schedule_alone(remote, exact_run, war
         Degrees(pipe=2, ring=2, tensor=2),
         Degrees(pipe=8),
     ):
-        model = remote(degrees)
+        model = processes(degrees)
         first, _ = sample_in_bands(model, noise, sigmas, prompt, 4, warm_up)
         again, _ = sample_in_bands(model, noise, sigmas, prompt, 4, warm_up)
         assert torch.equal(first, again), name(degrees)
@@ -249,11 +257,11 @@ def test_bands_with_old_keys_depend_on_the_schedule_alone(remote, exact_run, war
 
 
 @pytest.mark.parametrize("inner", [{}, {"ring": 2}, {"ulysses": 2}, {"tensor": 2}], ids=str)
-def test_displaced_patches_depend_on_the_cut_alone(remote, exact_run, inner):
+def test_displaced_patches_depend_on_the_cut_alone(processes, exact_run, inner):
     noise, sigmas, prompt, exact = exact_run(steps=4)
     samples = []
     for degrees in (Degrees(patch=2, patch_mode="displaced"), Degrees(patch=2, patch_mode="displaced", **inner)):
-        model = remote(degrees)
+        model = processes(degrees)
         first, again = (sample_in_bands(model, noise, sigmas, prompt, 1, 1)[0] for _ in range(2))
         assert torch.equal(first, again)
         samples.append(first)
@@ -261,29 +269,29 @@ def test_displaced_patches_depend_on_the_cut_alone(remote, exact_run, inner):
     assert 100 * TOLERANCE < tiny.relative(samples[0], exact) < 0.1
 
 
-def test_naive_patches_are_what_they_are(remote, exact_run):
+def test_naive_patches_are_what_they_are(processes, exact_run):
     """The negative control: each half of the picture sampled as if the other were not there."""
     noise, sigmas, prompt, exact = exact_run(steps=4)
     displaced, naive = Degrees(patch=2, patch_mode="displaced"), Degrees(patch=2, patch_mode="naive")
-    near = tiny.relative(sample_in_bands(remote(displaced), noise, sigmas, prompt, 1, 1)[0], exact)
-    far = tiny.relative(sample_whole(remote(naive), noise, sigmas, prompt), exact)
+    near = tiny.relative(sample_in_bands(processes(displaced), noise, sigmas, prompt, 1, 1)[0], exact)
+    far = tiny.relative(sample_whole(processes(naive), noise, sigmas, prompt), exact)
     assert far > 3 * near
 
 
 @pytest.mark.parametrize("bands", [2, 4])
-def test_an_odd_height_is_padded_in_bands_as_in_one_piece(remote, exact_run, bands):
+def test_an_odd_height_is_padded_in_bands_as_in_one_piece(processes, exact_run, bands):
     """The last row's neighbour is the picture's first one, which another band has."""
     errors = [
-        tiny.relative(sample_in_bands(remote(Degrees()), noise, sigmas, prompt, bands, 1)[0], exact)
+        tiny.relative(sample_in_bands(processes(Degrees()), noise, sigmas, prompt, bands, 1)[0], exact)
         for noise, sigmas, prompt, exact in (exact_run(steps=4, height=height) for height in (15, 16))
     ]
     assert errors[0] < 2 * errors[1]
 
 
-def test_more_warm_up_is_closer_and_one_band_is_exact(remote, exact_run):
+def test_more_warm_up_is_closer_and_one_band_is_exact(processes, exact_run):
     """One band reads only its own fresh keys, whatever the warm-up; with several the warm-up is what makes it exact."""
     noise, sigmas, prompt, exact = exact_run(steps=4)
-    model = remote(Degrees(pipe=2))
+    model = processes(Degrees(pipe=2))
     errors = [tiny.relative(sample_in_bands(model, noise, sigmas, prompt, 3, warm_up)[0], exact) for warm_up in (0, 2, 4)]
     assert errors[0] > errors[1] > errors[2]
     assert tiny.relative(sample_in_bands(model, noise, sigmas, prompt, 1, 0)[0], exact) <= TOLERANCE
@@ -311,9 +319,9 @@ def mini(tmp_path_factory):
     [Degrees(pipe=2), Degrees(ulysses=2), Degrees(batch=2), Degrees(pipe=2, ulysses=2)],
     ids=name,
 )
-def test_the_bundled_model_equals_one_process(pools, mini, degrees, measured):
+def test_the_bundled_model_equals_one_process(process_pools, mini, degrees, measured):
     path, noise, sigmas, prompt, expected = mini
-    model = pools.load(path, degrees)
+    model = process_pools.load(path, degrees)
     whole = sample_whole(model, noise, sigmas, prompt)
     banded, _ = sample_in_bands(model, noise, sigmas, prompt, 4, warm_up=4)
     error = max(tiny.relative(whole, expected), tiny.relative(banded, expected))
