@@ -205,6 +205,7 @@ def segment(_folder: Path):
     shared.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leave", "word"),
     [

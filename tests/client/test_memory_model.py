@@ -176,6 +176,7 @@ def peak_bytes(work) -> int:
 ONE_OF_EACH = list({case.family: case for case in reversed(CASES)}.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=lambda case: case.name)
 def test_activations(case, made, measured):
     larger = replace(case, latent=(case.latent[0], *LATENTS[len(case.latent) + 1]))

@@ -44,6 +44,7 @@ def test_calls_of_any_size_in_any_order_without_a_restart(remote, flux_model, de
     assert remote(degrees).pool is model.pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 @pytest.mark.parametrize("warm_up", [0, 1])
 def test_a_run_equals_the_same_run_on_a_fresh_model(remote, degrees, warm_up):

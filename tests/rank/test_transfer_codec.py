@@ -163,6 +163,7 @@ def pictures(pools):
     return symbols, draw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, least", [("int8", 48.0), ("fp8", 34.0)])
 def test_pictures_of_the_mini_model(pictures, measured, kind, least):
     symbols, draw = pictures
