@@ -39,7 +39,7 @@ def cut_blocks(
                 if capacity is not None and held[stop] - held[start] > capacity:
                     continue
                 worst = max(best[stage][start], total[stage][stop] - total[stage][start])
-                if worst < best[stage + 1][stop]:
+                if worst < best[stage + 1][stop] * (1 - ROUNDING):
                     best[stage + 1][stop], cut[stage + 1][stop] = worst, start
     if best[stages][count] == math.inf:
         return None
@@ -52,6 +52,8 @@ def cut_blocks(
 
 log = logging.getLogger(__name__)
 
+ROUNDING = 1e-9
+"""Sums of seconds that differ by less than this part of them are equal: the order of adding moves the last digits."""
 ALIKE = 1.2
 """Devices whose times differ by less than this factor count as equal: so much is noise."""
 WEIGHTS_SHARE = 0.85
