@@ -11,6 +11,7 @@ pytestmark = pytest.mark.comfyui
 PROMPTS = 25
 
 
+@pytest.mark.full
 def test_a_handful_of_prompts(comfyui, monkeypatch):
     """On one setup of two ranks, then on one rank."""
     monkeypatch.setattr(soaking, "TWO_RANKS", soaking.TWO_RANKS[:1])

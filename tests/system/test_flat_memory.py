@@ -133,7 +133,7 @@ def test_memory_is_flat(flux_file, measured, degrees):
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("spawned")
 def test_a_leak_would_be_seen(flux_file, monkeypatch):
     """The control: a rank that keeps 1 MB of every run, and a client that keeps its calls."""
