@@ -16,15 +16,15 @@ from .conditioning_cache import CONDITIONINGS_KEPT
 class MemoryGuard:
     """For one model on the ranks of `pool`."""
 
-    def __init__(self, pool: Pool, fitting: MemoryCheck, family: Family):
-        self.pool, self.fitting, self.family = pool, fitting, family
+    def __init__(self, pool: Pool, memory_check: MemoryCheck, family: Family):
+        self.pool, self.memory_check, self.family = pool, memory_check, family
         self._runs: dict[int, _Run] = {}
         self._found: tuple[DeviceMemory, ...] | None = None  # for exact calls, since `begin`
         self._admitted: set[Request] = set()
 
     def check_weights(self, poll: Poll) -> None:
         """Before loading. ValueError if a rank has no room for its weights."""
-        self.fitting.check_weights(self._device_memories(poll))
+        self.memory_check.check_weights(self._device_memories(poll))
 
     def begin(self) -> None:
         """A sampling run begins: what is free may have changed since the last one."""
@@ -42,7 +42,7 @@ class MemoryGuard:
             return
         if self._found is None:
             self._found = self._device_memories(poll)
-        self.fitting.check((request,), self._found)
+        self.memory_check.check((request,), self._found)
         self._admitted.add(request)
 
     def watch(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
@@ -60,14 +60,14 @@ class MemoryGuard:
         known.requests[conditioning.id] = request_of(conditioning, self.family, known.kept, known.bands)
         for dropped in list(known.requests)[:-CONDITIONINGS_KEPT]:
             del known.requests[dropped]
-        self.fitting.check(tuple(known.requests.values()), known.found)
+        self.memory_check.check(tuple(known.requests.values()), known.found)
 
     def forget(self, run: int) -> None:
         self._runs.pop(run, None)
 
     def explained(self, error: Exception) -> Exception:
         """A rank's error, with figures and a way out behind its first line if it is that memory ran out."""
-        if not isinstance(error, RankError) or not out_of_memory(str(error)) or not (advice := self.fitting.advice()):
+        if not isinstance(error, RankError) or not out_of_memory(str(error)) or not (advice := self.memory_check.advice()):
             return error
         first, *rest = str(error).split("\n", 1)
         return RankError("\n".join((first, advice, *rest)))

@@ -78,8 +78,8 @@ class RemoteTransformer:
         progress("loading", 0.0)
         found = balance(pool, checkpoint, degrees, dtype, stage_split, poll)
         self.stage_blocks, self.patch_shares, self.stage_costs = found.stage_blocks, found.patch_shares, found.stage_costs
-        fitting = MemoryCheck(checkpoint, degrees, self.stage_blocks, dtype, pool.devices, devices_for(pool.devices))
-        self._memory = MemoryGuard(pool, fitting, family)
+        memory_check = MemoryCheck(checkpoint, degrees, self.stage_blocks, dtype, pool.devices, devices_for(pool.devices))
+        self._memory = MemoryGuard(pool, memory_check, family)
         if not only:
             self._memory.check_weights(poll)
         self.cut = SequenceCut(self.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)

@@ -68,9 +68,8 @@ def banded(model, case, extrapolate=True, bands=2, steps=2):
 
 def predicted(model: RemoteTransformer, x, tensors, kept: int, bands: int = 1) -> list[int]:
     conditioning = model.conditioning(model.family.patching.grid(tuple(x.shape)), tensors)
-    return [
-        memory.buffers for memory in model._memory.fitting.memory((request_of(conditioning, model.family, kept, bands),))
-    ]
+    request = request_of(conditioning, model.family, kept, bands)
+    return [memory.buffers for memory in model._memory.memory_check.memory((request,))]
 
 
 MODES = {
@@ -143,7 +142,7 @@ def test_buffers_of_prompts_of_different_length(remote):
         conditioning = model.conditioning(run.grid, tensors, first_replica)
         requests.append(request_of(conditioning, model.family, KV_COPIES, 1))
     stats = model.close_run(run.run, nobody)
-    found = model._memory.fitting.memory(tuple(requests))
+    found = model._memory.memory_check.memory(tuple(requests))
     assert [rank.buffer_bytes for rank in stats] == [memory.buffers for memory in found]
     assert found[0].buffers != found[1].buffers
 
@@ -154,7 +153,7 @@ def test_buffers_of_prompts_of_different_length(remote):
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(tensor=2), Degrees(pipe=3)], ids=str)
 def test_weights(remote, degrees):
     model = remote(degrees)
-    expected = [memory.weights for memory in model._memory.fitting.memory(())]
+    expected = [memory.weights for memory in model._memory.memory_check.memory(())]
     assert model.weight_bytes == pytest.approx(expected, rel=0.03)
     if degrees.tensor == 1:
         assert model.weight_bytes == expected
