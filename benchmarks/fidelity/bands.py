@@ -89,7 +89,9 @@ def run(
         else:
             patch = patching.band_size
             order = [rows[band] for band in ORDERS[variant.order](step, len(rows))]
-            todo = [(span, conditioning.stream.of_rows(Span(span.start // patch, span.stop // patch))) for span in order]
+            todo = [
+                (span, conditioning.token_order.of_rows(Span(span.start // patch, span.stop // patch))) for span in order
+            ]
         posted = []
         for place, (span, tokens) in enumerate(todo):
             own = patching.rows(x, span)

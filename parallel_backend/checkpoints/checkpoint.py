@@ -24,11 +24,11 @@ from parallel_backend.families.base.family import Source
 
 from .fp8_scales import attach_scales
 from .limits import MAX_CONFIG_BYTES, check_settings, check_sizes
-from .packed_formats import BLOCKS, FP8_KINDS
+from .packed_formats import FP8_KINDS, GGUF_BLOCKS
 from .tensor_files import GGUF, SAFETENSORS, Entry, read_header, read_stated_config
 
 PREFIXES = ("model.diffusion_model.", "model.model.", "")
-READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *BLOCKS}
+READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *GGUF_BLOCKS}
 """What values may be stored as."""
 
 
@@ -50,7 +50,7 @@ class Checkpoint:
         packed under every weight_dtype, on CPU ranks too (there computed in fp32), where plain fp8 becomes fp32.
         """
         most = self._most
-        if most.scale is not None or most.dtype in BLOCKS:
+        if most.scale is not None or most.dtype in GGUF_BLOCKS:
             return "bf16"
         return "fp8_e4m3fn" if most.dtype in FP8_KINDS else most.dtype
 
@@ -94,24 +94,24 @@ class Checkpoint:
         return shape if source.rows is None else (len(source.rows), *shape[1:])
 
     def storage(self, target: str, dtype_name: str) -> str | None:
-        """How the weight of a linear layer is kept on a rank: fp8_e4m3fn, fp8_e5m2, a type in packed_formats.BLOCKS, None.
+        """How the weight of a linear layer is kept on a rank: fp8_e4m3fn, fp8_e5m2, a type of GGUF_BLOCKS, or None.
 
         None: in the compute dtype. weight_dtype fp8_e4m3fn rounds what is not fp8, but in a file that is quantised anyway
         it leaves alone what the file's maker left in full.
         """
         entry = self.entries[self.key_map[target].key]
         fp8 = dtype_name.startswith("fp8")
-        if entry.dtype in BLOCKS or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):
+        if entry.dtype in GGUF_BLOCKS or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):
             return entry.dtype
         most = self._most.dtype
-        return dtype_name if fp8 and most not in BLOCKS and most not in FP8_KINDS else None
+        return dtype_name if fp8 and most not in GGUF_BLOCKS and most not in FP8_KINDS else None
 
     def nbytes(self, target: str, dtype_name: str) -> int:
         """What the whole parameter takes on a rank; matrices are counted as weights of linear layers."""
         shape = self.shape(target)
         storage = self.storage(target, dtype_name) if len(shape) == 2 else None
-        if storage in BLOCKS:
-            values, size = BLOCKS[storage]
+        if storage in GGUF_BLOCKS:
+            values, size = GGUF_BLOCKS[storage]
             return _numel(shape) // values * size
         plain = "bf16" if dtype_name.startswith("fp8") else dtype_name
         return _numel(shape) * (1 if storage else TORCH_DTYPES[plain].itemsize)

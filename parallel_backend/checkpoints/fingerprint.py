@@ -4,7 +4,7 @@ import hashlib
 
 from .checkpoint import Checkpoint
 
-BLOCKS, BLOCK_BYTES = 64, 4096
+SAMPLES, SAMPLE_BYTES = 64, 4096
 """Read of each file, evenly spread: fine-tuned models differ nearly everywhere."""
 
 
@@ -16,9 +16,9 @@ def fingerprint(checkpoint: Checkpoint) -> str:
             size = path.stat().st_size
             digest.update(size.to_bytes(8, "little"))
             with path.open("rb") as file:
-                for block in range(BLOCKS):
-                    file.seek(max(0, size - BLOCK_BYTES) * block // (BLOCKS - 1))
-                    digest.update(file.read(BLOCK_BYTES))
+                for sample in range(SAMPLES):
+                    file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                    digest.update(file.read(SAMPLE_BYTES))
         except OSError as error:
             raise ValueError(f"model_name: {path.name} cannot be read ({error}).") from error
     return digest.hexdigest()

@@ -15,7 +15,7 @@ import torch
 from parallel_backend.core.dtypes import TORCH_DTYPES
 
 from .gguf_header import MAX_HEADER_BYTES, StoredTensor, read_gguf_header
-from .packed_formats import BLOCKS, Blocks
+from .packed_formats import GGUF_BLOCKS, Blocks
 
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 PLAIN = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
@@ -72,14 +72,14 @@ class GgufFile:
         return self._shapes.get(key) or self._tensors[key].shape
 
     def dtype(self, key: str) -> str:
-        """fp32, fp16, bf16, or one of packed_formats.BLOCKS. ValueError for another type of the format."""
+        """fp32, fp16, bf16, or one of packed_formats.GGUF_BLOCKS. ValueError for another type of the format."""
         kind = self._kinds[key].name
         if kind in PLAIN:
             return PLAIN[kind]
-        if kind not in BLOCKS:
+        if kind not in GGUF_BLOCKS:
             raise ValueError(
                 f"model_name: {self.path.name} holds {key} as {kind}, which cannot be expanded. Of GGUF's types these can: "
-                f"{', '.join((*PLAIN, *BLOCKS))}."
+                f"{', '.join((*PLAIN, *GGUF_BLOCKS))}."
             )
         return kind if self._whole_blocks(key, kind) else "fp32"
 
@@ -98,4 +98,4 @@ class GgufFile:
 
     def _whole_blocks(self, key: str, kind: str) -> bool:
         shape = self.shape(key)
-        return len(shape) > 1 and torch.Size(shape[1:]).numel() % BLOCKS[kind][0] == 0
+        return len(shape) > 1 and torch.Size(shape[1:]).numel() % GGUF_BLOCKS[kind][0] == 0

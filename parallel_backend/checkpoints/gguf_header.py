@@ -47,14 +47,14 @@ class _Cursor:
     def __init__(self, content: memoryview):
         self._content, self.at = content, 0
 
-    def take(self, size: int) -> memoryview:
+    def read(self, size: int) -> memoryview:
         if size > len(self._content) - self.at:
             raise ValueError("its header ends too soon, or is too long")
         self.at += size
         return self._content[self.at - size : self.at]
 
     def numbers(self, letters: str) -> tuple:
-        return struct.unpack(f"<{letters}", self.take(struct.calcsize(f"<{letters}")))
+        return struct.unpack(f"<{letters}", self.read(struct.calcsize(f"<{letters}")))
 
     def number(self, letter: str) -> int:
         return self.numbers(letter)[0]
@@ -63,12 +63,12 @@ class _Cursor:
         length = self.number("Q")
         if length > MAX_NAME:
             raise ValueError(f"a name of {length} bytes")
-        return bytes(self.take(length)).decode()
+        return bytes(self.read(length)).decode()
 
     def skip(self, kind: int, count: int) -> None:
         """So many values of this type."""
         if kind in SCALARS:
-            self.take(count * struct.calcsize(f"<{SCALARS[kind]}"))
+            self.read(count * struct.calcsize(f"<{SCALARS[kind]}"))
         elif kind == STRING:
             self._skip_texts(count)
         else:
@@ -84,7 +84,7 @@ class _Cursor:
             if after + 8 > end:
                 raise ValueError("a list of texts ends too soon")
             after += 8 + length_at(self._content, after)[0]
-        self.take(after - self.at)
+        self.read(after - self.at)
 
 
 def read_gguf_header(content: memoryview) -> GgufHeader:

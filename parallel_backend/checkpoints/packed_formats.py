@@ -27,7 +27,7 @@ class Packing(Protocol):
 
 FP8_KINDS = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
-BLOCKS = {  # values per block, bytes per block
+GGUF_BLOCKS = {  # values per block, bytes per block
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
     "Q5_0": (32, 22),
@@ -74,18 +74,18 @@ class Blocks:
 
     def byte_span(self, columns: Span) -> Span | None:
         """The bytes of a row that hold these columns; None where they do not begin and end with a block."""
-        values, size = BLOCKS[self.kind]
+        values, size = GGUF_BLOCKS[self.kind]
         if columns.start % values or columns.stop % values:
             return None
         return Span(columns.start // values * size, columns.stop // values * size)
 
     def columns(self, row_bytes: int) -> int:
-        values, size = BLOCKS[self.kind]
+        values, size = GGUF_BLOCKS[self.kind]
         return row_bytes // size * values
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[rows, n] uint8 -> [rows, columns] in `dtype`: the format's arithmetic in float32, rounded once."""
-        values, size = BLOCKS[self.kind]
+        values, size = GGUF_BLOCKS[self.kind]
         out = torch.empty(packed.shape[0], self.columns(packed.shape[1]), dtype=dtype, device=packed.device)
         places = out.view(-1, values).split(CHUNK_VALUES // values)
         for place, blocks in zip(places, packed.view(-1, size).split(CHUNK_VALUES // values), strict=True):

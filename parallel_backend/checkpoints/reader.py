@@ -10,7 +10,7 @@ import torch
 from parallel_backend.core.spans import Shard, Span
 
 from .checkpoint import Checkpoint, to_original
-from .packed_formats import BLOCKS, FP8_KINDS, Blocks, Fp8, Packing
+from .packed_formats import FP8_KINDS, GGUF_BLOCKS, Blocks, Fp8, Packing
 from .tensor_files import Entry, open_file
 
 
@@ -29,7 +29,7 @@ class Reader:
         """This part of a parameter in `dtype`, whatever the file has."""
         entry = self._entry(target)
         shape = self.checkpoint.shape(target)
-        if entry.dtype in BLOCKS:
+        if entry.dtype in GGUF_BLOCKS:
             if not self.packable(entry.dtype, shard):
                 whole = self.values(target, dtype, None, device)
                 return torch.cat([whole[:, span.slice] for span in shard.spans], dim=1)
@@ -47,7 +47,7 @@ class Reader:
     @staticmethod
     def packable(storage: str, shard: Shard | None) -> bool:
         """Whether `packed` can give this part: one of columns has to begin and end with blocks."""
-        if storage not in BLOCKS or shard is None or shard.dim == 0:
+        if storage not in GGUF_BLOCKS or shard is None or shard.dim == 0:
             return True
         return all(Blocks(storage).byte_span(span) is not None for span in shard.spans)
 
@@ -58,7 +58,7 @@ class Reader:
             assert storage in FP8_KINDS
             return self.values(target, FP8_KINDS[storage], shard, device).view(torch.uint8), Fp8(storage)
         scale = None if entry.scale is None else self._scale(target, shard, device)
-        packing = Blocks(storage) if storage in BLOCKS else Fp8(storage, scale)
+        packing = Blocks(storage) if storage in GGUF_BLOCKS else Fp8(storage, scale)
         row = Span(0, torch.Size(entry.shape[1:]).numel())
         dim, spans, rows = self._cut(target, shard)
         spans = spans if dim == 0 else [packing.byte_span(span) for span in spans]

@@ -32,12 +32,12 @@ class Entry:
     file: Path
     key: str  # in the file, prefix included
     shape: tuple[int, ...]  # of the values, however they are packed
-    dtype: str  # fp32, bf16, fp16, fp8_e4m3fn, fp8_e5m2, one of packed_formats.BLOCKS, or safetensors' own name
+    dtype: str  # fp32, bf16, fp16, fp8_e4m3fn, fp8_e5m2, one of packed_formats.GGUF_BLOCKS, or safetensors' own name
     scale: "Entry | None" = None
 
 
 def open_file(path: Path) -> AbstractContextManager[Any]:
-    """The file, memory-mapped: `get_slice(key)[...]` is a tensor, of packed_formats.BLOCKS' bytes where the entry says so.
+    """The file, memory-mapped: `get_slice(key)[...]` is a tensor, of GGUF_BLOCKS' bytes where the entry says so.
 
     ValueError for a file that is damaged, as one is to the ranks that another program has written over since the start.
     """

@@ -20,7 +20,7 @@ class Conditioning:
 
     id: int
     grid: tuple[int, ...]
-    stream: TokenOrder
+    token_order: TokenOrder
     text_tokens: int
     batch: int
     tensors: dict[str, torch.Tensor]
@@ -48,9 +48,9 @@ Residuals = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """One evaluation of the transformer for tokens `tokens` of the stream. `x` [B, n, c]: the picture's tokens among them.
-    `run` is 0 for a call without buffers.
+    """One evaluation of the transformer for tokens `tokens` of the token order.
 
+    `x` [B, n, c]: the picture's tokens among them. `run` is 0 for a call without buffers.
     `timestep`, `stale`, `overlap`: see sampling.Step. `residuals`: block "<list>.<index>" -> [B, n, hidden] added behind it.
     """
 

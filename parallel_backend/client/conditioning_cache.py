@@ -68,7 +68,7 @@ class ConditioningCache:
         return Conditioning(
             id=next(self._ids),
             grid=grid,
-            stream=family.stream(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0),
+            token_order=family.token_order(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0),
             text_tokens=family.image_padding(grid) + text,
             batch=len(next(iter(tensors.values()))),
             tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own

@@ -19,14 +19,14 @@ class MemoryGuard:
     def __init__(self, pool: Pool, memory_check: MemoryCheck, family: Family):
         self.pool, self.memory_check, self.family = pool, memory_check, family
         self._runs: dict[int, _Run] = {}
-        self._found: tuple[DeviceMemory, ...] | None = None  # for exact calls, since `begin`
+        self._found: tuple[DeviceMemory, ...] | None = None  # for exact calls, since `refresh`
         self._admitted: set[Request] = set()
 
     def check_weights(self, poll: Poll) -> None:
         """Before loading. ValueError if a rank has no room for its weights."""
         self.memory_check.check_weights(self._device_memories(poll))
 
-    def begin(self) -> None:
+    def refresh(self) -> None:
         """A sampling run begins: what is free may have changed since the last one."""
         self._found = None
         self._admitted.clear()
@@ -88,7 +88,7 @@ def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands:
     """What memory goes by, for calls with this conditioning. `kept`, `bands`: see memory_model.Request."""
     return Request(
         conditioning.grid,
-        conditioning.stream.references,
+        conditioning.token_order.references,
         conditioning.text_tokens,
         family.image_padding(conditioning.grid),
         conditioning.batch,

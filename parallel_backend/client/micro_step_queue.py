@@ -46,7 +46,7 @@ class MicroSteps:
         """Queue the call's micro-steps, and send what the window allows."""
         assembly = PartialOutput(call)
         assembly.first_seq = self._newest + 1
-        whole = call.tokens == call.conditioning.stream.span
+        whole = call.tokens == call.conditioning.token_order.span
         for replica, entries in enumerate(call.conditioning.shares(self._degrees.batch)):
             for part in entry_parts(entries, whole, self._degrees.pipe):
                 self._newest += 1
@@ -62,7 +62,7 @@ class MicroSteps:
             waiting.clear()
             waiting.extend(kept)
 
-    def take(self, output: m.Output, finite: bool) -> tuple[PartialOutput, bool, bool] | None:
+    def accept(self, output: m.Output, finite: bool) -> tuple[PartialOutput, bool, bool] | None:
         """Put a rank's part in its place, and send what the window now allows. `finite`: whether all its values are.
 
         What it is a part of, whether that is complete now, and whether this part is the first of it that is not finite.

@@ -192,8 +192,8 @@ class RemoteTransformer:
         overlap: bool = True,
         residuals: Residuals | None = None,
     ) -> Call:
-        tokens = tokens or conditioning.stream.span
-        assert x.shape[:2] == (conditioning.batch, len(conditioning.stream.images(tokens)))
+        tokens = tokens or conditioning.token_order.span
+        assert x.shape[:2] == (conditioning.batch, len(conditioning.token_order.images(tokens)))
         assert not (run and self.degrees.naive), "naive patches keep nothing from call to call"
         check_latent(x, timestep)
         self._memory.check(run, conditioning)
@@ -246,7 +246,7 @@ class RemoteTransformer:
 
     def begin_timeline(self) -> None:
         """A sampling run begins: `timeline` is about what the ranks do from now on, and memory is looked at anew."""
-        self._memory.begin()
+        self._memory.refresh()
         self.pool.tell(m.BeginTimeline())
 
     def timeline(self, poll: Poll) -> list[m.Timeline]:
@@ -287,7 +287,7 @@ class RemoteTransformer:
 
     def _rows(self, call: Call, index: int) -> Span:
         """Of the call's output, those that the sequence rank of this number has."""
-        images = call.conditioning.stream.images
+        images = call.conditioning.token_order.images
         return images(self.cut.image(call.tokens)[index]).shift(-images(call.tokens).start)
 
     def _send_step(self, replica: int, step: PostedStep) -> None:
@@ -295,10 +295,10 @@ class RemoteTransformer:
         self._scatter.step(replica, step)
 
     def _on_output(self, output: m.Output) -> None:
-        """On a thread of the pool: hand out a call that this completes. BadMessage: see MicroSteps.take."""
+        """On a thread of the pool: hand out a call that this completes. BadMessage: see MicroSteps.accept."""
         finite = all_finite(output.value)
         with self._lock:
-            found = self._micro_steps.take(output, finite)
+            found = self._micro_steps.accept(output, finite)
         if found is None:
             return
         assembly, complete, nonfinite = found

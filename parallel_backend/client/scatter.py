@@ -28,15 +28,15 @@ class Scatter:
     def step(self, replica: int, step: PostedStep) -> None:
         """Its part to every rank of the replica: the latent to the first stage, residuals to the stage of their blocks."""
         call = step.assembly.call
-        stream = call.conditioning.stream
-        first = stream.images(call.tokens).start
+        token_order = call.conditioning.token_order
+        first = token_order.images(call.tokens).start
         for stage in range(self._degrees.pipe):
             blocks = self._residuals(stage, call.residuals)
             # A ControlNet with few blocks repeats its tensors: each is sent once.
             added = list({id(tensor): tensor for tensor in blocks.values()}.values())
             numbers = {id(tensor): number for number, tensor in enumerate(added)}
             for index, shard in enumerate(self._cut.image(call.tokens)):
-                images = stream.images(shard).shift(-first).slice
+                images = token_order.images(shard).shift(-first).slice
                 message = m.Step(
                     seq=step.seq,
                     run=call.run,
@@ -79,7 +79,7 @@ class Scatter:
                     message = m.PutConditioning(
                         conditioning.id,
                         conditioning.grid,
-                        conditioning.stream.references,
+                        conditioning.token_order.references,
                         conditioning.text_tokens,
                         len(entries),
                         tensors,

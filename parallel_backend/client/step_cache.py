@@ -18,7 +18,7 @@ LONGEST_ROW = 3
 BASELINE = 2.0
 """The line's two calls are this many times as far apart as it is extended, where there are such: a short one follows their
 noise. Never is it extended further than they are apart."""
-KEPT = 6
+HISTORY_CALLS = 6
 """Calls of a conditioning whose outputs are kept."""
 
 
@@ -54,9 +54,9 @@ class _History:
         self._error_rate = float("inf")  # relative error of a forecast by time from the last computed call
         self._error_at_rest = float("inf")  # of one for the time of the last computed call itself
 
-    def begin(self, time: float) -> Computed:
+    def add_computed(self, time: float) -> Computed:
         self.count += 1
-        self.calls = [*self.calls[1 - KEPT :], Computed(time)]
+        self.calls = [*self.calls[1 - HISTORY_CALLS :], Computed(time)]
         return self.calls[-1]
 
     def forecast(self, time: float) -> Forecast | None:
@@ -144,7 +144,7 @@ class StepCache:
             return forecast
         self._skip = False
         self.computed += 1
-        return history.begin(time)
+        return history.add_computed(time)
 
     def _decide(self, conditionings: set[int], time: float) -> None:
         if not self._skip:

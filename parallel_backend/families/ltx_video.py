@@ -106,7 +106,7 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    places = step.stream.places(step.image).to(step.timestep.device)
+    places = step.token_order.places(step.image).to(step.timestep.device)
     time = TIME * step.timestep
     if time.ndim > 1:  # of each token
         time = time.flatten(1)[:, places]
@@ -131,7 +131,7 @@ def _coordinates(step: StepInputs, places: torch.Tensor, causal: bool) -> torch.
         pixels[0] = (pixels[0] + 1 - PIXELS[0]).clamp(min=0)
     pixels = pixels.float().repeat(len(step.timestep), 1, 1)
     if (keyframes := step.tensors.get("keyframes")) is not None:
-        number = places - (step.stream.image - keyframes.shape[2])
+        number = places - (step.token_order.image - keyframes.shape[2])
         pixels[:, :, number >= 0] = keyframes[:, :, number[number >= 0], 0].float()
     pixels[:, 0] /= step.tensors["frame_rate"][:, None]
     return pixels

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Protocol
 
 from parallel_backend.client.placement.balance import Balance, divide
-from parallel_backend.client.placement.memory_model import USABLE_MEMORY, Memory, memory_of
+from parallel_backend.client.placement.memory_model import USABLE_MEMORY, MemoryNeed, memory_of
 from parallel_backend.client.placement.pipeline_model import simulate
 from parallel_backend.core.devices import on_ray
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
@@ -80,7 +80,7 @@ class Prediction:
     """Of a run, with the picture in memory and the model loaded."""
     step_bytes: dict[str, tuple[int, ...]]
     """Mesh axis -> bytes that each rank sends in a step after the warm-up."""
-    memory: tuple[Memory, ...]
+    memory: tuple[MemoryNeed, ...]
     """By rank."""
     lacks: str = ""
     """Why it does not fit; empty if it does."""
@@ -193,7 +193,7 @@ def _stage_seconds(costs: Costs, mode: Mode, cost: StepCost, span: Span, members
     return max(share * cost.around[rank] + sum(cost.blocks[name][rank] for name in names) for rank in members)
 
 
-def _memory(costs: Costs, mode: Mode, cut: Balance) -> tuple[Memory, ...]:
+def _memory(costs: Costs, mode: Mode, cut: Balance) -> tuple[MemoryNeed, ...]:
     requests = (costs.workload.request(mode.exact, mode.bands),)
     estimates = [
         memory_of(costs.workload.sizes, mode.degrees, cut.stage_blocks, rank, requests) for rank in range(mode.degrees.world)

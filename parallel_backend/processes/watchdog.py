@@ -23,7 +23,7 @@ FIRST_SECONDS = 1800.0
 STALL_SECONDS, STALL_FACTOR = 60.0, 20.0
 """The same for micro-steps no larger than one that has been done: at least so long, or so many times the longest between
 two signs of progress in such a one. Each block and transfer counts as progress."""
-KEPT = 256
+STEPS_REMEMBERED = 256
 """Micro-steps of which it is known how large they are; far more than can be under way."""
 SLOW_REPLIES = (m.Probed, m.LinksProbed, m.Loaded, m.Adapted, m.Decoded)
 """Replies to requests whose parts may take as long as anything."""
@@ -59,7 +59,7 @@ class Watchdog:
         self._ready: set[int] = set()
         self._starting, self._shown = 0.0, 0
         self._compiles = False
-        self._steps: dict[int, tuple[int, int] | None] = {}  # the last KEPT: number -> (conditioning, size) till answered
+        self._steps: dict[int, tuple[int, int] | None] = {}  # seq -> (conditioning, size), None once answered
         self._largest: dict[int, int] = {}  # by conditioning, of the sizes that were answered
         self._longest = self._stalled = 0.0
         self._progress = self._turn = 0
@@ -76,7 +76,7 @@ class Watchdog:
                 case m.Step():
                     # One rank may have answered before the next is sent its part.
                     self._steps.setdefault(message.seq, (message.conditioning, len(message.tokens) * len(message.entries)))
-                    if len(self._steps) > KEPT:
+                    if len(self._steps) > STEPS_REMEMBERED:
                         del self._steps[next(iter(self._steps))]
                 case m.Load():
                     self._compiles = message.compile

@@ -13,8 +13,8 @@ import math
 import torch
 
 BLOCK = 8  # pixels
-KEPT = 4  # frequencies per direction
-CHANNELS = KEPT * KEPT
+FREQUENCIES = 4  # of the DCT, per direction
+CHANNELS = FREQUENCIES * FREQUENCIES
 
 # comfy.latent_formats.Flux: model space = (raw - SHIFT_FACTOR) * SCALE_FACTOR.
 SCALE_FACTOR, SHIFT_FACTOR = 0.3611, 0.1159
@@ -35,7 +35,7 @@ TEMPER = 0.4
 def _basis(device: torch.device) -> torch.Tensor:
     """The low-frequency rows of the orthonormal DCT-II, [4, 8] float32."""
     pixel = torch.arange(BLOCK, device=device, dtype=torch.float32)
-    frequency = torch.arange(KEPT, device=device, dtype=torch.float32)[:, None]
+    frequency = torch.arange(FREQUENCIES, device=device, dtype=torch.float32)[:, None]
     rows = torch.cos(math.pi * (pixel + 0.5) * frequency / BLOCK) * math.sqrt(2 / BLOCK)
     rows[0] /= math.sqrt(2)
     return rows
@@ -68,6 +68,6 @@ def encode(images: torch.Tensor) -> torch.Tensor:
 def decode(raw: torch.Tensor) -> torch.Tensor:
     """Raw latents [B, 16, h, w] -> pictures [B, 8h, 8w] float32, clamped to 0..1."""
     basis = _basis(raw.device)
-    frequencies = process_in(raw.float()).unflatten(1, (KEPT, KEPT)) / _gain(raw.device)[:, :, None, None]
+    frequencies = process_in(raw.float()).unflatten(1, (FREQUENCIES, FREQUENCIES)) / _gain(raw.device)[:, :, None, None]
     blocks = torch.einsum("bvuhw,vy,ux->bhywx", frequencies, basis, basis)
     return (blocks.flatten(3, 4).flatten(1, 2) + MEAN).clamp(0, 1)

@@ -111,5 +111,5 @@ def _forward(family, config, model: nn.Module, rows: int, device: torch.device, 
     }
     timestep = torch.full((1,), 0.5, device=device)
     image, text = Span(0, tokens.shape[1]), Span(0, PROBE_TEXT)
-    inputs = StepInputs(tokens, timestep, tensors, grid, family.stream(grid), image, text, PROBE_TEXT, dtype)
+    inputs = StepInputs(tokens, timestep, tensors, grid, family.token_order(grid), image, text, PROBE_TEXT, dtype)
     return lambda: family.run(model, inputs)

@@ -22,10 +22,10 @@ class BlockWatch:
         for name in only:
             self._watch(name, model.get_submodule(name))
 
-    def take(self) -> dict[str, BlockStats]:
-        """Since the last take."""
+    def drain(self) -> dict[str, BlockStats]:
+        """Since the last `drain`."""
         found = {
-            name: BlockStats(self.slowdown * self._seconds[name].take(), dict(self._bytes[name])) for name in self._seconds
+            name: BlockStats(self.slowdown * self._seconds[name].drain(), dict(self._bytes[name])) for name in self._seconds
         }
         for count in self._bytes.values():
             count.clear()

@@ -21,7 +21,7 @@ class RankConditioning:
     """What a PutConditioning message left on the rank; `tensors` are on its device, in the compute dtype."""
 
     grid: tuple[int, ...]
-    stream: TokenOrder
+    token_order: TokenOrder
     text_tokens: int
     batch: int
     tensors: dict[str, torch.Tensor]
@@ -29,7 +29,7 @@ class RankConditioning:
 
     def is_whole(self, step: Step) -> bool:
         """The micro-step computes all image tokens, so it is no band."""
-        return step.tokens == self.stream.span
+        return step.tokens == self.token_order.span
 
 
 class ConditioningStore:
@@ -48,8 +48,8 @@ class ConditioningStore:
             name: tensor.to(self._device, self._dtype if tensor.is_floating_point() and name not in exact else None)
             for name, tensor in message.tensors.items()
         }
-        stream = self._family.stream(message.grid, message.references)
-        self._held[message.id] = RankConditioning(message.grid, stream, message.text_tokens, message.batch, tensors)
+        token_order = self._family.token_order(message.grid, message.references)
+        self._held[message.id] = RankConditioning(message.grid, token_order, message.text_tokens, message.batch, tensors)
 
     def drop(self, conditioning: int) -> None:
         self._held.pop(conditioning, None)

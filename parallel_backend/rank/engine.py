@@ -37,8 +37,6 @@ class Engine:
         """Load the rank's own part of the checkpoint, see LoadedStage. `slowdown`: see RankSettings."""
         self.rank, self.slowdown = rank, slowdown
         self.stage = stage = LoadedStage(rank, device, load, progress, heartbeat or Heartbeat())
-        self.family, self.model, self.adapters = stage.family, stage.model, stage.adapters
-        self.once, self.compiler = stage.module_cache, stage.compiler
         self.conditionings = ConditioningStore(stage.family, device, stage.dtype)
         self.runs = RunBuffers()
         self._traffic, self._link = stage.traffic, stage.link
@@ -60,15 +58,15 @@ class Engine:
 
     def adapted(self) -> int:
         """The adapters are all in place: bytes that they take."""
-        self.once.forget()
-        return self.adapters.nbytes
+        self.stage.module_cache.forget()
+        return self.stage.adapters.nbytes
 
     def put_conditioning(self, message: PutConditioning) -> None:
         self.conditionings.put(message)
 
     def drop_conditioning(self, conditioning: int) -> None:
         self.conditionings.drop(conditioning)
-        self.once.drop(conditioning)
+        self.stage.module_cache.drop(conditioning)
         self.runs.drop_conditioning(conditioning)
 
     def open_run(self, run: OpenRun) -> None:
@@ -79,21 +77,21 @@ class Engine:
         self._link.await_sends()
         buffer_bytes = self.runs.close_run(run)
         if run:
-            self.once.forget()
+            self.stage.module_cache.forget()
         bytes_sent, under_way, waited = self._traffic.report()
         micro_steps, self._micro_steps = self._micro_steps, 0
         return RunStats(
             rank=self.rank,
             run=run,
             micro_steps=micro_steps,
-            compute_seconds=self._working.take() - waited,
+            compute_seconds=self._working.drain() - waited,
             transfer_seconds=under_way,
             wait_seconds=waited,
             bytes_sent=bytes_sent,
             buffer_bytes=buffer_bytes,
             peak_bytes=_peak_bytes(self.stage.device),
-            blocks=self._block_watch.take(),
-            graphs=0 if self.compiler is None else self.compiler.graphs,
+            blocks=self._block_watch.drain(),
+            graphs=0 if self.stage.compiler is None else self.stage.compiler.graphs,
         )
 
     @torch.inference_mode()
@@ -139,7 +137,7 @@ class Engine:
     def find_not_finite(self, asked: FindNotFinite) -> NotFiniteFound:
         """Where values that are not finite began on this rank."""
         seq = self._finite.first(asked.run, asked.since)
-        return NotFiniteFound(self.rank, seq, bad_weights(self.model), bad_adapters(self.model))
+        return NotFiniteFound(self.rank, seq, bad_weights(self.stage.model), bad_adapters(self.stage.model))
 
     def _post_receive(self, step: Step) -> None:
         shape = self._forward.received_shape(step, self.conditionings[step.conditioning])
@@ -147,9 +145,9 @@ class Engine:
 
     def _compute(self, step: Step, received: torch.Tensor | None) -> torch.Tensor:
         conditioning = self.conditionings[step.conditioning]
-        buffer = self.runs.begin(step, conditioning)
+        buffer = self.runs.begin_step(step, conditioning)
         output = self._forward.compute(step, conditioning, buffer, received)
-        self.runs.end(step)
+        self.runs.end_step(step)
         return output
 
     def _label(self, step: Step) -> StepLabel:

@@ -10,7 +10,7 @@ from torch import nn
 from parallel_backend.core.finite import NAMED, all_finite, checksum
 from parallel_backend.rank.stage.linear import RankLinear
 
-KEPT = 256
+CHECKSUMS = 256
 """Micro-steps that a rank can still tell about: many more than are under way."""
 
 
@@ -18,7 +18,7 @@ class FiniteWatch:
     """Checksums of a rank's last results."""
 
     def __init__(self):
-        self._sums: deque[tuple[int, int, torch.Tensor]] = deque(maxlen=KEPT)  # micro-step, its run, checksum
+        self._sums: deque[tuple[int, int, torch.Tensor]] = deque(maxlen=CHECKSUMS)  # micro-step, its run, checksum
 
     def note(self, seq: int, run: int, result: torch.Tensor) -> None:
         """Result of micro-step `seq` of `run`: what is sent on, or the output. Never waits for the device."""

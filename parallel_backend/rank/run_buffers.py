@@ -33,18 +33,20 @@ class RunBuffers:
     def clear(self) -> None:
         self._drop(lambda key: True)
 
-    def begin(self, step: Step, conditioning: RankConditioning) -> KVBuffer | None:
+    def begin_step(self, step: Step, conditioning: RankConditioning) -> KVBuffer | None:
         """The buffer of a micro-step that begins, made now if it is the first; None for a step outside of runs."""
         if step.run == 0:
             return None
         key = (step.run, step.conditioning)
         if key not in self.buffers:
-            self.buffers[key] = KVBuffer(conditioning.stream.tokens, conditioning.batch, self._runs[step.run].extrapolate)
+            self.buffers[key] = KVBuffer(
+                conditioning.token_order.tokens, conditioning.batch, self._runs[step.run].extrapolate
+            )
         if step.with_text:
             self.buffers[key].begin_call(float(step.timestep.max()))
         return self.buffers[key]
 
-    def end(self, step: Step) -> None:
+    def end_step(self, step: Step) -> None:
         """The micro-step has written its tokens."""
         if step.run:
             buffer = self.buffers[step.run, step.conditioning]

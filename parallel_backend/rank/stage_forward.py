@@ -22,7 +22,7 @@ class StageForward:
         self._stage, self._family = stage, stage.family
         self._timestep: torch.Tensor | None = None
         self._guidance: torch.Tensor | None = None
-        # Of the last grid and number of reference tokens: the stream's places in the model's own order (Rows.image).
+        # Of the last grid and number of reference tokens: the token order's places in the model's own order (Rows.image).
         self._orders: dict[tuple[tuple[int, ...], int], torch.Tensor | None] = {}
         keep_timestep_exact(stage.model, self._family, lambda: (self._timestep, self._guidance), stage.dtype)
 
@@ -36,7 +36,7 @@ class StageForward:
         self, step: Step, conditioning: RankConditioning, buffer: KVBuffer | None, received: torch.Tensor | None
     ) -> torch.Tensor:
         """[b, n, channels] on the last stage; elsewhere what is sent on (StageIO.outgoing)."""
-        stage, stream = self._stage, conditioning.stream
+        stage, token_order = self._stage, conditioning.token_order
         text, image = self._shards(step, conditioning)
         own_text, own_image = text[stage.place], image[stage.place]
         text_mask = conditioning.tensors.get(TEXT_MASK)
@@ -51,33 +51,33 @@ class StageForward:
             text_first=self._family.blocks.text_first,
             text_mask=None if text_mask is None else text_mask[step.entries.slice],
             image_padding=self._family.image_padding(conditioning.grid),
-            row=stream.row,
+            row=token_order.row,
         )
         self._timestep = step.timestep.to(stage.device)
         rows = self._rows(conditioning, own_image, own_text)
-        stage.flow.begin(received, len(own_text), rows, self._residuals(step, stream, own_image))
+        stage.flow.begin_step(received, len(own_text), rows, self._residuals(step, token_order, own_image))
         tensors = self._tensors(step, conditioning)
         self._guidance = tensors.get(GUIDANCE)
         inputs = StepInputs(
-            None if step.x is None else self._with_references(step.x, tensors, stream, own_image),
+            None if step.x is None else self._with_references(step.x, tensors, token_order, own_image),
             self._timestep,
             tensors,
             conditioning.grid,
-            stream,
+            token_order,
             own_image,
             own_text,
             conditioning.text_tokens,
             stage.dtype,
             conditioning.kept[own_image],
         )
-        stage.module_cache.begin(step, whole=conditioning.is_whole(step))
+        stage.module_cache.begin_step(step, whole=conditioning.is_whole(step))
         try:
             return self._family.run(stage.model, inputs)
         except StageDone as done:
             return stage.flow.outgoing(done)
         finally:
             stage.attention.step = None
-            stage.module_cache.end()
+            stage.module_cache.end_step()
 
     def _shards(self, step: Step, conditioning: RankConditioning) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """The micro-step's text and image tokens by sequence rank."""
@@ -85,26 +85,26 @@ class StageForward:
         return cut.text(conditioning.text_tokens if step.with_text else 0), cut.image(step.tokens)
 
     def _with_references(
-        self, x: torch.Tensor, tensors: dict[str, torch.Tensor], stream: TokenOrder, image: Span
+        self, x: torch.Tensor, tensors: dict[str, torch.Tensor], token_order: TokenOrder, image: Span
     ) -> torch.Tensor:
         """[b, m, C] of the picture's tokens -> [b, n, C] of `image`; as it is where the model is given whole tensors."""
         x = x.to(self._stage.device, self._stage.dtype)
-        if self._family.forward.whole_latent or not stream.references:
+        if self._family.forward.whole_latent or not token_order.references:
             return x
-        places = stream.places(image).to(self._stage.device)
-        own = places < stream.image
+        places = token_order.places(image).to(self._stage.device)
+        own = places < token_order.image
         out = x.new_empty(len(x), len(image), x.shape[-1])
         out[:, own] = x
-        out[:, ~own] = tensors[REFERENCES][:, places[~own] - stream.image]
+        out[:, ~own] = tensors[REFERENCES][:, places[~own] - token_order.image]
         return out
 
-    def _residuals(self, step: Step, stream: TokenOrder, image: Span) -> dict[str, torch.Tensor]:
+    def _residuals(self, step: Step, token_order: TokenOrder, image: Span) -> dict[str, torch.Tensor]:
         """Block -> [b, n, hidden]; what is added to reference tokens is zero."""
         if not step.residuals:
             return {}
         added = [tensor.to(self._stage.device, self._stage.dtype) for tensor in step.added]
-        if stream.references:
-            own = (stream.places(image) < stream.image).to(self._stage.device)
+        if token_order.references:
+            own = (token_order.places(image) < token_order.image).to(self._stage.device)
             for index, tensor in enumerate(added):
                 added[index] = tensor.new_zeros(len(tensor), len(image), tensor.shape[-1])
                 added[index][:, own] = tensor
@@ -114,17 +114,17 @@ class StageForward:
         """What slots cut whole tensors down to."""
         if not self._family.forward.whole_latent:
             return None
-        stream, key = conditioning.stream, (conditioning.grid, conditioning.stream.references)
+        token_order, key = conditioning.token_order, (conditioning.grid, conditioning.token_order.references)
         if key not in self._orders:
             order = self._family.patching.order(conditioning.grid)
-            if stream.references:
-                places = stream.places(stream.span)
-                own = places if order is None else order[places.clamp(max=stream.image - 1)]
-                order = torch.where(places < stream.image, own, places)
+            if token_order.references:
+                places = token_order.places(token_order.span)
+                own = places if order is None else order[places.clamp(max=token_order.image - 1)]
+                order = torch.where(places < token_order.image, own, places)
             self._orders = {key: None if order is None else order.to(self._stage.device)}
         order = self._orders[key]
         index = image.slice if order is None else order[image.slice]
-        return Rows(index, stream.tokens, text, self._family.blocks.text_first)
+        return Rows(index, token_order.tokens, text, self._family.blocks.text_first)
 
     def _tensors(self, step: Step, conditioning: RankConditioning) -> dict[str, torch.Tensor]:
         """The conditioning of this micro-step's entries; its text is empty where the text does not run along.

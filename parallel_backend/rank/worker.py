@@ -93,11 +93,11 @@ class Worker:
                 if output is not None:
                     self.channel.send(output)
             case m.DropAdapters():
-                self.engine.adapters.drop()
+                self.engine.stage.adapters.drop()
             case m.Adapt():
-                self.engine.adapters.add(message)
+                self.engine.stage.adapters.add(message)
             case m.Rescale():
-                self.engine.adapters.rescale(message.scales)
+                self.engine.stage.adapters.rescale(message.scales)
             case m.AdaptersSent():
                 self._reply(m.Adapted(self.settings.rank, self.engine.adapted()))
             case m.PutConditioning():
@@ -116,7 +116,7 @@ class Worker:
             case m.OpenRun():
                 self.engine.open_run(message)
             case m.ReadMemory():
-                held = 0 if self.engine is None else self.engine.weight_bytes + self.engine.adapters.nbytes
+                held = 0 if self.engine is None else self.engine.weight_bytes + self.engine.stage.adapters.nbytes
                 self._reply(read_memory(self.settings.rank, self.device, held))
             case m.FindNotFinite():
                 nothing = m.NotFiniteFound(self.settings.rank, None, (), ())  # unloaded meanwhile
@@ -141,7 +141,7 @@ class Worker:
                 self._check_store()
                 slowdown = self.settings.slowdown
                 self.engine = Engine(self.settings.rank, self.device, message, slowdown, self._report, self.heartbeat)
-                names = parameter_names(self.engine.model)
+                names = parameter_names(self.engine.stage.model)
                 self._reply(m.Loaded(self.settings.rank, self.engine.weight_bytes, names))
             case m.Unload():
                 self._unload()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.checkpoints.packed_formats import BLOCKS, CHUNK_VALUES, Blocks, Fp8
+from parallel_backend.checkpoints.packed_formats import CHUNK_VALUES, GGUF_BLOCKS, Blocks, Fp8
 from parallel_backend.checkpoints.reader import reading
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Shard, Span
@@ -118,7 +118,7 @@ def to_blocks(value: np.ndarray, kind: str) -> np.ndarray:
     """[rows, bytes]: the value quantised; random blocks of about its size for types that the package only expands."""
     if kind not in SCALE_FIELDS:
         return gguf.quants.quantize(value, TYPES[kind])
-    values, size = BLOCKS[kind]
+    values, size = GGUF_BLOCKS[kind]
     blocks = np.random.default_rng(value.size).integers(0, 256, (value.size // values, size), dtype=np.uint8)
 
     def fill(number: float) -> np.ndarray:
@@ -131,7 +131,7 @@ def to_blocks(value: np.ndarray, kind: str) -> np.ndarray:
 
 
 def encode(value: torch.Tensor, kind: str) -> np.ndarray:
-    return to_blocks(value.numpy(), kind) if kind in BLOCKS else gguf.quants.quantize(value.numpy(), TYPES[kind])
+    return to_blocks(value.numpy(), kind) if kind in GGUF_BLOCKS else gguf.quants.quantize(value.numpy(), TYPES[kind])
 
 
 def decode(data: np.ndarray, kind: str) -> torch.Tensor:
@@ -158,7 +158,7 @@ def gguf_types(kind: str, whole: Tensors) -> dict[str, str]:
     for key, value in whole.items():
         if value.ndim < 2 or key.startswith("final_layer.linear"):
             types[key] = "F32"
-        elif kind in BLOCKS and value.shape[1] % BLOCKS[kind][0]:
+        elif kind in GGUF_BLOCKS and value.shape[1] % GGUF_BLOCKS[kind][0]:
             types[key] = "F16"
         else:
             types[key] = "BF16" if kind == "mixed" and "attn" in key else "F16" if kind == "mixed" else kind
@@ -184,7 +184,7 @@ SAFETENSORS = {
     "scaled, new, by row": scaled_new(E4M3, by_row=True),
 }
 VARIANTS = ("scaled, old, prefixed", "scaled, in the header", "scaled, in the header, prefixed", "fp8 folder, sharded")
-GGUF = tuple(f"GGUF {kind}" for kind in (*BLOCKS, "mixed"))
+GGUF = tuple(f"GGUF {kind}" for kind in (*GGUF_BLOCKS, "mixed"))
 FORMATS = (*SAFETENSORS, *VARIANTS, *GGUF)
 ON_RANKS = (
     "fp8 e4m3",
@@ -423,14 +423,14 @@ def test_expanding_to_half_precision_rounds_once(dtype):
     assert torch.equal(Blocks("Q5_K").expand(blocks, dtype), Blocks("Q5_K").expand(blocks, torch.float32).to(dtype))
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", GGUF_BLOCKS)
 def test_large_weights_are_expanded_piece_by_piece(monkeypatch, kind):
     blocks = torch.from_numpy(to_blocks(np.random.default_rng(0).normal(size=(24, 512)).astype(np.float32), kind))
     assert CHUNK_VALUES > 24 * 512
     at_once = Blocks(kind).expand(blocks, torch.float32)
     monkeypatch.setattr("parallel_backend.checkpoints.packed_formats.CHUNK_VALUES", 5 * 256)
     assert torch.equal(Blocks(kind).expand(blocks, torch.float32), at_once)
-    assert gguf.GGML_QUANT_SIZES[TYPES[kind]] == BLOCKS[kind]
+    assert gguf.GGML_QUANT_SIZES[TYPES[kind]] == GGUF_BLOCKS[kind]
 
 
 def test_a_gguf_tensor_of_another_shape_than_its_own(files, whole, tmp_path):

@@ -63,7 +63,7 @@ class FakeModel:
         for known in self._known:
             if known.matches(grid, tensors):
                 return known
-        self._known.append(Conditioning(len(self._known) + 1, grid, self.family.stream(grid), 3, 1, tensors))
+        self._known.append(Conditioning(len(self._known) + 1, grid, self.family.token_order(grid), 3, 1, tensors))
         return self._known[-1]
 
     def call(self, x, timestep, conditioning, run, tokens, with_text, stale, overlap, residuals) -> Call:

@@ -49,7 +49,7 @@ def test_an_exact_call_keeps_nothing_and_is_asked_about_once_in_a_run():
     for _ in range(2):
         guarded.guard.admit(conditioning(1), lambda: None)
     assert [request.kept for (request,) in guarded.checked] == [0]
-    guarded.guard.begin()
+    guarded.guard.refresh()
     guarded.guard.admit(conditioning(1), lambda: None)
     assert (len(guarded.checked), guarded.asked) == (2, 2)
 

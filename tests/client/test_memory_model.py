@@ -184,11 +184,11 @@ def test_activations(case, made, measured):
     sizes = model_sizes(checkpoint, "fp32", "cpu")
     grid = runs.family.patching.grid(runs.x.shape)
     words = runs.engine.conditionings[1].text_tokens
-    request = Request(grid, runs.stream.references, words, runs.family.image_padding(grid), len(runs.x))
+    request = Request(grid, runs.token_order.references, words, runs.family.image_padding(grid), len(runs.x))
     spans = even_stages(len(sizes.block_bytes), 1)
     estimate = memory_of(sizes, Degrees(), spans, 0, (request,))
     with runs.run():
-        whole = lambda number: list(runs.call(number, [runs.stream.span]))  # noqa: E731
+        whole = lambda number: list(runs.call(number, [runs.token_order.span]))  # noqa: E731
         whole(0), whole(1)  # the buffers are there, and what is made once
         peak = peak_bytes(lambda: whole(2))
     ratio = peak / estimate.activations

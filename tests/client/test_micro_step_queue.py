@@ -29,7 +29,7 @@ class Queue:
 
     def answer(self, seq: int, rank: int, entries: int, value: float, finite: bool = True):
         rows = self.rows(self.degrees.sequence_index(self.degrees.coordinate(rank)))
-        return self.steps.take(Output(rank, seq, torch.full((entries, len(rows), WIDTH), value)), finite)
+        return self.steps.accept(Output(rank, seq, torch.full((entries, len(rows), WIDTH), value)), finite)
 
 
 def call(batch: int, first_replica: int = 0, run: int = 0) -> Call:

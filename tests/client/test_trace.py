@@ -175,7 +175,7 @@ def test_a_registry_that_has_loaded_nothing_starts_nothing():
 
 
 class Short(Recorder):
-    KEPT, UNREAD, BATCH = 8, 4, 2
+    CAPACITY, UNREAD, BATCH = 8, 4, 2
 
 
 def test_the_ring_keeps_the_newest_and_counts_the_others():
@@ -228,7 +228,7 @@ def test_stream_times_become_the_hosts(monkeypatch):
         expected.append((end - 1.000125, end))
         assert len(recorder._unread) == (number + 1 if number < 4 else 5 - number % 2)  # events are not kept for ever
         assert Event.over <= max(first, Event.clock - 4 * 1000.125)  # and the host waits for old ones only
-    assert recorder.read()[0].tolist() == [pytest.approx(pair, abs=1e-6) for pair in expected[-Short.KEPT :]]
+    assert recorder.read()[0].tolist() == [pytest.approx(pair, abs=1e-6) for pair in expected[-Short.CAPACITY :]]
     recorder.restart()
     start = Event()
     Event.clock += 2.0

@@ -8,38 +8,38 @@ from hypothesis import strategies as st
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.token_order import TokenOrder
 
-STREAMS = st.builds(
+ORDERS = st.builds(
     lambda rows, row, references: TokenOrder(rows * row, row, references),
     *(st.integers(1, 9), st.integers(1, 7), st.integers(0, 60)),
 )
 
 
-@given(STREAMS)
-def test_every_token_has_one_place_and_the_picture_keeps_its_order(stream):
-    places = stream.places(stream.span)
-    assert sorted(places.tolist()) == list(range(stream.tokens))
-    for kind in (places < stream.image, places >= stream.image):
+@given(ORDERS)
+def test_every_token_has_one_place_and_the_picture_keeps_its_order(order):
+    places = order.places(order.span)
+    assert sorted(places.tolist()) == list(range(order.tokens))
+    for kind in (places < order.image, places >= order.image):
         assert places[kind].tolist() == sorted(places[kind].tolist())
 
 
-@given(STREAMS, st.data())
-def test_images_counts_the_pictures_tokens(stream, data):
-    start = data.draw(st.integers(0, stream.tokens))
-    span = Span(start, data.draw(st.integers(start, stream.tokens)))
-    places = stream.places(span)
-    own = stream.images(span)
-    assert places[places < stream.image].tolist() == list(range(own.start, own.stop))
+@given(ORDERS, st.data())
+def test_images_counts_the_pictures_tokens(order, data):
+    start = data.draw(st.integers(0, order.tokens))
+    span = Span(start, data.draw(st.integers(start, order.tokens)))
+    places = order.places(span)
+    own = order.images(span)
+    assert places[places < order.image].tolist() == list(range(own.start, own.stop))
 
 
-@given(STREAMS, st.integers(1, 5))
-def test_bands_of_rows_cover_the_stream_with_their_rows(stream, bands):
-    rows = split(Span(0, stream.image // stream.row), bands)
-    spans = [stream.of_rows(band) for band in rows]
+@given(ORDERS, st.integers(1, 5))
+def test_bands_of_rows_cover_all_tokens_with_their_rows(order, bands):
+    rows = split(Span(0, order.image // order.row), bands)
+    spans = [order.of_rows(band) for band in rows]
     assert spans[0].start == 0
-    assert spans[-1].stop == stream.tokens
+    assert spans[-1].stop == order.tokens
     for band, span, following in zip(rows, spans, spans[1:], strict=False):
         assert span.stop == following.start
-        assert stream.images(span) == Span(band.start * stream.row, band.stop * stream.row)
+        assert order.images(span) == Span(band.start * order.row, band.stop * order.row)
     per_row = [len(span) / len(band) for band, span in zip(rows, spans, strict=True) if len(band)]
     assert max(per_row) - min(per_row) <= 1
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.checkpoints.packed_formats import BLOCKS, FP8_KINDS, Blocks, Fp8
+from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, Blocks, Fp8
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.vae import RemoteDecoder, TooLittleMemory
 from parallel_backend.core.degrees import Degrees
@@ -371,14 +371,14 @@ def test_a_killed_rank_is_named_and_the_next_pool_works(ranks, given, expected, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["fp8_e4m3fn", "fp8_e5m2", *BLOCKS])
+@pytest.mark.parametrize("kind", ["fp8_e4m3fn", "fp8_e5m2", *GGUF_BLOCKS])
 @pytest.mark.parametrize("scales", [0, 1, 8])
 def test_packed_weights_expand_as_on_a_cpu(kind, dtype, scales):
     """`scales`: of an 8-bit float none, one, or one of each of the 8 rows."""
-    if kind in BLOCKS and scales:
+    if kind in GGUF_BLOCKS and scales:
         pytest.skip("blocks have scales of their own")
     value = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
-    if kind in BLOCKS:
+    if kind in GGUF_BLOCKS:
         packed, here = torch.from_numpy(encode(value, kind)), Blocks(kind)
         there = here
     else:

@@ -50,7 +50,7 @@ class OneRank:
 
     @property
     def graphs(self) -> int:
-        return self.engine.compiler.graphs
+        return self.engine.stage.compiler.graphs
 
     def put(self, x, tensors) -> None:
         family = self.family
@@ -59,11 +59,11 @@ class OneRank:
         text = family.image_padding(grid) + (family.inputs.padded(tensors[names[0]].shape[1]) if names else 0)
         references = tensors["references"].shape[1] if "references" in tensors else 0
         self.engine.put_conditioning(m.PutConditioning(1, grid, references, text, len(x), tensors))
-        self.stream = family.stream(grid, references)
+        self.token_order = family.token_order(grid, references)
 
     def step(self, x, timestep, run=0, tokens=None, with_text=True) -> torch.Tensor:
-        tokens = tokens or self.stream.span
-        packed = self.family.patching.pack(x)[:, self.stream.images(tokens).slice]
+        tokens = tokens or self.token_order.span
+        packed = self.family.patching.pack(x)[:, self.token_order.images(tokens).slice]
         entries = Span(0, len(x))
         step = m.Step(next(self._seq), run, 1, tokens, with_text, False, True, entries, timestep, {}, (), packed)
         return self.engine.step(step, None).value
@@ -124,7 +124,7 @@ def banded_calls(rank: OneRank, x, timestep, tensors, run: int) -> list[torch.Te
     """One exact call and two in three bands, of which the first is higher; the text runs with the first."""
     rank.engine.open_run(m.OpenRun(run, True))
     rank.put(x, tensors)
-    size = len(rank.stream.span)
+    size = len(rank.token_order.span)
     edges = (0, size // 2, size * 3 // 4, size)
     outs = [rank.step(x, timestep, run)]
     for step in (1, 2):
@@ -157,18 +157,18 @@ def test_adapters_are_compiled_once_and_another_strength_is_not(ranks, flux_file
         out, into = plain.checkpoint.shape(parameter)
         up, down = torch.randn(out, 4, generator=generator), torch.randn(4, into, generator=generator)
         for rank in (plain, compiled):
-            rank.engine.adapters.add(m.Adapt(parameter, up, down, 0.1))
+            rank.engine.stage.adapters.add(m.Adapt(parameter, up, down, 0.1))
     after = compiled.predict(*inputs)
     assert tiny.relative(after, plain.predict(*inputs)) <= TOLERANCE
     assert tiny.relative(after, before) > 1e-2
     graphs = compiled.graphs
     assert graphs == 6
     for rank in (plain, compiled):
-        rank.engine.adapters.rescale([0.05] * len(names))
+        rank.engine.stage.adapters.rescale([0.05] * len(names))
     assert tiny.relative(compiled.predict(*inputs), plain.predict(*inputs)) <= TOLERANCE
     assert tiny.relative(compiled.predict(*inputs), after) > 1e-2
     for rank in (plain, compiled):
-        rank.engine.adapters.drop()
+        rank.engine.stage.adapters.drop()
     assert tiny.relative(compiled.predict(*inputs), before) <= TOLERANCE
     assert compiled.graphs == graphs
 
@@ -180,7 +180,7 @@ def test_a_whole_difference_is_added_as_factors_are(ranks, flux_file, traced):
     delta = torch.randn(plain.checkpoint.shape(parameter), generator=torch.Generator().manual_seed(4)) * 0.1
     before = compiled.predict(*inputs)
     for rank in (plain, compiled):
-        rank.engine.adapters.add(m.Adapt(parameter, delta, None, 1.0))
+        rank.engine.stage.adapters.add(m.Adapt(parameter, delta, None, 1.0))
     after = compiled.predict(*inputs)
     assert tiny.relative(after, plain.predict(*inputs)) <= TOLERANCE < tiny.relative(after, before)
 

@@ -37,13 +37,13 @@ def run(made, edges, spoil=lambda sent: sent):
     _, checkpoint, (x, timestep, tensors) = made
     family, sent, crossed = checkpoint.family, None, []
     grid = family.patching.grid(tuple(x.shape))
-    stream = family.stream(grid)
-    rows = Rows(slice(None), stream.tokens, Span(0, 0), True)
+    token_order = family.token_order(grid)
+    rows = Rows(slice(None), token_order.tokens, Span(0, 0), True)
     for start, stop in pairwise((0, *edges, LAYERS)):
         stage = build_stage(checkpoint, Span(start, stop), torch.device("cpu"), "fp32")
-        stage.flow.begin(sent, 0, rows)
+        stage.flow.begin_step(sent, 0, rows)
         tokens = family.patching.pack(x) if start == 0 else None
-        inputs = StepInputs(tokens, timestep, tensors, grid, stream, stream.span, Span(0, 0))
+        inputs = StepInputs(tokens, timestep, tensors, grid, token_order, token_order.span, Span(0, 0))
         try:
             with torch.inference_mode():
                 return family.patching.unpack(family.run(stage.model, inputs), tuple(x.shape)), crossed

@@ -39,21 +39,21 @@ class Runs:
         self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None)
         self.x, self.timestep, tensors = case.inputs()
         grid = family.patching.grid(self.x.shape)
-        self.stream = family.stream(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0)
+        self.token_order = family.token_order(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0)
         texts = [tensors[name].shape[1] for name in family.inputs.token_tensors if name in tensors]
         words = family.image_padding(grid) + (family.inputs.padded(texts[0]) if texts else 0)
         for conditioning in (1, 2):
             given = {name: t * conditioning if name == "context" else t for name, t in tensors.items()}
-            message = m.PutConditioning(conditioning, grid, self.stream.references, words, len(self.x), given)
+            message = m.PutConditioning(conditioning, grid, self.token_order.references, words, len(self.x), given)
             self.engine.put_conditioning(message)
         rows = -(-self.x.shape[family.patching.band_dim] // family.patching.band_size)
-        self.bands = [self.stream.of_rows(span) for span in split(Span(0, rows), BANDS)]
+        self.bands = [self.token_order.of_rows(span) for span in split(Span(0, rows), BANDS)]
 
     def call(self, number: int, spans: list[Span], conditioning: int = 1) -> Iterator[torch.Tensor]:
         """Micro-steps of one call, at a timestep and with a latent of its own."""
         tokens = self.family.patching.pack(self.x * (1 + number / 7))
         for index, span in enumerate(spans):
-            x = tokens[:, self.stream.images(span).slice]
+            x = tokens[:, self.token_order.images(span).slice]
             step = m.Step(
                 number * 10 + index, 1, conditioning, span, index == 0, False, True, Span(0, len(x)),
                 self.timestep * (1 - number / 10), {}, (), x,
@@ -68,7 +68,7 @@ class Runs:
 
     def everything(self, prompts: tuple[int, ...] = (1, 2)) -> list[torch.Tensor]:
         with self.run():
-            outputs = list(self.call(0, [self.stream.span]))
+            outputs = list(self.call(0, [self.token_order.span]))
             for number in (1, 2):
                 for conditioning in prompts:
                     outputs += self.call(number, self.bands, conditioning)
@@ -95,11 +95,11 @@ def same(a, b) -> bool:
 def outputs_by_module(runs: Runs) -> dict[str, dict[tuple[int, int], list]]:
     """Module -> (call, band) -> what it gave there, nothing being kept."""
     found, at, handles = defaultdict(lambda: defaultdict(list)), None, []
-    for name, module in runs.engine.model.named_modules():
+    for name, module in runs.engine.stage.model.named_modules():
         hook = lambda _module, _args, out, name=name: found[name][at].append(out)  # noqa: E731
         handles.append(module.register_forward_hook(hook))
     with runs.run():
-        list(runs.call(0, [runs.stream.span]))
+        list(runs.call(0, [runs.token_order.span]))
         for number in (1, 2):
             calls = runs.call(number, runs.bands)
             for band in range(BANDS):
@@ -112,13 +112,13 @@ def outputs_by_module(runs: Runs) -> dict[str, dict[tuple[int, int], list]]:
 
 @pytest.fixture
 def nothing_kept(runs, monkeypatch):
-    monkeypatch.setattr(runs.engine.once, "begin", lambda step, whole: None)
+    monkeypatch.setattr(runs.engine.stage.module_cache, "begin_step", lambda step, whole: None)
 
 
 def test_they_are_just_those_that_give_the_same_in_every_band(runs, nothing_kept):
     """What is kept may be, and nothing large that could be kept is left out."""
     plan = {_expression(pattern): per for pattern, per in runs.family.forward.cached_modules.items()}
-    model, planned = runs.engine.model, {}
+    model, planned = runs.engine.stage.model, {}
     for name, module in model.named_modules():
         per = next((per for pattern, per in plan.items() if pattern.fullmatch(name)), None)
         assert isinstance(module, CachedModule) == (per is not None), name
@@ -145,7 +145,7 @@ def test_they_are_just_those_that_give_the_same_in_every_band(runs, nothing_kept
 def test_kept_is_as_good_as_computed_anew_bit_for_bit(runs, monkeypatch):
     kept = runs.everything()
     with monkeypatch.context() as patch:
-        patch.setattr(runs.engine.once, "begin", lambda step, whole: None)
+        patch.setattr(runs.engine.stage.module_cache, "begin_step", lambda step, whole: None)
         anew = runs.everything()
     again = runs.everything()
     for a, b, c in zip(kept, anew, again, strict=True):
@@ -154,15 +154,15 @@ def test_kept_is_as_good_as_computed_anew_bit_for_bit(runs, monkeypatch):
 
 def test_each_is_computed_once(runs, monkeypatch):
     """Per call in bands, per prompt of a run, per band of a run, as the plan says."""
-    counts, once = defaultdict(int), runs.engine.once
+    counts, once = defaultdict(int), runs.engine.stage.module_cache
     plan = {_expression(pattern): per for pattern, per in runs.family.forward.cached_modules.items()}
     handles = []
-    for name, module in runs.engine.model.named_modules():
+    for name, module in runs.engine.stage.model.named_modules():
         if isinstance(module, CachedModule):
             count = lambda *_args, name=name: counts.update({name: counts[name] + 1})  # noqa: E731
             handles.append(module.register_forward_hook(count))
     with runs.run():
-        list(runs.call(0, [runs.stream.span]))
+        list(runs.call(0, [runs.token_order.span]))
         whole = dict(counts)
         for number in (1, 2):
             list(runs.call(number, runs.bands))
@@ -176,40 +176,40 @@ def test_each_is_computed_once(runs, monkeypatch):
 
 def test_the_comparison_sees_another_call_s_modulation(runs, monkeypatch):
     """The control: with all calls taken for one, outputs differ."""
-    expected, begin = runs.everything((1,)), runs.engine.once.begin
+    expected, begin = runs.everything((1,)), runs.engine.stage.module_cache.begin_step
     at_zero = lambda step: replace(step, timestep=torch.zeros_like(step.timestep))  # noqa: E731
-    monkeypatch.setattr(runs.engine.once, "begin", lambda step, whole: begin(at_zero(step), whole))
+    monkeypatch.setattr(runs.engine.stage.module_cache, "begin_step", lambda step, whole: begin(at_zero(step), whole))
     found = runs.everything((1,))
     with_time = any(
-        isinstance(module, CachedModule) and module.once_per is CacheScope.CALL and "attn2" not in name
-        for name, module in runs.engine.model.named_modules()
+        isinstance(module, CachedModule) and module.cache_scope is CacheScope.CALL and "attn2" not in name
+        for name, module in runs.engine.stage.model.named_modules()
     )
     assert with_time != all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_a_lora_changes_what_was_kept(runs, monkeypatch):
     """In the middle of a run, which ComfyUI never does, but at the same timestep as before it."""
-    names = [name for name, module in runs.engine.model.named_modules() if isinstance(module, CachedModule)]
+    names = [name for name, module in runs.engine.stage.model.named_modules() if isinstance(module, CachedModule)]
     parameter = next(
         name
-        for name, value in runs.engine.model.named_parameters()
+        for name, value in runs.engine.stage.model.named_parameters()
         if value.ndim == 2 and any(name.startswith(f"{module}.") for module in names)
     )
-    delta = 0.1 * torch.ones(runs.engine.model.get_parameter(parameter).shape)
+    delta = 0.1 * torch.ones(runs.engine.stage.model.get_parameter(parameter).shape)
 
     def adapted(then=lambda: runs.engine.adapted()) -> list[torch.Tensor]:
         with runs.run():
             before = list(runs.call(1, runs.bands))
-            runs.engine.adapters.add(m.Adapt(parameter, delta, None, 1.0))
+            runs.engine.stage.adapters.add(m.Adapt(parameter, delta, None, 1.0))
             then()
             after = list(runs.call(1, runs.bands))
-        runs.engine.adapters.drop()
+        runs.engine.stage.adapters.drop()
         runs.engine.adapted()
         assert all(out.isfinite().all() for out in before)
         return after
 
     found, stale = adapted(), adapted(then=lambda: None)
-    monkeypatch.setattr(runs.engine.once, "begin", lambda step, whole: None)
+    monkeypatch.setattr(runs.engine.stage.module_cache, "begin_step", lambda step, whole: None)
     anew = adapted()
     assert all(torch.equal(a, b) for a, b in zip(found, anew, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(stale, anew, strict=True))  # the control

@@ -184,10 +184,12 @@ def test_each_of_two_bands_is_told_where_it_began(pools, damaged_file, monkeypat
     patching = model.family.patching
     grid = patching.grid(x.shape)
     conditioning = model.conditioning(grid, tensors)
-    bands = [conditioning.stream.of_rows(Span(row, row + 1)) for row in range(2)]
+    bands = [conditioning.token_order.of_rows(Span(row, row + 1)) for row in range(2)]
     packed = patching.pack(x)
     calls = [
-        model.call(packed[:, conditioning.stream.images(band).slice], timestep, conditioning, run, band, with_text=not index)
+        model.call(
+            packed[:, conditioning.token_order.images(band).slice], timestep, conditioning, run, band, with_text=not index
+        )
         for index, band in enumerate(bands)
     ]
     for call in calls:

@@ -159,7 +159,7 @@ def test_what_belongs_to_a_dropped_conditioning_goes_with_it(remote):
         for number in range(3):
             list(runs.call(number, runs.bands, 1))
             list(runs.call(number, runs.bands, 2))
-        kept = runs.engine.once._kept
+        kept = runs.engine.stage.module_cache._kept
         assert {key[0] for outputs in kept.values() for key in outputs} == {1, 2}
         runs.engine.drop_conditioning(1)
         assert {key[0] for outputs in kept.values() for key in outputs} == {2}

@@ -219,12 +219,12 @@ class BandedRun:
         x = torch.cat([request.x for request in requests], dim=self.patching.band_dim)
         parts = list(zip(requests, self.rows, strict=True))
         residuals = _side_by_side([request.residuals for request in requests])
-        self._post(x, residuals, conditioning.stream.span, True, False, parts, conditioning)
+        self._post(x, residuals, conditioning.token_order.span, True, False, parts, conditioning)
         self.exact_calls += 1
 
     def _post_band(self, step: MicroStep, request: _Request, conditioning: Conditioning) -> None:
         patch, rows = self.patching.band_size, self.rows[request.band]
-        tokens = conditioning.stream.of_rows(Span(rows.start // patch, -(-rows.stop // patch)))
+        tokens = conditioning.token_order.of_rows(Span(rows.start // patch, -(-rows.stop // patch)))
         stale, x = self.model.degrees.displaced, request.x
         if padding := -len(rows) % patch:
             # An odd height is padded circularly, as ComfyUI does: the last row's neighbour is the picture's first one.

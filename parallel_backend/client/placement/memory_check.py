@@ -17,7 +17,7 @@ from parallel_backend.core.spans import Span
 from parallel_backend.wire.diagnosis import RankMemory
 
 from .memory_advice import Capacity, changes
-from .memory_model import USABLE_MEMORY, Memory, Request, memory_of, model_sizes
+from .memory_model import USABLE_MEMORY, MemoryNeed, Request, memory_of, model_sizes
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class MemoryCheck:
         self.last: tuple[tuple[Request, ...], tuple[DeviceMemory, ...]] | None = None
         self._warned: tuple[Request, ...] | None = None
 
-    def memory(self, requests: tuple[Request, ...]) -> list[Memory]:
+    def memory(self, requests: tuple[Request, ...]) -> list[MemoryNeed]:
         """By rank."""
         ranks = range(self.degrees.world)
         return [memory_of(self.sizes, self.degrees, self.spans, rank, requests) for rank in ranks]
@@ -136,7 +136,7 @@ class MemoryCheck:
         less = [(room, TARGET_SHARE * sum(needed[rank].total for rank in room.ranks)) for room in found]
         return f"The run was expected to take: {each}. {self._instead(requests, less)}"
 
-    def _said(self, own: Sequence[Memory], room: DeviceMemory) -> str:
+    def _said(self, own: Sequence[MemoryNeed], room: DeviceMemory) -> str:
         size = sum(one.total - one.weights for one in own)
         weights = sum(one.weights for one in own)
         return (
@@ -144,7 +144,7 @@ class MemoryCheck:
             f"{_place(room)} is free beside {_size(weights)} of weights."
         )
 
-    def _parts(self, own: Sequence[Memory], weights: bool = False) -> str:
+    def _parts(self, own: Sequence[MemoryNeed], weights: bool = False) -> str:
         sizes = {
             "of weights": sum(one.weights for one in own) if weights else 0,
             "for keys and values": sum(one.buffers + one.arriving for one in own),

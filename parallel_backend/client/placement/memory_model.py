@@ -37,7 +37,7 @@ TEXT_KEYS = 3
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryNeed:
     """Bytes on one rank."""
 
     weights: int
@@ -220,7 +220,7 @@ def step_tokens(image: int, text: int, entries: int, stages: int, bands: int) ->
 
 def memory_of(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], rank: int, requests: tuple[Request, ...]
-) -> Memory:
+) -> MemoryNeed:
     """On one rank, with the weights; `spans`: the blocks of each stage. Buffers of all requests are there at once."""
     at = degrees.coordinate(rank)
     span = spans[at.pipe]
@@ -228,7 +228,7 @@ def memory_of(
     # Of this call's keys from other ranks, which the next call reads, the rank's own among them.
     arriving = sum(_buffer_bytes(sizes, degrees, span, at, request) // request.kept for request in requests if request.kept)
     computing = [_computing(sizes, degrees, span, at, request) for request in requests]
-    return Memory(
+    return MemoryNeed(
         held_weights(sizes.block_bytes, sizes.ends, degrees.tensor, span),
         buffers,
         max((likely for _, likely in computing), default=0),

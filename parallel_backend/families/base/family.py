@@ -224,22 +224,22 @@ class Family:
             step = replace(step, x=self._whole(model, step))
         self.forward.prepare(model, step)
         out = self.forward.output(model(**self.forward.arguments(step, model.config), return_dict=False)[0])
-        own = step.stream.images(step.image)
+        own = step.token_order.images(step.image)
         if self.forward.whole_latent:
             return self.patching.pack(out)[:, own.slice]
         if len(own) == len(step.image):
             return out
-        return out[:, step.stream.places(step.image).to(out.device) < step.stream.image]
+        return out[:, step.token_order.places(step.image).to(out.device) < step.token_order.image]
 
     def _whole(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """The whole latent [b, C, (T,) H, W], zero outside of the rank's tokens."""
-        batch, own = len(step.timestep), step.stream.images(step.image)
+        batch, own = len(step.timestep), step.token_order.images(step.image)
         sizes = self.patching.whole(step.grid)
         if step.x is None:
             return step.timestep.new_zeros(batch, self.sizes.latent_channels(model.config), *sizes, dtype=step.dtype)
         packed = step.x
-        if len(own) < step.stream.image:
-            packed = step.x.new_zeros(batch, step.stream.image, step.x.shape[-1])
+        if len(own) < step.token_order.image:
+            packed = step.x.new_zeros(batch, step.token_order.image, step.x.shape[-1])
             packed[:, own.slice] = step.x
         return self.patching.unpack(packed, sizes)
 
@@ -247,6 +247,6 @@ class Family:
         """Tokens that the class adds to the image."""
         return self.inputs.padded(math.prod(grid)) - math.prod(grid)
 
-    def stream(self, grid: tuple[int, ...], references: int = 0) -> TokenOrder:
+    def token_order(self, grid: tuple[int, ...], references: int = 0) -> TokenOrder:
         """The order of a request's image tokens."""
         return TokenOrder(math.prod(grid), self.patching.row_tokens(grid), references)

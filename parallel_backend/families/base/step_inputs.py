@@ -46,7 +46,7 @@ class StepInputs:
     grid: tuple[int, ...]
     """The picture's tokens along its axes."""
 
-    stream: TokenOrder
+    token_order: TokenOrder
     """The order of the image tokens."""
 
     image: Span
@@ -74,7 +74,7 @@ class StepInputs:
         return self.kept[top, left]
 
     def _positions(self, top: int, left: int) -> torch.Tensor:
-        places, (frames, rows, columns) = self.stream.places(self.image), (1, *self.grid)[-3:]
+        places, (frames, rows, columns) = self.token_order.places(self.image), (1, *self.grid)[-3:]
         sides = torch.arange(rows) + float(top), torch.arange(float(frames)), torch.arange(columns) + float(left)
         own = torch.cartesian_prod(*sides)[:, (1, 0, 2)]
         device = self.timestep.device

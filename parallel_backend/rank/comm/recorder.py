@@ -11,20 +11,20 @@ from parallel_backend.wire.timeline_kinds import OUTSIDE, StepLabel
 
 
 class Recorder:
-    """Spans in the order of their ends, the newest KEPT of them.
+    """Spans in the order of their ends, the newest CAPACITY of them.
 
     Their times are seconds of `time.perf_counter`, which is one clock for all processes of a machine. On CUDA, where
     `event` makes an event in the stream, points in time are such events. They are read when UNREAD newer spans stand
     behind them, a BATCH at a time, so that the host neither waits for the stream nor is long away from it.
     """
 
-    KEPT = 1 << 16
+    CAPACITY = 1 << 16
     UNREAD = 4096
     BATCH = 64
 
     def __init__(self, event: Callable[[], "torch.cuda.Event"] | None):
         self._event = event
-        self._spans: deque[tuple] = deque(maxlen=self.KEPT)
+        self._spans: deque[tuple] = deque(maxlen=self.CAPACITY)
         self._unread: deque[tuple] = deque()
         self.restart()
 

@@ -60,7 +60,7 @@ class Elapsed:
         self._pairs.clear()
         return self._seconds
 
-    def take(self) -> float:
+    def drain(self) -> float:
         """So far, and start again at zero."""
         seconds, self._seconds = self.seconds(), 0.0
         return seconds
@@ -94,7 +94,7 @@ class Traffic:
         """(bytes by axis, seconds under way, seconds waited) since the last report."""
         bytes_sent = dict(self.bytes_sent)
         self.bytes_sent.clear()
-        return bytes_sent, self.under_way.take(), self.waited.take()
+        return bytes_sent, self.under_way.drain(), self.waited.drain()
 
 
 class Transfer:

@@ -57,7 +57,7 @@ class StageIO:
             self._cut[name] = value, done
         return done
 
-    def begin(
+    def begin_step(
         self,
         received: torch.Tensor | None,
         text_tokens: int,

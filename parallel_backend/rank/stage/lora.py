@@ -48,9 +48,9 @@ class Adapters:
         shape = self._checkpoint.shape(part.parameter)
         shard = self._plan.shards({part.parameter: shape}).get(part.parameter)
         if part.down is None or shard is None or shard.dim == 0:
-            part = replace(part, up=_take(part.up, shard))
+            part = replace(part, up=_own_part(part.up, shard))
         else:
-            part = replace(part, down=_take(part.down, shard))
+            part = replace(part, down=_own_part(part.down, shard))
         if part.down is not None:
             self._factors.append(part)
         self._put(part)
@@ -99,7 +99,7 @@ class Adapters:
         parameter.copy_(loaded + added)
 
 
-def _take(values: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+def _own_part(values: torch.Tensor, shard: Shard | None) -> torch.Tensor:
     """The rank's part; of a factor too, whose uncut side is its rank."""
     if shard is None:
         return values

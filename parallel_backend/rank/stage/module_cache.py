@@ -17,7 +17,7 @@ from parallel_backend.wire.sampling import Step
 
 from .stand_ins import STAND_INS
 
-KEPT = {CacheScope.CALL: 1, CacheScope.PROMPT: 2, CacheScope.BAND: 32}
+CAPACITY = {CacheScope.CALL: 1, CacheScope.PROMPT: 2, CacheScope.BAND: 32}
 """For so many of them outputs are kept. Two prompts: positive and negative, where they are two calls."""
 
 Outputs = dict[tuple[nn.Module, int], Any]
@@ -36,24 +36,24 @@ class ModuleCache:
         for name, module in model.named_modules():
             per = next((per for pattern, per in patterns if pattern.fullmatch(name)), None)
             if per is not None and not isinstance(module, STAND_INS):
-                module.__class__ = _answering_once(type(module))
-                module.once, module.once_per = self, per
+                module.__class__ = _with_cache(type(module))
+                module.module_cache, module.cache_scope = self, per
 
-    def begin(self, step: Step, whole: bool) -> None:
+    def begin_step(self, step: Step, whole: bool) -> None:
         """A micro-step. A `whole` call is only one, so that nothing is kept for others of it."""
         prompt = (step.conditioning, step.entries)
         keys = {CacheScope.PROMPT: prompt, CacheScope.BAND: (*prompt, step.tokens, step.with_text)}
         if not whole:
             keys[CacheScope.CALL] = (*prompt, step.timestep.numpy().tobytes())
-        self.end()
+        self.end_step()
         for per, key in keys.items():
             kept = self._kept[per]
             self.current[per] = kept.setdefault(key, {})
             kept.move_to_end(key)
-            if len(kept) > KEPT[per]:
+            if len(kept) > CAPACITY[per]:
                 kept.popitem(last=False)
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """What modules are called with from here on belongs to no micro-step."""
         self.current = {}
         self.calls.clear()
@@ -79,21 +79,21 @@ def _expression(pattern: str) -> re.Pattern:
 class CachedModule:
     """Mixed into a module's class. Its output must not be changed in place by whoever gets it."""
 
-    once: ModuleCache
-    once_per: CacheScope
+    module_cache: ModuleCache
+    cache_scope: CacheScope
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        known = self.once.current.get(self.once_per)
+        known = self.module_cache.current.get(self.cache_scope)
         if known is None:
             return super().__call__(*args, **kwargs)
-        call = self, self.once.calls[self]
-        self.once.calls[self] += 1
+        call = self, self.module_cache.calls[self]
+        self.module_cache.calls[self] += 1
         if call not in known:
             known[call] = super().__call__(*args, **kwargs)
         return known[call]
 
 
 @functools.cache
-def _answering_once(base: type[nn.Module]) -> type[nn.Module]:
+def _with_cache(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the same name: adapters and diffusers tell classes by it."""
     return type(base.__name__, (CachedModule, base), {})

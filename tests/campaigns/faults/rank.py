@@ -314,7 +314,7 @@ def _watch_blocks(agent: Agent, engine_class: Any) -> None:
 
     def init(engine: Any, *arguments: Any) -> None:
         make(engine, *arguments)
-        for block in own_blocks(engine.model, engine.family.blocks.lists).values():
+        for block in own_blocks(engine.stage.model, engine.stage.family.blocks.lists).values():
             block.register_forward_hook(seen)
 
     def seen(_block: Any, _inputs: Any, output: Any) -> Any:
@@ -322,7 +322,7 @@ def _watch_blocks(agent: Agent, engine_class: Any) -> None:
         return _shift(agent, None, output) if agent.spoils else output
 
     def stepping(engine: Any, message: Any, upcoming: Any) -> Any:
-        whole = message.tokens == engine.conditionings[message.conditioning].stream.span
+        whole = message.tokens == engine.conditionings[message.conditioning].token_order.span
         agent.phase, agent.seq = "exact" if whole and not message.stale else "banded", message.seq
         return step(engine, message, upcoming)
 
