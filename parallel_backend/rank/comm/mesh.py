@@ -1,14 +1,12 @@
 """Named mesh axes over the ranks: which process group, which neighbours, which index this rank has on each axis."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from parallel_backend.core.degrees import AXES, Coordinate, Degrees
-
-GROUPED = ("patch", "ring", "ulysses", "tensor")
-"""Axes with collectives, or transfers that must not mix with the pipeline's."""
+from parallel_backend.core.communicators import grouped_axes, lines_along
+from parallel_backend.core.degrees import AXES, Degrees
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ def make_axes(degrees: Degrees, rank: int) -> dict[str, Axis]:
         size, lines = getattr(degrees, name), lines_along(degrees, name)
         own = next(line for line in lines if rank in line)
         group = None
-        if size > 1 and name in GROUPED:
+        if name in grouped_axes(degrees):
             group, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines])
         axes[name] = Axis(name, size, getattr(at, name), own, group)
     return axes
@@ -48,11 +46,3 @@ def close_axes(axes: dict[str, Axis]) -> None:
         dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
     for group in groups:
         dist.destroy_process_group(group)
-
-
-def lines_along(degrees: Degrees, name: str) -> list[tuple[int, ...]]:
-    """All ranks, in lines along one axis."""
-    lines: dict[Coordinate, list[int]] = {}
-    for rank in range(degrees.world):
-        lines.setdefault(replace(degrees.coordinate(rank), **{name: 0}), []).append(rank)
-    return [tuple(line) for line in lines.values()]
