@@ -1,4 +1,4 @@
-"""What torch.compile needs on this machine beside torch: checked before any rank starts."""
+"""Checks that torch.compile has what it needs on this machine beside torch, before any rank starts."""
 
 import importlib.util
 import os
@@ -12,11 +12,11 @@ import torch
 from .devices import on_ray
 
 TRITON_CAPABILITY = (7, 0)
-"""CUDA devices from Volta on are what Triton compiles for."""
+"""Compute capability that Triton needs: Volta."""
 
 
 def check_compile(devices: tuple[str, ...]) -> None:
-    """Raise ValueError, naming the widget, if blocks cannot be compiled for those of these devices that are here."""
+    """Raise ValueError, naming the widget, if blocks cannot be compiled for these devices. Ray's are not checked."""
     for reason in filter(None, map(_reason, sorted({device for device in devices if not on_ray(device)}))):
         raise ValueError(f"compile: {reason} Install that, or turn compile off.")
 
@@ -28,7 +28,7 @@ def _reason(device: str) -> str | None:
         if importlib.util.find_spec("triton") is None:
             package = "triton-windows" if sys.platform == "win32" else "triton"
             return f"torch.compile needs the package {package}, which is not in ComfyUI's environment."
-        if sys.platform == "win32":  # whose Triton has a compiler of its own
+        if sys.platform == "win32":  # triton-windows brings its own compiler
             return None
         if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name):
             return "torch.compile needs a C compiler (gcc or clang), and none is on the PATH."
@@ -40,5 +40,5 @@ def _reason(device: str) -> str | None:
 
 
 def cpp_compiler() -> str:
-    """The one that torch calls for code on CPUs."""
+    """The C++ compiler that torch calls for code on CPUs."""
     return os.environ.get("CXX", {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++"))

@@ -1,13 +1,14 @@
-"""Degrees of parallelism and how a model is to be loaded: frozen, validated once, before any process starts."""
+"""Degrees of parallelism: how many ranks each mesh axis has. Checked before any process starts."""
 
 import math
 from dataclasses import dataclass
 
 AXES = ("batch", "pipe", "patch", "ring", "ulysses", "tensor")
-"""Mesh axes, outer to inner. The rank number counts them in this order."""
+"""Mesh axes, outer to inner. Rank numbers count along the last axis first."""
 
 SEQUENCE_AXES = ("patch", "ring", "ulysses")
-"""The axes that cut one stage's tokens; neighbours in AXES, so that a stage's sequence ranks are counted through."""
+"""Axes that cut one stage's tokens. They stand next to each other in AXES, so a stage's sequence ranks have consecutive
+places."""
 
 WIDGETS = {
     "batch": "split_batch_degree",
@@ -17,14 +18,15 @@ WIDGETS = {
     "ulysses": "ulysses_degree",
     "tensor": "tensor_parallel_degree",
 }
-"""Axis -> the widget that sets its degree: every message for the user names the widget."""
+"""Axis -> widget that sets its degree. Errors name the widget."""
 
 PATCH_MODES = ("none", "displaced", "naive")
-"""What the patch axis does: DistriFusion (arXiv 2402.19481) keeps other bands' keys a step old, naive never sees them."""
+"""What ranks on the patch axis know of each other. naive: nothing. displaced: the others' keys, one step old (DistriFusion,
+arXiv 2402.19481)."""
 
 
 TRANSFER_DTYPES = ("full", "int8", "fp8")
-"""How Ulysses' transfers carry values: as they are computed with, or in one byte each (transfer_codec.py)."""
+"""How Ulysses' transfers carry values: in the compute dtype (full), or in one byte each (transfer_codec.py)."""
 
 
 DTYPES = ("default", "fp32", "bf16", "fp16", "fp8_e4m3fn")
@@ -32,9 +34,9 @@ DTYPES = ("default", "fp32", "bf16", "fp16", "fp8_e4m3fn")
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks each mesh axis has. The product is the number of ranks (devices).
+    """Ranks on each mesh axis. Their product is the number of ranks, which is the number of devices.
 
-    This and `check_model` are the one place that says which degrees do not combine, and why.
+    ValueError for degrees that do not combine. Degrees that a model cannot be cut by are refused by validate.check_model.
     """
 
     batch: int = 1
@@ -92,12 +94,12 @@ class Degrees:
         return Coordinate(**values)
 
     def ranks(self, batch: int, pipe: int, sequence: int) -> range:
-        """The ranks of the tensor axis that share stage `pipe` of replica `batch` at this place among its sequence ranks."""
+        """Ranks of one tensor group: those of stage `pipe` in replica `batch` that are sequence rank `sequence`."""
         first = ((batch * self.pipe + pipe) * self.sequence + sequence) * self.tensor
         return range(first, first + self.tensor)
 
     def sequence_index(self, at: "Coordinate") -> int:
-        """Place of a rank among the sequence ranks of its stage."""
+        """Number of the rank at `at` among the sequence ranks of its stage."""
         index = 0
         for axis in SEQUENCE_AXES:
             index = index * getattr(self, axis) + getattr(at, axis)
@@ -110,7 +112,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Where a rank stands on each mesh axis, counted from 0."""
+    """A rank's position on each mesh axis, from 0."""
 
     batch: int = 0
     pipe: int = 0

@@ -1,4 +1,4 @@
-"""Names of weight dtypes -> torch's. Apart from build.py, since the client needs them and must not import diffusers."""
+"""Weight dtypes by name. The client needs them and must not import diffusers."""
 
 import torch
 
@@ -11,7 +11,7 @@ TORCH_DTYPES = {
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """fp8 is a storage format only: it is computed in bf16 on CUDA and fp32 elsewhere."""
+    """The dtype that weights of dtype `name` are computed in. fp8 is only stored: bf16 on CUDA, fp32 elsewhere."""
     if name.startswith("fp8"):
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return TORCH_DTYPES[name]

@@ -1,4 +1,4 @@
-"""How a stage's tokens are cut over its sequence ranks."""
+"""The cut of a stage's tokens over its sequence ranks (patch x ring x ulysses)."""
 
 from dataclasses import dataclass
 
@@ -7,22 +7,21 @@ from .spans import Span, split, split_by_share
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """How a stage's text and image tokens are cut over its sequence ranks (patch x ring x ulysses, outer to inner).
-
-    `shares`: of each patch rank, which is how a slower device gets a smaller band. `inner`: ring x ulysses. In naive
-    patch mode (`repeat_text`) every band has the whole text, since there is no other way for it to know the prompt.
-    """
+    """Sequence ranks are numbered patch, ring, ulysses, outer to inner."""
 
     shares: tuple[float, ...]
+    """Share of the tokens by patch rank. A slower device has a smaller share."""
     inner: int
+    """Ring x ulysses ranks, which share a patch rank's tokens evenly."""
     repeat_text: bool
+    """Every patch rank has the whole text. In naive patch mode it has no other way to know the prompt."""
 
     def image(self, tokens: Span) -> tuple[Span, ...]:
-        """By sequence rank."""
+        """Each sequence rank's part of the image tokens `tokens`."""
         return tuple(part for band in split_by_share(tokens, self.shares) for part in split(band, self.inner))
 
     def text(self, tokens: int) -> tuple[Span, ...]:
-        """By sequence rank, of `tokens` text tokens."""
+        """Each sequence rank's part of `tokens` text tokens."""
         span = Span(0, tokens)
         bands = (span,) * len(self.shares) if self.repeat_text else split_by_share(span, self.shares)
         return tuple(part for band in bands for part in split(band, self.inner))

@@ -1,4 +1,4 @@
-"""Who owns which tokens: pure functions over integers, used alike by the client that cuts and the ranks that compute."""
+"""Spans of tokens, rows, blocks or batch entries, and how they are cut. Client and ranks cut by the same functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Span:
         return slice(self.start, self.stop)
 
     def before(self, end: int) -> "Span":
-        """The part of it below `end`."""
+        """The part of the span below `end`."""
         return Span(min(self.start, end), min(self.stop, end))
 
     def shift(self, by: int) -> "Span":
@@ -29,16 +29,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a parameter: `spans` along `dim`, put one behind the other. No spans: the rank has none of it."""
+    """A rank's part of a parameter: `spans` along `dim`, concatenated. No spans: the rank has no part."""
 
     dim: int
     spans: tuple[Span, ...]
 
 
 def split(span: Span, parts: int) -> tuple[Span, ...]:
-    """Cut `span` into `parts` consecutive spans whose lengths differ by at most one (the longer ones first).
+    """Cut `span` into `parts` consecutive spans whose lengths differ by at most one, longer ones first.
 
-    Parts may be empty: a text of 4 tokens over 8 ranks gives four ranks none.
+    Parts may be empty: 4 text tokens over 8 ranks leave four ranks without text.
     """
     size, extra = divmod(len(span), parts)
     edges = [span.start]
@@ -48,7 +48,7 @@ def split(span: Span, parts: int) -> tuple[Span, ...]:
 
 
 def split_by_share(span: Span, shares: Sequence[float]) -> tuple[Span, ...]:
-    """Cut `span` into consecutive spans of about these shares (they sum to 1) of its length."""
+    """Cut `span` into consecutive spans, as long as `shares` of its length, rounded. `shares` sum to 1."""
     edges, total = [span.start], 0.0
     for share in shares[:-1]:
         total += share

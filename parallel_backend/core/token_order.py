@@ -1,8 +1,8 @@
 """The order of a request's image tokens: the picture's own, and those of reference pictures (Flux Kontext, Qwen-Image-Edit).
 
-Reference tokens go through the blocks like the picture's; only their output is of no use. Every token row of the picture
-is followed by its share of them, so that bands are of equal length: all of them in one band would make that one several
-times as long as the others.
+Reference tokens go through the blocks like the picture's, but their output is dropped. Every token row of the picture is
+followed by an equal share of them, so bands have equal lengths. All of them in one band would make that band several times
+as long as the others.
 """
 
 from bisect import bisect_right
@@ -16,11 +16,14 @@ from .spans import Span, split
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """`image`: tokens of the picture, in rows of `row`; `references`: tokens of all reference pictures together."""
+    """Places 0 to `tokens` - 1 of a request's image tokens."""
 
     image: int
+    """Tokens of the picture."""
     row: int
+    """Tokens of one row of the picture."""
     references: int = 0
+    """Tokens of all reference pictures together."""
 
     @property
     def tokens(self) -> int:
@@ -32,17 +35,17 @@ class TokenOrder:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Where each row starts, and the end."""
+        """Place of each row's first token, and `tokens`."""
         rows = self.image // self.row
         shares = split(Span(0, self.references), rows)
         return [index * self.row + share.start for index, share in enumerate(shares)] + [self.tokens]
 
     def of_rows(self, rows: Span) -> Span:
-        """The tokens of these token rows, and the reference tokens that go with them."""
+        """Places of these token rows, with the reference tokens behind each row."""
         return Span(self._starts[rows.start], self._starts[rows.stop])
 
     def images(self, span: Span) -> Span:
-        """Which of the picture's tokens are in `span`, counted among themselves."""
+        """The picture's tokens in `span`, numbered without reference tokens."""
         return Span(self._images_before(span.start), self._images_before(span.stop))
 
     def _images_before(self, place: int) -> int:
@@ -52,7 +55,7 @@ class TokenOrder:
         return row * self.row + min(place - self._starts[row], self.row)
 
     def places(self, span: Span) -> torch.Tensor:
-        """[n] of `span`: a picture's token's number among those, or `image` + a reference token's number among those."""
+        """[n] int64, by place of `span`: number of the picture's token, or `image` + number of the reference token."""
         index = torch.arange(span.start, span.stop)
         starts = torch.tensor(self._starts[:-1])
         row = torch.searchsorted(starts, index, right=True) - 1

@@ -1,4 +1,4 @@
-"""Which degrees, devices, dtypes and attention kernels go together: the one place that refuses, by widget."""
+"""Checks of degrees, devices, dtypes and attention kernels against each other. Errors name the widget."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from .degrees import DTYPES, WIDGETS, Degrees
 from .devices import device_kind, on_ray
 
 FLASH_CAPABILITY = (8, 0)
-"""CUDA devices from Ampere on have what flash attention needs."""
+"""Compute capability that flash-attn needs: Ampere."""
 
 
 MOST_RANKS = 64
@@ -26,7 +26,7 @@ def factors(world: int, axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def check_ranks(degrees: Degrees) -> None:
-    """Raise ValueError for more ranks than anybody has devices: each is a process."""
+    """Raise ValueError for more than MOST_RANKS ranks. Each rank is a process."""
     if degrees.world > MOST_RANKS:
         raise ValueError(
             f"{degrees} makes {degrees.world} ranks, of which {MOST_RANKS} are the most. Lower the degrees: their product "
@@ -79,7 +79,10 @@ def check_model(
 
 
 def resolve_dtype(name: str, stored: str, devices: tuple[str, ...]) -> str:
-    """What weight_dtype `default` means: fp32 where ranks are CPUs, else what the file has (fp32 for anything unusual)."""
+    """The dtype that weight_dtype `name` stands for.
+
+    `default` is fp32 on CPU ranks, elsewhere the file's dtype `stored`, or fp32 if that is none of DTYPES.
+    """
     if name != "default":
         return name
     if not all(device_kind(device) == "cuda" for device in devices):
@@ -88,7 +91,7 @@ def resolve_dtype(name: str, stored: str, devices: tuple[str, ...]) -> str:
 
 
 def flash_possible(device: str, dtype: str) -> bool:
-    """flash-attn is installed and can serve a rank on `device` that computes in `dtype`."""
+    """Whether flash-attn is installed and supports `device` and weights of `dtype`."""
     return (
         device.startswith("cuda")
         and dtype in ("bf16", "fp16", "fp8_e4m3fn")
@@ -98,7 +101,7 @@ def flash_possible(device: str, dtype: str) -> bool:
 
 
 def check_attention(attention: str, devices: tuple[str, ...], dtype: str) -> None:
-    """Raise ValueError if the user insists on flash-attn where it cannot run. What a Ray cluster's GPUs can is not known."""
+    """Raise ValueError for `flash` where flash-attn cannot run. GPUs of a Ray cluster are not checked."""
     known = [device for device in devices if not (on_ray(device) and device_kind(device) == "cuda")]
     if attention == "flash" and not all(flash_possible(device, dtype) for device in known):
         raise ValueError(

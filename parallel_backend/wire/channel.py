@@ -1,5 +1,7 @@
-"""One end of the control connection between the client and a rank: an inherited pipe, so only the pool's own children
-are at the other end."""
+"""One end of the control connection between the client and a rank.
+
+On one machine that is an inherited pipe, so only the pool's own children are at the other end. Ranks elsewhere: tcp.py.
+"""
 
 import threading
 from multiprocessing.connection import Connection
@@ -12,7 +14,7 @@ from .messages import decode_header, encode
 
 CLOSE_SECONDS = 1.0
 FRAME_BYTES = 1 << 20
-"""Of a tensor that travel as one frame: no more is read at once, whatever a frame says of its length."""
+"""Bytes of a tensor that travel as one frame. No more is read at once, whatever length a frame claims."""
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -59,7 +61,7 @@ class Channel:
         return self._sending.locked()
 
     def close(self) -> None:
-        """A send under way is let fail first, which it does at once where the other end is gone."""
+        """Close the connection, after a send under way has failed. It fails at once if the other end is gone."""
         idle = self._sending.acquire(timeout=CLOSE_SECONDS)
         self.connection.close()
         if idle:
@@ -75,7 +77,7 @@ class Channel:
 
     @staticmethod
     def _room(tensor: torch.Tensor, shape: list[int]) -> memoryview:
-        """Memory for the tensor, now that its bytes arrive; pages that none of them reaches are never touched."""
+        """Allocate the tensor, now that its bytes arrive. Pages that no bytes reach are never touched."""
         try:
             return _bytes(tensor.resize_(shape))
         except RuntimeError as error:

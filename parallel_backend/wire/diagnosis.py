@@ -1,41 +1,39 @@
-"""Messages that ask what ranks know: timed blocks and links, timelines, free memory, values that are not finite."""
+"""Messages that ask ranks for timings of blocks and links, timelines, memory, and values that are not finite."""
 
 from dataclasses import dataclass
 
 import torch
 
 PROBE_COLUMNS, PROBE_TEXT = 32, 64
-"""Image tokens in a row of the sequences that are timed, and text tokens beside them."""
+"""Image tokens in a row of the timed sequences, and text tokens beside them."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Client -> rank: time this model's blocks on your device; drops whatever model the rank held.
-
-    `rows`: of a longer sequence and a shorter one. 32 rows are a picture of 512 x 512.
-    """
+    """Client -> rank: time this model's blocks on the rank's device. Drops whatever model the rank held."""
 
     path: str
     dtype: str
     rows: tuple[int, int] = (32, 8)
+    """Token rows of a longer and a shorter sequence. 32 rows are a picture of 512 x 512."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """Rank -> client: seconds of one block of each list and of what surrounds them, for the longer sequence and the shorter.
-
-    `free_bytes`: of the device's memory; None for a CPU, whose memory all ranks share.
-    """
+    """Rank -> client: seconds of the blocks. Pairs are for the longer and the shorter sequence."""
 
     rank: int
     blocks: dict[str, tuple[float, ...]]
+    """Block list -> seconds of one of its blocks."""
     ends: tuple[float, ...]
+    """Seconds of all that is not in a block."""
     free_bytes: int | None
+    """Of the device's memory. None for a CPU, whose memory all ranks share."""
 
 
 @dataclass(frozen=True)
 class BeginTimeline:
-    """Client -> rank: a sampling run begins; forget the spans of the one before."""
+    """Client -> rank: a sampling run begins. Forget the spans of the run before."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +43,20 @@ class ReadTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Rank -> client: `times` and `labels` as recorder.Recorder.read gives them; `lost`: older spans that were not kept."""
+    """Rank -> client: the recorded spans, as of recorder.Recorder.read."""
 
     rank: int
     times: torch.Tensor
+    """[n, 2] float64: start and stop in seconds."""
     labels: torch.Tensor
+    """[n, 5] int64: kind and StepLabel."""
     lost: int
+    """Older spans that were not kept."""
 
 
 @dataclass(frozen=True)
 class ReadMemory:
-    """Client -> rank: how much memory is there?"""
+    """Client -> rank: answer RankMemory."""
 
 
 @dataclass(frozen=True)
@@ -76,49 +77,49 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class FindNotFinite:
-    """Client -> rank: an output was not finite; what do you know of it?
-
-    Only micro-steps of the sampling run `run` (0: of none) count, from number `since` on.
-    """
+    """Client -> rank: an output was not finite. Answer NotFiniteFound."""
 
     run: int
+    """Only micro-steps of this run count. 0: those outside of runs."""
     since: int
+    """Only micro-steps from this number on count."""
 
 
 @dataclass(frozen=True)
 class NotFiniteFound:
-    """Rank -> client: where values that are not finite began on this rank.
-
-    `seq`: the first micro-step whose result was not finite, None if all were. `weights`, `adapters`: names of the first few
-    parameters, and of layers with an adapter, that hold such values.
-    """
+    """Rank -> client: where values that are not finite began on this rank."""
 
     rank: int
     seq: int | None
+    """First micro-step whose result was not finite. None: all were finite."""
     weights: tuple[str, ...]
+    """Names of the first few parameters with such values."""
     adapters: tuple[str, ...]
+    """Names of the first few layers with an adapter with such values."""
 
 
 @dataclass(frozen=True)
 class ProbeLinks:
-    """Client -> rank: with all the other ranks, time transfers of these sizes in bytes between every two of you."""
+    """Client -> rank: time transfers between every two ranks. Every rank takes part."""
 
     sizes: tuple[int, ...]
+    """Bytes of each transfer."""
 
 
 @dataclass(frozen=True)
 class LinksProbed:
-    """Rank -> client: the rank's device, and its links to later ranks.
-
-    `links`: rank -> for each size (bytes, seconds one way). `peers`: rank -> its device's memory can be reached directly
-    (P2P), for pairs of CUDA devices. `free_bytes`, `total_bytes`: of the device's memory; None for a CPU, whose memory all
-    ranks share. `together`: seconds in which every rank sends the largest size to every other, all at once.
-    """
+    """Rank -> client: the rank's device, and its links to later ranks."""
 
     rank: int
     name: str
+    """What the device is, such as the GPU's name."""
     free_bytes: int | None
+    """Of the device's memory. None for a CPU, whose memory all ranks share."""
     total_bytes: int | None
+    """As `free_bytes`."""
     links: dict[int, tuple[tuple[int, float], ...]]
+    """Later rank -> (bytes, seconds one way) for each size."""
     peers: dict[int, bool]
+    """Other rank with a CUDA device -> this rank's device can reach its memory directly (P2P)."""
     together: float = 0.0
+    """Seconds in which every rank sends the largest size to every other rank, all at once."""

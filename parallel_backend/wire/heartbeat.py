@@ -1,4 +1,4 @@
-"""A rank's heartbeat: what it is doing, and a count that grows with all that it gets done (see watchdog.py)."""
+"""A rank's heartbeat: what the rank is doing, and a count of what it has done. The watchdog judges by it (watchdog.py)."""
 
 import contextlib
 import time
@@ -11,22 +11,22 @@ from .lifecycle import START_UP, HeartbeatMessage
 
 @dataclass
 class Heartbeat:
-    """Written by the rank's main thread alone.
-
-    `doing`: in the words of an error. `waiting`: the rank stands still for another one, in a transfer.
-    """
+    """Written by the rank's main thread only."""
 
     doing: str = START_UP
+    """What the rank is doing, as an error says it."""
     progress: int = 0
+    """Counts what is done: messages handled, blocks computed, transfers waited for, tensors loaded."""
     waiting: bool = False
+    """The rank waits for another rank, in a transfer."""
 
     def done(self) -> None:
-        """Something is: a message handled, a block computed, a transfer waited for, a tensor loaded."""
+        """Count one more in `progress`."""
         self.progress += 1
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Around what cannot end before other ranks do their part."""
+        """Context of an operation that ends only when other ranks take part: `waiting` is set."""
         self.waiting = True
         try:
             yield
@@ -36,7 +36,7 @@ class Heartbeat:
 
 
 def send_heartbeats(heartbeat: Heartbeat, rank: int, channel: Channel, seconds: float) -> None:
-    """A thread's whole life: a HeartbeatMessage every so many seconds, whatever the main thread does."""
+    """Main function of a thread: sends a HeartbeatMessage every `seconds`, whatever the main thread does."""
     with contextlib.suppress(OSError):  # the client is gone, and the control thread ends this process
         while True:
             channel.send(HeartbeatMessage(rank, heartbeat.doing, heartbeat.progress, heartbeat.waiting))

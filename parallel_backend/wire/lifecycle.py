@@ -11,12 +11,12 @@ class Ready:
 
 
 START_UP, IDLE = "start-up", "idle"
-"""What a rank is doing when it does nothing that a message told it to."""
+"""HeartbeatMessage.doing of a rank that handles no message."""
 
 
 @dataclass(frozen=True)
 class HeartbeatMessage:
-    """Rank -> client, about every second as long as the process runs: see heartbeat.Heartbeat."""
+    """Rank -> client, about every second as long as the process runs. Fields: see heartbeat.Heartbeat."""
 
     rank: int
     doing: str
@@ -31,17 +31,22 @@ class Unload:
 
 @dataclass(frozen=True)
 class Unloaded:
+    """Rank -> client: the model and everything that belongs to it is freed."""
+
     rank: int
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Rank -> client: the rank is about to end. `peer`: it failed in a transfer, so the cause may lie with another rank."""
+    """Rank -> client: the rank is about to end."""
 
     rank: int
     doing: str
+    """As in its heartbeats."""
     peer: bool
+    """The rank failed in a transfer, so another rank may be the cause."""
     summary: str
+    """Type and text of the exception."""
     traceback: str
 
 

@@ -9,55 +9,59 @@ from parallel_backend.core.spans import Span
 
 @dataclass(frozen=True)
 class Load:
-    """Client -> rank: load the rank's own part of a model; replaces whatever model the rank held.
-
-    `degrees`: the mesh sizes. `patch_shares`: each patch rank's share of the tokens. `stage_blocks`: per stage, the span
-    of blocks it owns (all block lists counted through). `only`: for a rehearsal, "<list>.<index>" of the blocks that are
-    there; the others hand on what they are given, and RunStats say what these cost. Empty: all. `compile`: see
-    compile.py. `transfer_dtype`: one of degrees.TRANSFER_DTYPES. `fingerprint`: what the files must have, see
-    fingerprint.py; empty where they are this machine's own.
-    """
+    """Client -> rank: load the rank's part of a model, in place of whatever model the rank held."""
 
     path: str
     dtype: str
     degrees: tuple[int, ...]
+    """Degrees.sizes."""
     patch_mode: str
     patch_shares: tuple[float, ...]
+    """Share of the tokens by patch rank."""
     stage_blocks: tuple[Span, ...]
+    """By stage, the blocks that it owns. Blocks are numbered through all block lists."""
     attention: str
     only: tuple[str, ...] = ()
+    """"<list>.<index>" of the blocks to load, for a rehearsal. Other blocks hand on what they are given. RunStats then has
+    the costs of these blocks. Empty: all blocks."""
     compile: bool = False
+    """Blocks are compiled, see rank/stage/compile.py."""
     transfer_dtype: str = "full"
+    """One of degrees.TRANSFER_DTYPES."""
     fingerprint: str = ""
+    """That the files must have, see checkpoints/fingerprint.py. Empty: the files are on the client's machine."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """Rank -> client, for every percent while it loads: the share of its weights, in bytes, that are in place."""
+    """Rank -> client, about a hundred times while it loads."""
 
     rank: int
     fraction: float
+    """Share of the rank's weights, by bytes, that are in place."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Rank -> client: the model is in place; `weight_bytes` is what this rank holds of it, `parameters` are their names."""
+    """Rank -> client: the model is in place."""
 
     rank: int
     weight_bytes: int
+    """Bytes of this rank's parameters."""
     parameters: tuple[str, ...]
+    """Names of this rank's parameters."""
 
 
 @dataclass(frozen=True)
 class DropAdapters:
-    """Client -> rank: the model's weights count as they are in the checkpoint again."""
+    """Client -> rank: remove all that Adapt added. The weights are the checkpoint's again."""
 
 
 @dataclass(frozen=True)
 class Adapt:
-    """Client -> rank: add `scale` * `up` [out, r] @ `down` [r, in] to one of the rank's parameters, beside what is there.
+    """Client -> rank: add `scale` * `up` [out, r] @ `down` [r, in] to one of the rank's parameters, beside earlier ones.
 
-    Without `down`, `up` has the parameter's shape. Both are whole: the rank takes its shard of them.
+    Without `down`, `up` has the parameter's shape. Both are of the whole parameter: the rank takes its shard.
     """
 
     parameter: str
@@ -68,19 +72,19 @@ class Adapt:
 
 @dataclass(frozen=True)
 class Rescale:
-    """Client -> rank: other scales for the factors of every Adapt since the last DropAdapters, in order."""
+    """Client -> rank: new scales of every Adapt since the last DropAdapters, in order."""
 
     scales: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class AdaptersSent:
-    """Client -> rank: say when all that was sent is in place."""
+    """Client -> rank: answer Adapted once every Adapt and Rescale so far is in place."""
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """Rank -> client: the adapters are in place and take `adapter_bytes` on this rank."""
+    """Rank -> client: adapters are in place. They take `adapter_bytes` on this rank."""
 
     rank: int
     adapter_bytes: int

@@ -1,8 +1,7 @@
-"""What crosses processes: plain dataclasses of numbers, strings, tuples and tensors (encoding.py), here by one name each.
+"""All messages that cross processes, imported from the modules that define them by topic.
 
-They are defined by topic: lifecycle, loading, sampling, decoding, diagnosis. Whole numbers are never below 0, and every
-number is finite. Tensors arrive on the CPU; where they go from there is the receiver's business. What a rank sends, and
-nothing else, has a field `rank`.
+A message is a frozen dataclass of numbers, strings, tuples, dicts and tensors (encoding.py). Integers are never below 0.
+Floats are finite. Tensors arrive on the CPU. A message has a field `rank` if, and only if, a rank sends it.
 """
 
 from parallel_backend.core.spans import Span

@@ -1,4 +1,4 @@
-"""What a rank is started with."""
+"""The settings that a rank's process is started with."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,24 +9,23 @@ from parallel_backend.core.devices import in_its_process
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What a rank is started with. `threads`: CPU threads it may use.
-
-    `rendezvous`: the process group's store, a file on one machine, or the address of a server that several reach.
-
-    `slowdown`: 2 makes it take twice its time to compute, which stands in for a slower device in tests and benchmarks.
-    `log`: the file that takes what it prints; None leaves that where it goes. `heartbeat_seconds`: between its heartbeats.
-    """
-
     rank: int
     devices: tuple[str, ...]
+    """Devices of all ranks, in rank order."""
     rendezvous: Path | tuple[str, int]
+    """The process group's store: a file on one machine, or the address of a server that several machines reach."""
     threads: int
+    """CPU threads that the rank may use."""
     timeout: timedelta
+    """Of the process group's operations."""
     slowdown: float
+    """2 makes the rank compute half as fast. Stands in for a slower device in tests and benchmarks."""
     log: Path | None = None
+    """File for what the rank prints. None: that goes where the client's output goes."""
     heartbeat_seconds: float = 1.0
+    """Time from one heartbeat to the next."""
 
     @property
     def device(self) -> str:
-        """The rank's own, as torch calls it in this process."""
+        """The rank's own device, by torch's name in this process."""
         return in_its_process(self.devices[self.rank])

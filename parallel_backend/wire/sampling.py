@@ -1,4 +1,4 @@
-"""Messages of a sampling run: conditioning, micro-steps, their outputs, and what a run cost."""
+"""Messages of a sampling run: conditioning, micro-steps, outputs and statistics."""
 
 from dataclasses import dataclass, field
 
@@ -9,47 +9,56 @@ from parallel_backend.core.spans import Span
 
 @dataclass(frozen=True)
 class PutConditioning:
-    """Client -> rank: what a set of model calls shares. `tensors`: only those that this rank needs, by the family's names.
-
-    Tensors have the batch entries of this replica as first axis; token tensors are cut to the rank's own shard.
-    """
+    """Client -> rank: the tensors that a set of model calls shares, as far as this rank needs them."""
 
     id: int
-    grid: tuple[int, ...]  # tokens per image axis, (rows, columns) or (frames, rows, columns)
-    references: int  # tokens of reference pictures
-    text_tokens: int  # of the whole text, over all ranks
+    grid: tuple[int, ...]
+    """Tokens along each image axis: (rows, columns) or (frames, rows, columns)."""
+    references: int
+    """Tokens of reference pictures."""
+    text_tokens: int
+    """Tokens of the whole text, over all ranks."""
     batch: int
+    """Batch entries of this replica."""
     tensors: dict[str, torch.Tensor]
+    """By the family's names. First axis: `batch`. Token tensors are the rank's own shard."""
 
 
 @dataclass(frozen=True)
 class DropConditioning:
+    """Client -> rank: free this conditioning and its K/V buffers."""
+
     id: int
 
 
 @dataclass(frozen=True)
 class Step:
-    """Client -> rank: one micro-step. `tokens`: the band's span of image tokens, over all ranks of the stage.
-
-    `run` names the K/V buffers to use (0: none, the step is exact and leaves nothing behind). `x` is the rank's own
-    shard [entries, n, channels], for the first stage only. `timestep`: float32 as the sampler gave it, see
-    families.base.StepInputs. `residuals`: block "<list>.<index>" of the stage -> which of `added` [entries, m, hidden] a
-    ControlNet adds behind it, to the picture's tokens among the rank's. `stale`: displaced patches use each other's keys
-    of the call before. `overlap`: transfers run beside compute where they can, rather than being waited for at once.
-    """
+    """Client -> rank: compute one micro-step."""
 
     seq: int
+    """Number of the micro-step. Later ones have larger numbers."""
     run: int
+    """Run whose K/V buffers are used. 0: none, the step is exact and leaves nothing behind."""
     conditioning: int
+    """PutConditioning.id."""
     tokens: Span
+    """The micro-step's image tokens, over all ranks of the stage: a band's, or all."""
     with_text: bool
+    """Text tokens run through the blocks too."""
     stale: bool
+    """Displaced patches use each other's keys of the call before."""
     overlap: bool
+    """Transfers run beside compute where possible, instead of being waited for at once."""
     entries: Span
+    """Batch entries, numbered within the replica's conditioning."""
     timestep: torch.Tensor
+    """[entries] float32 as the sampler gave it, see families.base.StepInputs."""
     residuals: dict[str, int]
+    """Block "<list>.<index>" of the stage -> index in `added` of what a ControlNet adds behind it."""
     added: tuple[torch.Tensor, ...]
+    """Each [entries, m, hidden], for the picture's tokens among the rank's."""
     x: torch.Tensor | None
+    """The rank's shard [entries, n, channels] of the latent. None on later stages."""
 
 
 @dataclass(frozen=True)
@@ -63,45 +72,50 @@ class Output:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """Client -> rank: how the steps of this run are to be done.
-
-    `extrapolate`: stale keys and values are moved on to the present call, rather than used as they are.
-    """
+    """Client -> rank: a run begins."""
 
     run: int
     extrapolate: bool
+    """Stale keys and values are extrapolated to the present call (extrapolation.py), instead of used as they are."""
 
 
 @dataclass(frozen=True)
 class CloseRun:
-    """Client -> rank: the run is over; drop its K/V buffers and report."""
+    """Client -> rank: a run is over. Drop its K/V buffers and answer RunStats. Run 0 has no buffers: only answer."""
 
     run: int
 
 
 @dataclass(frozen=True)
 class BlockStats:
-    """What one block did in a rehearsal since the last report: `seconds` of all its calls, its transfers included."""
+    """One block's costs in a rehearsal since the last report."""
 
     seconds: float
+    """Of all its calls, with their transfers."""
     bytes_sent: dict[str, int]
+    """By mesh axis."""
 
 
 @dataclass(frozen=True)
 class RunStats:
-    """Rank -> client, for the time since the last report. Bytes are payload that left this rank, by mesh axis.
-
-    `blocks`: in a rehearsal (Load.only), by block "<list>.<index>". `graphs`: compiled since the model was loaded.
-    """
+    """Rank -> client: what the rank did since the last report."""
 
     rank: int
     run: int
     micro_steps: int
     compute_seconds: float
-    transfer_seconds: float  # transfers under way
-    wait_seconds: float  # of it standing still for them
+    """In micro-steps, without `wait_seconds`."""
+    transfer_seconds: float
+    """Transfers were under way, waited for or not."""
+    wait_seconds: float
+    """The rank stood still for transfers."""
     bytes_sent: dict[str, int]
-    buffer_bytes: int  # K/V buffers of the run at their largest
-    peak_bytes: int  # device memory at its highest (CUDA) or resident set (CPU)
+    """Payload that left this rank, by mesh axis."""
+    buffer_bytes: int
+    """All K/V buffers at their largest."""
+    peak_bytes: int
+    """Device memory at its highest (CUDA), or largest resident set (CPU)."""
     blocks: dict[str, BlockStats] = field(default_factory=dict)
+    """In a rehearsal (Load.only), by block "<list>.<index>"."""
     graphs: int = 0
+    """Graphs compiled since the model was loaded."""

@@ -1,6 +1,6 @@
-"""Control connections over TCP, for ranks on other machines: each end proves to the other that it knows the pool's key.
+"""Control connections over TCP, for ranks on other machines. Each end proves to the other that it knows the pool's key.
 
-The proof is multiprocessing.connection's: an HMAC of random bytes, both ways. After it only bytes are sent; nothing is ever
+The proof is multiprocessing.connection's: an HMAC of random bytes, both ways. After it only bytes are sent. Nothing is
 unpickled.
 """
 
@@ -19,18 +19,19 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 log = logging.getLogger(__name__)
 
 HELLO = struct.Struct("!II")
-"""What a rank says first: its number and its process's."""
+"""A rank's first frame: its rank number and process id."""
 HANDSHAKE_SECONDS = 10.0
 MAX_UNAUTHENTICATED = 32
-"""So many callers may be without proof at a time; more have to wait."""
+"""Callers that may be without proof at a time. More of them wait."""
 LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank that has dialled in. `pid`: on its own machine."""
+    """A rank that has dialled in."""
 
     pid: int
+    """On its own machine."""
     connection: Connection
 
 
@@ -43,7 +44,7 @@ def dial(address: tuple[str, int], key: bytes, rank: int) -> Connection:
 
 
 class Listener:
-    """Lets the ranks of one pool in, each once. Listens at `address` until it is closed."""
+    """Accepts the ranks of one pool, each once. Listens at `address` until it is closed."""
 
     def __init__(self, host: str, key: bytes, world: int):
         self._key, self._world = key, world
@@ -56,9 +57,10 @@ class Listener:
         self.address: tuple[str, int] = self._socket.getsockname()
 
     def receive(self, seconds: float, look: Callable[[], None]) -> list[Peer]:
-        """All ranks, in order, once the last has dialled in. Theirs from now on: whoever gets them closes them.
+        """All ranks, in rank order, once the last has dialled in. The caller closes their connections.
 
-        `look` runs in between, and raises to give up. TimeoutError names the ranks that have not come within `seconds`.
+        `look` runs in between, and raises to give up. TimeoutError names the ranks that have not dialled in within
+        `seconds`.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -81,7 +83,7 @@ class Listener:
             threading.Thread(target=self._greet, args=(caller, address), name="parallel-dit dial", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening, and hang up on ranks that nobody has received. Idempotent."""
+        """Stop listening, and close connections that `receive` has not returned. Idempotent."""
         self._socket.close()
         with self._lock:
             self._closed = True
@@ -90,7 +92,7 @@ class Listener:
             caller.connection.close()
 
     def _greet(self, stranger: socket.socket, address: tuple[str, int]) -> None:
-        """A thread for each, with a limit, so that a silent one keeps nobody waiting."""
+        """Main function of a thread for each caller, with a time limit: a silent caller keeps nobody waiting."""
         connection = Connection(stranger.detach())
         alarm = threading.Timer(HANDSHAKE_SECONDS, shutdown, (connection,))
         alarm.daemon = True
@@ -114,7 +116,7 @@ class Listener:
 
 
 def is_closed(connection: Connection) -> bool:
-    """Whether the other end has closed, and all that it sent has been read. Never waits."""
+    """Whether the other end has closed and all that it sent has been read. Never waits."""
     try:
         if not connection.poll(0):
             return False
@@ -125,14 +127,14 @@ def is_closed(connection: Connection) -> bool:
 
 
 def shutdown(connection: Connection) -> None:
-    """End the conversation both ways. From any thread, and unlike `close` this lets go whoever is blocked in it."""
+    """Shut the connection down both ways, from any thread. Unlike `close` this wakes a thread that is blocked in it."""
     with contextlib.suppress(OSError), socket_of(connection) as ours:  # or it has ended by itself
         ours.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
 def socket_of(connection: Connection) -> Iterator[socket.socket]:
-    """The socket under a connection, which keeps it. OSError if it is closed."""
+    """The socket under a connection. The connection still owns it. OSError if it is closed."""
     lent = socket.socket(fileno=connection.fileno())
     try:
         yield lent
@@ -141,6 +143,6 @@ def socket_of(connection: Connection) -> Iterator[socket.socket]:
 
 
 def _without_delay(connection: Connection) -> None:
-    """Messages are a header and tensors, sent one by one: the second must not wait for the first one's acknowledgement."""
+    """Switch off Nagle's algorithm: a message's second frame would wait for the acknowledgement of the first."""
     with socket_of(connection) as ours:
         ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

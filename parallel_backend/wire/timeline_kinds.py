@@ -1,13 +1,13 @@
-"""How the spans of a rank's timeline are labelled."""
+"""Labels of the spans in a rank's timeline."""
 
 WORK, TRANSFER, WAIT = range(3)
-"""Kinds of spans: a micro-step from its first to its last operation, waits included; a transfer from its start until it
-has been waited for; the rank standing still for one."""
+"""Kinds of spans. WORK: a micro-step from its first to its last operation, waits included. TRANSFER: a transfer from its
+start until it has been waited for. WAIT: the rank stands still for a transfer."""
 
 
 StepLabel = tuple[int, int, int, int]
-"""A micro-step's number, its tokens' start and stop, and 1 where it is whole and reads no old keys."""
+"""(micro-step's number, start and stop of its tokens, 1 if it is exact or else 0)."""
 
 
 OUTSIDE: StepLabel = (0, 0, 0, 0)
-"""Between micro-steps."""
+"""Label of a span outside of any micro-step."""
