@@ -1,4 +1,4 @@
-"""What parallel attention must know: AttentionContext of the loaded model, and AttentionStep of the micro-step under way."""
+"""State that parallel attention reads: AttentionContext of the loaded model, AttentionStep of the micro-step under way."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,29 +17,34 @@ from .kv_buffer import KVBuffer, Piece
 
 @dataclass
 class AttentionStep:
-    """What attention must know of the micro-step under way; the same on all ranks of a stage.
+    """The micro-step under way, as attention sees it. The same on all ranks of a stage."""
 
-    `text`, `image`: the micro-step's tokens by sequence rank (sequence.SequenceCut), both counted from their stream's
-    start. `stale`: displaced patches use the other bands' keys of the call before. `text_mask`: [b, T] bool, which text
-    tokens may be seen; None for all. `image_padding`: so many of the text's first tokens are the image's (Family.padded).
-    """
-
-    text_tokens: int  # of the whole sequence, whether or not the text runs in this micro-step
+    text_tokens: int
+    """Text tokens of the whole sequence, also if the text does not run in this micro-step."""
     text: tuple[Span, ...]
+    """The micro-step's text tokens by sequence rank (sequence.SequenceCut), from the text's start."""
     image: tuple[Span, ...]
+    """Its image tokens by sequence rank, from the image's start."""
     entries: Span
+    """Batch entries."""
     buffer: KVBuffer | None
+    """Of the run. None outside of runs."""
     stale: bool = False
+    """Displaced patches use the other bands' keys of the call before."""
     overlap: bool = True
+    """Transfers run beside compute where possible."""
     text_first: bool = True
     text_mask: torch.Tensor | None = None
+    """[b, T] bool: text tokens that may be seen. None: all."""
     image_padding: int = 0
-    row: int = 0  # image tokens in a row
+    """First tokens of the text that belong to the image (Family.image_padding)."""
+    row: int = 0
+    """Image tokens in a row."""
     _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
 
     @cached_property
     def of_image(self) -> "AttentionStep":
-        """The same micro-step for layers that attend over the image alone, with its padding."""
+        """The micro-step for layers that attend over the image and its padding only."""
         padding = tuple(text.before(self.image_padding) for text in self.text)
         return replace(self, text_tokens=self.image_padding, text=padding, text_mask=None, _masks={})
 
@@ -49,7 +54,7 @@ class AttentionStep:
         return [len(text) + len(image) for text, image in zip(self.text, self.image, strict=True)]
 
     def pieces(self, ranks: range) -> list[Piece]:
-        """(rows among these sequence ranks' tokens, rank after rank; their positions in the K/V buffer)."""
+        """(rows among the concatenated tokens of these sequence ranks, positions of those in the K/V buffer)."""
         pieces, row = [], 0
         for rank in ranks:
             streams = ((self.text[rank], 0), (self.image[rank], self.text_tokens))
@@ -60,7 +65,7 @@ class AttentionStep:
         return pieces
 
     def mask(self, ranks: range) -> torch.Tensor | None:
-        """[b, n] bool over these ranks' tokens, rank after rank. None where all may be seen."""
+        """[b, n] bool over the concatenated tokens of these ranks. None: all may be seen."""
         if self.text_mask is None:
             return None
         key = (ranks.start, ranks.stop)
@@ -71,7 +76,7 @@ class AttentionStep:
         return self._masks[key]
 
     def buffer_mask(self, filled: int) -> torch.Tensor | None:
-        """[b, filled] bool over the K/V buffer's first tokens."""
+        """[b, filled] bool over the first tokens of the K/V buffer. None: all may be seen."""
         if self.text_mask is None:
             return None
         image = self.text_mask.new_ones(len(self.text_mask), filled - self.text_tokens)
@@ -79,7 +84,7 @@ class AttentionStep:
 
 
 class AttentionContext:
-    """Shared by all layers of a stage: the parts that stay (axes, kernel, counters) and the micro-step under way."""
+    """State shared by all layers of a stage: axes, kernel, counters, and the micro-step under way."""
 
     def __init__(
         self,
@@ -96,12 +101,12 @@ class AttentionContext:
         self.kernel, self.traffic, self.codec = kernel, traffic, codec
         self.step: AttentionStep | None = None
 
-    # Sequence ranks are counted patch, ring, ulysses, so each of these is a range.
-
     def ulysses_ranks(self, patch: int, ring: int) -> range:
+        """Sequence ranks at this place of the patch and ring axes. Sequence ranks are numbered patch, ring, ulysses."""
         first = (patch * self.ring.size + ring) * self.ulysses.size
         return range(first, first + self.ulysses.size)
 
     def patch_ranks(self, patch: int) -> range:
+        """Sequence ranks at this place of the patch axis."""
         size = self.ring.size * self.ulysses.size
         return range(patch * size, (patch + 1) * size)

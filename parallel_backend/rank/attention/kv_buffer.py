@@ -1,9 +1,8 @@
-"""Keys and values of the whole sequence, kept from call to call for one run: what lets bands run at different steps.
+"""K/V buffers: keys and values of the whole sequence, kept from call to call of a run, for bands at different steps.
 
-A band reads the keys and values of other bands that have not run in this call yet (PipeFusion), or run on another rank
-(displaced patches). They are a call old; the buffer moves them on along the line through the last two calls
-(`extrapolate`), which on the trained mini model brings PipeFusion 15 dB closer to the exact run than using them as they
-are (docs/decisions.md).
+A band reads keys and values of bands that have not run in this call yet (PipeFusion), or that run on another rank (displaced
+patches). Those are one call old. The buffer extrapolates them along the line through the last two calls. On the trained
+mini model that brings PipeFusion 15 dB closer to the exact run than using them unchanged (docs/decisions.md).
 """
 
 from dataclasses import dataclass, field
@@ -15,38 +14,42 @@ from parallel_backend.core.spans import Span
 from parallel_backend.rank.comm.collectives import Gathering
 
 Piece = tuple[Span, Span]
-"""Rows of a micro-step's keys, and their positions in the buffer."""
+"""(rows of a micro-step's keys, their positions in the buffer)."""
 
 
 @dataclass
 class Arriving:
-    """Keys and values [2, b, n, h, D] of other ranks' tokens, on their way; `pieces[i]` says where part i belongs."""
+    """Keys and values of other ranks' tokens, under way."""
 
     gathering: Gathering
+    """[2, b, n, h, D] of each rank."""
     pieces: list[list[Piece]]
+    """By rank, where its part belongs."""
     entries: Span
+    """Batch entries that b covers."""
 
 
 @dataclass
 class LayerBuffer:
-    """One layer's keys and values, [B, text + image, h, D] each, after norm and rotary embedding, this rank's heads.
-
-    `last`: (keys, values) of the call before, kept only where there is extrapolation. `arriving`: what other ranks
-    computed in this call, to be read in the next.
-    """
+    """One layer's keys and values of this rank's heads, after norm and rotary embedding."""
 
     keys: torch.Tensor
+    """[B, text + image, h, D]."""
     values: torch.Tensor
+    """As `keys`."""
     call: int
+    """Number of the call that `keys` and `values` were last written or extrapolated for."""
     last: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Keys and values of the call before, kept only for extrapolation."""
     arriving: list[Arriving] = field(default_factory=list)
+    """What other ranks computed in this call. Read in the next one."""
 
     @property
     def nbytes(self) -> int:
         return (self.keys.nbytes + self.values.nbytes) * (1 if self.last is None else 2)
 
     def extrapolate(self, call: int, ratio: float) -> None:
-        """Once per call: estimate its keys and values from those of the last two."""
+        """Once per call: estimate its keys and values from those of the last two. `ratio`: see extrapolation.step_ratio."""
         self.call = call
         fresh = (self.keys, self.values)
         if self.last is None:
@@ -57,12 +60,13 @@ class LayerBuffer:
         (self.keys, self.values), self.last = self.last, fresh
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, pieces: list[Piece], entries: Span) -> None:
+        """Copy rows of [b, n, h, D] to their positions."""
         for rows, positions in pieces:
             self.keys[entries.slice, positions.slice] = keys[:, rows.slice]
             self.values[entries.slice, positions.slice] = values[:, rows.slice]
 
     def commit_received(self) -> None:
-        """Wait for what other ranks sent during the last call, and put it in its place."""
+        """Wait for what other ranks sent during the last call, and write it."""
         for arrival in self.arriving:
             for (keys, values), pieces in zip(arrival.gathering.wait(), arrival.pieces, strict=True):
                 self.write(keys, values, pieces, arrival.entries)
@@ -71,32 +75,33 @@ class LayerBuffer:
 
 @dataclass
 class KVBuffer:
-    """Buffers of all layers of a stage for one set of conditioning; text tokens first, then the image's.
+    """Buffers of all layers of a stage, for one run and conditioning. Text tokens come first, then the image's.
 
-    Layers are made when they are first written, since only then heads and dtype are known. `filled`: image tokens
-    [0, filled) have been written. Without warm-up the first round reads only those: never memory that nothing wrote.
+    A layer's buffer is made when it is first written, since heads and dtype are not known before.
     """
 
     image_tokens: int
     batch: int
     extrapolate: bool
+    """See sampling.OpenRun."""
     filled: int = 0
+    """Image tokens [0, filled) have been written. Without warm-up the first calls read only these."""
     layers: dict[int, LayerBuffer] = field(default_factory=dict)
     _call: int = 0
-    _times: tuple[float, ...] = ()  # of the last two calls, and of the one under way
+    _times: tuple[float, ...] = ()  # timesteps of the last two calls and of the one under way
 
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers.values())
 
     def wait_pending(self) -> None:
-        """Wait until nothing is on its way to this buffer any more."""
+        """Wait until no transfer to this buffer is under way."""
         for layer in self.layers.values():
             for arrival in layer.arriving:
                 arrival.gathering.wait_pending()
 
     def begin_call(self, time: float) -> None:
-        """The calls at one timestep count as one: heun's second call and the next step's first are at the same."""
+        """A call begins. Calls at the same timestep `time` count as one: heun's second and the next step's first."""
         if self._times and time == self._times[-1]:
             return
         self._call += 1
@@ -117,9 +122,9 @@ class KVBuffer:
         entries: Span,
         text_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write fresh keys and values [b, n, h, D] in place; return views of all that is filled, [b, text + m, h, D].
+        """Write fresh keys and values [b, n, h, D]. Returns views [b, text + m, h, D] of all that is filled.
 
-        `entries`: the batch entries that b covers. `text_tokens`: in front of the image's, 0 in layers without text.
+        `entries`: batch entries that b covers. `text_tokens`: text tokens before the image's, 0 in layers without text.
         """
         if layer not in self.layers:
             shape = (self.batch, text_tokens + self.image_tokens, *keys.shape[2:])
@@ -133,5 +138,5 @@ class KVBuffer:
         return buffer.keys[entries.slice, :stop], buffer.values[entries.slice, :stop]
 
     def add_pending(self, layer: int, arriving: Arriving) -> None:
-        """From the next call on, this layer has what is arriving."""
+        """Have the layer write what is arriving at its next call."""
         self.layers[layer].arriving.append(arriving)

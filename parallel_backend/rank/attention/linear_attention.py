@@ -1,8 +1,8 @@
-"""Blocks whose attention is linear (Sana, arXiv 2410.10629) over a sequence that ring and Ulysses ranks share.
+"""Linear attention (Sana, arXiv 2410.10629) over a sequence that ring and Ulysses ranks share.
 
-Such attention knows the other tokens only by two sums over all of them, which are added up over the ranks. Where they are
-in the picture it learns from 3 x 3 convolutions in the feed-forward, for which ranks exchange the tokens at the edges of
-their shards. Neither has keys or values that a later step could use again.
+Linear attention reads other tokens only as two sums over all tokens, which are added up over the ranks. The 3 x 3
+convolutions of the feed-forward read neighbouring tokens: ranks exchange the tokens at the edges of their shards. There are
+no keys or values that a later step could reuse.
 """
 
 import torch
@@ -28,7 +28,7 @@ class SharedLinearAttention:
     def __call__(
         self, attn: Attention, hidden_states: torch.Tensor, encoder_hidden_states: None = None, attention_mask: None = None
     ) -> torch.Tensor:
-        """[b, n, hidden] of the rank's own tokens, the same shape; sums are in float32."""
+        """[b, n, hidden] of the rank's tokens -> the same shape. Sums are in float32."""
         assert encoder_hidden_states is None and attention_mask is None, "linear attention is over all of the image"
         query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         if attn.norm_q is not None:
@@ -47,15 +47,15 @@ class SharedLinearAttention:
 
 
 class Neighbourhood:
-    """Hooks for a module of 3 x 3 convolutions: it gets the rows around the rank's tokens, of its output those are kept."""
+    """Hooks around 3 x 3 convolutions: their input gets the rows around the rank's tokens, their output loses them."""
 
     def __init__(self, context: AttentionContext):
         self.context = context
 
     def widen(self, _module: nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        """[b, c, 1, n] of the rank's tokens -> [b, c, rows, columns] of whole rows, with one more on either side.
+        """[b, c, 1, n] of the rank's tokens -> [b, c, rows, columns]: their whole rows, and one more row on either side.
 
-        What is not within a row and a column of the rank's tokens is zero there, and has no part in their output.
+        Tokens farther than a row and a column from the rank's tokens are zero. They do not change the rank's output.
         """
         step, own = self.context.step, arguments[0].flatten(2)
         window, here = self._window(step), step.image[self._place]
@@ -67,7 +67,7 @@ class Neighbourhood:
         return (wide.unflatten(2, (-1, step.row)),)
 
     def narrow(self, _module: nn.Module, _arguments: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-        """[b, c, rows, columns] -> [b, c, 1, n]."""
+        """[b, c, rows, columns] -> [b, c, 1, n] of the rank's tokens."""
         step = self.context.step
         here = step.image[self._place].shift(-self._window(step).start)
         return out.flatten(2)[..., None, here.slice]
@@ -77,13 +77,13 @@ class Neighbourhood:
         return self.context.ring.index * self.context.ulysses.size + self.context.ulysses.index
 
     def _window(self, step: AttentionStep) -> Span:
-        """The tokens of whole rows around the rank's, inside the picture."""
+        """Tokens of the rank's rows and one row on either side, within the picture."""
         here, rows = step.image[self._place], step.image[-1].stop // step.row
         first, last = max(0, here.start // step.row - 1), min(rows, -(-here.stop // step.row) + 1)
         return Span(first * step.row, last * step.row)
 
     def _edges(self, own: torch.Tensor, step: AttentionStep) -> list[tuple[Span, torch.Tensor]]:
-        """Every rank's tokens that others may need: those within a row and a column of its shard's ends."""
+        """Gather every rank's tokens that others may need: those within a row and a column of its shard's ends."""
         context, traffic = self.context, self.context.traffic
         edges = [_edges_of(span, step.row + 1) for span in step.image]
         lengths = [sum(len(edge) for edge in of_rank) for of_rank in edges]
@@ -113,7 +113,7 @@ def _overlap(one: Span, two: Span) -> Span:
 
 
 def install_linear(modules: list[tuple[nn.Module, str]], context: AttentionContext) -> None:
-    """Make a stage's modules over LINEAR and NEIGHBOURS (base/blocks.py) work together over the sequence axes."""
+    """Hook a stage's LINEAR and NEIGHBOURS modules (base/blocks.py) up over the sequence axes."""
     for module, over in modules:
         if over == LINEAR:
             module.processor = SharedLinearAttention(context)

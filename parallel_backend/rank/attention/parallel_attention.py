@@ -1,9 +1,7 @@
-"""The one place where attention is parallel: diffusers' dispatcher, given a `ParallelAttention` by the layer's
-processor, lands here.
+"""Parallel attention. diffusers' attention dispatcher calls the `ParallelAttention` that a layer's processor has.
 
-Order of composition: Ulysses all-to-all in; keys and values of the other ring and patch ranks, or the ring; the K/V
-buffer; the attention kernel; all-to-all out. Queries and keys arrive normalised and with rotary embedding applied,
-[B, s, H, D].
+Order: Ulysses' all-to-all in; keys and values of other ring and patch ranks, or ring attention; the K/V buffer; the
+attention kernel; Ulysses' all-to-all out. Queries and keys [B, s, H, D] are normalised and have rotary embedding applied.
 """
 
 from dataclasses import dataclass
@@ -28,16 +26,19 @@ On a CPU nothing is gained: its cores carry the transfers themselves (docs/perfo
 """
 
 LEAST_WORK = 1 << 14
-"""Query tokens times heads times batch entries that keep a large GPU busy: tiles of 128 by 128 multiprocessors."""
+"""Batch entries x query tokens x heads of a head group, at least. Fills a large GPU: 128 multiprocessors, tiles of 128."""
 
 
 @dataclass(frozen=True)
 class ParallelAttention:
-    """Rides in a processor's `_parallel_config`: says which layer is calling, and where the micro-step is described."""
+    """A layer's parallel attention, kept in its processor's `_parallel_config`."""
 
     context: AttentionContext
+    """Has the micro-step under way."""
     layer: int
+    """Number of the layer within the stage, by which the K/V buffer knows it."""
     over: str = JOINT
+    """Tokens that the layer attends over: JOINT or IMAGE."""
 
     def attend(
         self,
@@ -47,9 +48,9 @@ class ParallelAttention:
         scale: float | None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[B, s, H, D] of the rank's own tokens -> [B, s, H, D], attention over all tokens of the sequence.
+        """[B, s, H, D] of the rank's tokens -> [B, s, H, D], attention over all tokens of the sequence.
 
-        A mask must come with the micro-step, since one from the model would know this rank's keys only.
+        Masks come with the micro-step: the model's own `mask` covers this rank's keys only.
         """
         context, step = self.context, self.context.step
         assert step is not None, "attention outside of a micro-step"
@@ -78,7 +79,7 @@ class ParallelAttention:
         return out
 
     def _groups(self, step: AttentionStep, query: torch.Tensor) -> int:
-        """In how many parts the rank's heads are attended to, so that those of one travel beside the other's attention."""
+        """Number of head groups, see HEAD_GROUPS."""
         heads = query.shape[2] // self.context.ulysses.size
         groups = HEAD_GROUPS[query.device.type]
         work = len(query) * sum(step.lengths) * (heads // groups)
@@ -86,11 +87,11 @@ class ParallelAttention:
         return 1 if whole or (query.is_cuda and work < LEAST_WORK) else groups
 
     def _attend_fresh(self, step: AttentionStep, query, key, value, scale) -> torch.Tensor:
-        """Everything that is attended to was computed in this call."""
+        """Attention over keys and values of this call only."""
         context = self.context
         patch, ring = context.patch, context.ring
         patches = [patch.index] if context.naive else list(range(patch.size))
-        # Per ring rank: the sequence ranks whose keys it holds once those of the other patches are there.
+        # By ring rank: sequence ranks whose keys it holds after the gather over patches.
         holds = [[context.ulysses_ranks(p, r) for p in patches] for r in range(ring.size)]
         if len(patches) > 1:
             lengths = [_tokens(step, ranks) for ranks in holds[ring.index]]
@@ -105,10 +106,10 @@ class ParallelAttention:
         )
 
     def _attend_buffered(self, step: AttentionStep, query, key, value, scale) -> torch.Tensor:
-        """Fresh keys and values go into the buffer, which holds those of the tokens that do not run now.
+        """Attention over the K/V buffer, after fresh keys and values are written to it.
 
-        The ring does not rotate here: a rotation of the whole buffer for each band would move M times as much. Each
-        ring rank gathers the band's keys instead (as much as a rotation of the band) and keeps the buffer whole.
+        Keys do not rotate over the ring here: rotating the whole buffer for each band would move M times as much. Each ring
+        rank gathers the band's keys, which moves as much as rotating the band, and has a whole buffer.
         """
         context = self.context
         patch, ring, traffic = context.patch, context.ring, context.traffic
@@ -143,9 +144,9 @@ def _cat(masks: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def install_parallel_attention(modules: list[tuple[torch.nn.Module, str]], context: AttentionContext) -> None:
-    """Give each attention module, in order, a ParallelAttention of its own and route diffusers' native backend through it.
+    """Give each attention module, in order, its own ParallelAttention, and route diffusers' native backend through it.
 
-    Calls without one (another model in the process) keep diffusers' own behaviour. Idempotent.
+    Modules without one, of another model in the process, keep diffusers' behaviour. Idempotent.
     """
     for layer, (module, over) in enumerate((module, over) for module, over in modules if over in (JOINT, IMAGE)):
         if not hasattr(module.processor, "_parallel_config"):

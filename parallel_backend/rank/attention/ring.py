@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go round the ranks of the ring axis, partial results are merged by log-sum-exp."""
+"""Ring attention: keys and values rotate over the ranks of the ring axis, partial results are merged by log-sum-exp."""
 
 from collections.abc import Sequence
 
@@ -23,10 +23,10 @@ def ring_attention(
     axis: Axis,
     traffic: Traffic,
 ) -> torch.Tensor:
-    """Ring attention (arXiv 2310.01889): keys and values go round, [B, s, H, D] of queries stay and see all S tokens.
+    """Ring attention (arXiv 2310.01889): queries [B, s, H, D] stay, keys and values of all S tokens come round.
 
-    `lengths[j]`, `masks[j]` [B, lengths[j]] bool or None: tokens of rank j and which of them may be seen. With
-    `overlap` the next block travels while this one is attended to.
+    `lengths[j]`: tokens of rank j. `masks[j]`: [B, lengths[j]] bool, tokens that may be seen; None: all. With `overlap` the
+    next block travels during attention to this one. Returns [B, s, H, D].
     """
     block = torch.stack((k_BsHD, v_BsHD))
     out = lse = None
@@ -48,7 +48,7 @@ def ring_attention(
 def merge(
     one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of keys, from (out [B, q, H, D], log-sum-exp [B, q, H]) over each; in float32."""
+    """Merge attention over two sets of keys, each (out [B, q, H, D], log-sum-exp [B, q, H]). float32."""
     # Where neither has a key the difference is -inf + inf, and both outputs are zeros.
     weight = torch.sigmoid(two[1] - one[1]).nan_to_num_(0.0)[..., None]
     return torch.lerp(one[0].float(), two[0].float(), weight), torch.logaddexp(one[1], two[1])

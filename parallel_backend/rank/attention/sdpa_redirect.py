@@ -1,4 +1,4 @@
-"""Redirects torch's SDPA to ParallelAttention, for attention processors that call it past diffusers' dispatcher."""
+"""Redirects torch's SDPA to ParallelAttention, for attention processors that call SDPA without diffusers' dispatcher."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,16 +9,16 @@ from torch.overrides import TorchFunctionMode
 
 
 class SdpaProcessor:
-    """Runs the layer's own processor, and hands its call of `scaled_dot_product_attention` to the layer's ParallelAttention.
+    """Runs the layer's own processor, with its call of SDPA redirected to the layer's ParallelAttention.
 
-    It has the attributes that processors written for the dispatcher have, so that both are installed alike.
+    Has the attributes of processors that use the dispatcher, so that both kinds are installed alike.
     """
 
     def __init__(self, processor: Callable):
         self._parallel_config: Any = None
         self._attention_backend: Any = None
         self.processor = processor
-        # diffusers passes on those arguments that it finds in this attribute's signature. Calls go by the class's own.
+        # diffusers passes the arguments in the signature of this attribute. A call runs the class's `__call__` all the same.
         self.__call__ = processor.__call__
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -48,7 +48,7 @@ class SdpaRedirect(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """torch's SDPA, by the seam: [B, H, s, D] -> [B, H, s, D]."""
+        """SDPA's arguments and result: [B, H, s, D] -> [B, H, s, D]."""
         assert dropout_p == 0.0, "the seam has no dropout"
         assert not is_causal, "the seam has no causal attention"
         assert not enable_gqa, "the seam needs as many key heads as query heads"

@@ -1,7 +1,7 @@
-"""Attention over a sequence that several ranks share: Ulysses' change of sharding, and ring attention.
+"""Ulysses' all-to-all: from a shard of the tokens with all heads to all tokens with a shard of the heads, and back.
 
 Shape letters: B batch entries, S tokens of all ranks of the axis, s tokens of this rank, H heads, h heads of this rank,
-D head size. Neither tokens nor heads need be the same number on every rank.
+D head size. Ranks may have different numbers of tokens and heads.
 """
 
 import functools
@@ -26,10 +26,10 @@ def start_sequence_to_heads(
     traffic: Traffic,
     codec: Codec | None = None,
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Ulysses (arXiv 2309.14509), before attention: three [B, s, H, D] -> three [B, S, h, D], once the result is called.
+    """Ulysses (arXiv 2309.14509) before attention. Starts the transfer. Call the result to wait for q, k, v [B, S, h, D].
 
-    `lengths[j]`: tokens of rank j; `spans[j]`: the heads that it gets. The tokens of the result stand rank after rank. One
-    all-to-all carries q, k and v, since on slow links the number of messages counts.
+    `lengths[j]`: tokens of rank j. `spans[j]`: heads that rank j gets. Tokens of the result are in rank order. One
+    all-to-all carries q, k and v, since slow links cost by the message.
     """
     batch, own, _, size = q_BsHD.shape
     here = len(spans[axis.index])
@@ -58,7 +58,7 @@ def start_heads_to_sequence(
     traffic: Traffic,
     codec: Codec | None = None,
 ) -> Callable[[], None]:
-    """Ulysses, after attention, the inverse: once the result is called, `out_BsHD` [B, s, H, D] has the heads `spans`."""
+    """Ulysses after attention, the inverse. Starts the transfer. Call the result to fill the heads `spans` of `out_BsHD`."""
     batch, _, here, size = part_BShD.shape
     own = lengths[axis.index]
     send = [length * batch * here * size for length in lengths]
@@ -77,6 +77,6 @@ def _start(codec: Codec | None, size: int) -> Callable[..., Exchange | PackedExc
 
 
 def head_groups(heads: int, ranks: int, groups: int) -> list[list[Span]]:
-    """Heads by group and rank. No group is empty if each rank has at least `groups` heads."""
+    """Heads by group and Ulysses rank. No group is empty if each rank has at least `groups` heads."""
     by_rank = [split(own, groups) for own in split(Span(0, heads), ranks)]
     return [[parts[group] for parts in by_rank] for group in range(groups)]

@@ -1,11 +1,11 @@
-"""The places of a model's blocks on one stage: its own blocks stay where they are, stand-ins take the others' places.
+"""The slots of a model's block lists on one stage. A slot holds the stage's own block, or a stand-in (stand_ins.py).
 
-So the model's own loop over its blocks runs as it is, with every index right: what it cuts out for a block by number
-(Chroma's modulation, a ControlNet's residuals) is that block's. A stand-in before the stage's blocks answers with what
-was received, whatever it is called with; the first one after them ends the forward with what is to be sent.
+The model's own loop over its blocks runs unchanged and every block keeps its index, since models pick values by index
+(Chroma's modulation, a ControlNet's residuals). A stand-in before the stage's blocks returns the hidden states received,
+whatever its arguments. The first stand-in after them ends the forward with the hidden states to send.
 
-In families of `whole_latent` hidden states are the rank's tokens inside a block list, and whole in between: the first slot
-of a list cuts its arguments down, the last one puts its results into whole tensors, zero in all other places.
+In families of `whole_latent` hidden states are the rank's tokens inside a block list, and of all ranks outside. The first
+slot of a list cuts its arguments down. The last slot puts its results into whole tensors, which are zero elsewhere.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from parallel_backend.families.base.step_inputs import ArgumentCut, Rows
 
 
 class StageDone(Exception):
-    """No error: ends the forward of a stage without epilogue, carrying [b, t, hidden] and [b, n, hidden] out of it."""
+    """Not an error: ends the forward of a stage without epilogue. Carries [b, t, hidden] and [b, n, hidden]."""
 
     def __init__(self, text: torch.Tensor, image: torch.Tensor):
         self.text, self.image = text, image
@@ -30,27 +30,29 @@ class StageDone(Exception):
 
 @dataclass
 class StageIO:
-    """The micro-step under way, told by the engine. `received`: [b, t + n, hidden], text first, None on the first stage.
-
-    `arriving`, `leaving`: "<list>.<index>" of the blocks whose outputs come from the stage before and go to the one behind
-    beside the hidden states (BlockList.skips).
-    `text_tokens`: t, the rank's text tokens. `rows`: see Rows; None where the forward is given the rank's tokens only.
-    `residuals`: "<list>.<index>" of a block -> [b, n, hidden], a ControlNet's addition to its image tokens.
-    """
+    """Input and output of a stage in the micro-step under way: b batch entries, t text and n image tokens of the rank."""
 
     text_first: bool
     arriving: tuple[str, ...] = ()
+    """"<list>.<index>" of earlier stages' blocks whose outputs come along with the hidden states (BlockList.skips)."""
     leaving: tuple[str, ...] = ()
+    """"<list>.<index>" of blocks whose outputs are sent along with the hidden states."""
     received: torch.Tensor | None = None
+    """[b, t + n, hidden], text first. None on the first stage."""
     text_tokens: int = 0
+    """t."""
     rows: Rows | None = None
+    """None if the forward is given the rank's tokens only."""
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
-    whole_text: int = field(default=0, init=False)  # text tokens that the list's first slot saw
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict, init=False)  # [b, t + n, hidden] of those blocks
+    """"<list>.<index>" of a block -> [b, n, hidden] that a ControlNet adds to its image tokens."""
+    whole_text: int = field(default=0, init=False)
+    """Text tokens that the list's first slot saw."""
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
+    """[b, t + n, hidden] of blocks in `arriving` and `leaving`."""
     _cut: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False)
 
     def cut(self, name: str, cut: ArgumentCut, value: Any) -> Any:
-        """`cut(value, rows)`, made once for all blocks that are given the same object."""
+        """`cut(value, rows)`, computed once for all blocks that get the same object `value`."""
         known, done = self._cut.get(name, (None, None))
         if known is not value:
             done = cut(value, self.rows)
@@ -64,7 +66,7 @@ class StageIO:
         rows: Rows | None,
         residuals: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """A new micro-step. `received`: what `outgoing` gave on the stage before."""
+        """A micro-step begins. `received`: what `outgoing` returned on the stage before."""
         self.outputs.clear()
         if received is not None and self.arriving:
             received, *outputs = received.chunk(1 + len(self.arriving))
@@ -73,24 +75,24 @@ class StageIO:
         self._cut.clear()
 
     def output_of(self, block: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text and image that a block of the stages before gave: its own output if that came along."""
+        """Text and image that stand for an earlier stage's block: its own output if that came along, else `received`."""
         tokens = self.outputs.get(block, self.received)
         assert tokens is not None
         return tokens[:, : self.text_tokens], tokens[:, self.text_tokens :]
 
     def keep(self, block: str, text: torch.Tensor, image: torch.Tensor) -> None:
-        """Note a block's output, if the next stage is to have it."""
+        """Keep a block's output if it is in `leaving`."""
         if block in self.leaving and block not in self.outputs:
             self.outputs[block] = torch.cat((text, image), dim=1)
 
     def outgoing(self, done: StageDone) -> torch.Tensor:
-        """What the stage sends: [(1 + k) b, t + n, hidden], hidden states and `leaving`, one batch behind the other."""
+        """[(1 + k) b, t + n, hidden] to send: hidden states and the outputs of k blocks `leaving`, concatenated."""
         hidden = torch.cat((done.text, done.image), dim=1)
         return torch.cat((hidden, *(self.outputs[block] for block in self.leaving))) if self.leaving else hidden
 
 
 class BlockSlot:
-    """How one place in a block list is called: binds arguments by name, cuts them down, puts results back."""
+    """One place in a block list: binds arguments by name, cuts them to the rank's tokens, makes results whole."""
 
     def __init__(self, spec: BlockList, flow: StageIO, block_class: type[nn.Module], index: int, count: int):
         self.spec, self.flow, self.name = spec, flow, f"{spec.name}.{index}"
@@ -98,13 +100,13 @@ class BlockSlot:
         self.signature = inspect.signature(block_class.forward)
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """A block's arguments by name; what its catch-all takes counts like the others."""
+        """A block's arguments by name, those of its `**kwargs` too."""
         bound = self.signature.bind(None, *args, **kwargs).arguments
         rest = bound.pop("kwargs", {})
         return {name: value for name, value in bound.items() if name not in ("self", "args")} | rest
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """By name, cut down to the rank's tokens."""
+        """A block's arguments by name, cut to the rank's tokens."""
         given = self.named(args, kwargs)
         spec, rows = self.spec, self.flow.rows
         if rows is None:
@@ -121,14 +123,14 @@ class BlockSlot:
         return given
 
     def note_text(self, given: Mapping[str, Any]) -> None:
-        """How long the list's whole text is, for `emit_whole`."""
+        """Note the length of the list's whole text, for `emit_whole`."""
         if self.spec.joined:
             self.flow.whole_text = given[self.spec.image].shape[1] - self.flow.rows.image_tokens
         else:
             self.flow.whole_text = given[self.spec.text].shape[1] if "text" in self.spec.returns else 0
 
     def streams(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text [b, t, hidden] and image [b, n, hidden] among arguments that `arguments` gave."""
+        """Text [b, t, hidden] and image [b, n, hidden] among the values that `arguments` returned."""
         image = given[self.spec.image]
         if self.spec.joined:
             t = self.flow.text_tokens if self.flow.rows is None else len(self.flow.rows.text.before(self.flow.whole_text))
@@ -140,14 +142,14 @@ class BlockSlot:
         return image[:, :0], image
 
     def results(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
-        """The streams as a block returns them."""
+        """Text and image in the form in which the block returns them."""
         if self.spec.joined:
             return torch.cat((text, image) if self.flow.text_first else (image, text), 1)
         out = tuple(text if name == "text" else image for name in self.spec.returns)
         return out if len(out) > 1 else out[0]
 
     def emit_whole(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
-        """Results of the list's last slot, as whole tensors again. `text` is None where a last block gives none."""
+        """Results of the list's last slot as whole tensors. `text` is None if the block returns none."""
         rows = self.flow.rows
         whole = image.new_zeros(len(image), rows.image_tokens, image.shape[-1])
         whole[:, rows.image] = image
@@ -159,7 +161,7 @@ class BlockSlot:
         return self.results(words, whole)
 
     def add_residual(self, out: Any) -> Any:
-        """A block's results, a ControlNet's residual added as ComfyUI's native models do: behind the block."""
+        """A block's results plus its ControlNet residual, added behind the block as in ComfyUI's native models."""
         residual = self.flow.residuals.get(self.name)
         if residual is None:
             return out
@@ -167,20 +169,20 @@ class BlockSlot:
         return self.results(text, image + residual)
 
     def fill_text(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A block's arguments, with one token where there is no text. Attention leaves it out (ParallelAttention.attend)."""
+        """A block's arguments, with one text token if it has none. Attention ignores it (ParallelAttention.attend)."""
         if self.flow.rows is not None and self.flow.text_tokens == 0:
             given[self.spec.text] = F.pad(given[self.spec.text], (0, 0, 0, 1))
         return given
 
     def empty_text(self, out: Any) -> Any:
-        """A block's results, without that token."""
+        """A block's results, without the token that `fill_text` added."""
         if self.flow.rows is None or self.flow.text_tokens:
             return out
         text, image = self._parts(out)
         return self.results(text[:, :0], image)
 
     def attach(self, block: nn.Module, whole_latent: bool) -> None:
-        """Hook the slot into a block that the stage has."""
+        """Hook the slot into the stage's own block."""
         if self.spec.needs_text:
             block.register_forward_hook(lambda _block, _args, out: self.empty_text(out))
         block.register_forward_hook(lambda _block, _args, out: self.add_residual(out))

@@ -1,8 +1,8 @@
-"""A pipeline stage made from diffusers' own, unmodified model class: the parts that are not this rank's are stand-ins.
+"""Builds a pipeline stage from diffusers' own, unmodified model class. Stand-ins take the place of other stages' blocks.
 
-The class's forward runs on every rank. On the first stage its prologue embeds the inputs; elsewhere a stand-in before the
-stage's blocks replaces whatever came of that by the hidden states received. On the last stage its epilogue makes the
-output; elsewhere a stand-in behind the stage's blocks ends the forward with the hidden states to send (block_slots.py).
+The class's forward runs on every rank. On the first stage its prologue embeds the inputs. On later stages a stand-in before
+the stage's blocks gives out the hidden states received instead. On the last stage its epilogue makes the output. On earlier
+stages a stand-in behind the stage's blocks ends the forward with the hidden states to send (block_slots.py).
 """
 
 import inspect
@@ -26,15 +26,16 @@ from .tensor_parallel import TensorPlan
 from .weights import fill_weights
 
 GUIDANCE_FACTOR = 1000.0
-"""Between embedded guidance as users set it and as every class of diffusers embeds it."""
+"""Factor from guidance as users set it to guidance as diffusers' classes embed it."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """`attention`: the attention modules in the order in which they run, each with what BlockList.attention says of it."""
+    """A stage's model, with its weights in place."""
 
     model: nn.Module
     attention: list[tuple[nn.Module, str]]
+    """(attention module, its value in BlockList.attention), in the order in which they run."""
     flow: StageIO
 
 
@@ -47,11 +48,10 @@ def build_stage(
     progress: Callable[[float], None] = lambda fraction: None,
     only: Collection[str] = (),
 ) -> Stage:
-    """The model with only blocks `span` materialised.
+    """The model with weights of blocks `span` only.
 
-    Weights go straight from the mapped file to `device`; nothing that another rank owns is ever allocated. With `plan`
-    only this rank's shards of them; `plan.apply` then makes them work together. `progress`: see fill_weights. `only`: see
-    loading.Load.
+    Weights go straight from the mapped file to `device`. Nothing that another rank owns is allocated. With `plan` the rank
+    has only its shards; `plan.apply` must follow. `progress`: see fill_weights. `only`: see loading.Load.
     """
     family, config = checkpoint.family, checkpoint.config
     first, last = span.start == 0, span.stop == family.blocks.total(config)
@@ -77,7 +77,7 @@ def build_stage(
             setattr(module, name, buffer.to(device))
     width = family.sizes.hidden(config)
     for name in skipped:
-        # A refiner's blocks are simply none, other modules' outputs are looked at for their shape.
+        # An empty list is enough for a refiner's blocks. Other modules' outputs must have the right shape.
         module = getattr(model, name)
         if isinstance(module, nn.ModuleDict):
             absent = nn.ModuleDict({key: Placeholder(width, dtype, device) for key in module})
@@ -105,10 +105,10 @@ def keep_timestep_exact(
     values_of: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
     dtype: torch.dtype,
 ) -> None:
-    """Hand the time embedding the sampler's float32 timestep and guidance: diffusers rounds them to `dtype` first.
+    """Give the time embedding the sampler's float32 timestep and guidance, which diffusers would round to `dtype`.
 
-    In bf16 that rounding moves Flux's output by 4 % (timestep) and 7 % (a guidance of 3.5). `values_of()` gives the current
-    micro-step's timestep and embedded guidance, [b] float32 each; None without guidance.
+    In bf16 that rounding changes Flux's output by 4 % (timestep) and 7 % (a guidance of 3.5). `values_of()` returns the
+    micro-step's timestep and embedded guidance, [b] float32 each, or None without guidance.
     """
     embedding = family.forward.time_embed
     if embedding is None:

@@ -1,13 +1,12 @@
-"""torch.compile of a stage's blocks: a graph for each block class and shape, as by diffusers' `compile_repeated_blocks`.
+"""torch.compile of a stage's blocks: one graph per block class and shape, as in diffusers' `compile_repeated_blocks`.
 
-A block's own hooks (block_slots.py) stay outside. What inside it reaches beyond its own tokens, or is no arithmetic that a
-compiler could better, is one opaque operation each: attention (the layer's ParallelAttention), layers with a hook of tensor
-parallelism, packed weights, linear attention, what is computed once for many micro-steps (module_cache.py). An operation
-says its place in the block, and finds the module there when it runs. So all blocks of a class share their graphs, and no
-graph knows a layer's number, a transfer or a K/V buffer.
+A block's hooks (block_slots.py) stay outside its graph. Inside it these are opaque operations: attention (the layer's
+ParallelAttention), layers with a hook of tensor parallelism, packed weights, linear attention, cached modules
+(module_cache.py). An operation has its module's name in the block and looks the module up when it runs. So all blocks of a
+class share their graphs, and no graph contains a layer's number, a transfer or a K/V buffer.
 
-All operations say that they write to one tensor, which keeps them in the order of the code: a compiler may order
-independent ones as it likes, and ranks with shards of different shapes would meet in different transfers.
+All operations declare that they write to one tensor, which keeps them in the code's order. A compiler may reorder
+independent operations, and ranks with different shapes would then wait in different transfers.
 """
 
 import functools
@@ -33,16 +32,16 @@ from .tensor_parallel import SharedRMSNorm
 log = logging.getLogger(__name__)
 
 VARIANTS = 128
-"""Graphs per block class. One for each height of a band, with and without text, and each layout in memory of its inputs;
-what a user's other sizes and prompts add comes on top. Beyond it, torch runs a block as it is."""
+"""Most graphs per block class. A class has one for each height of a band, with and without text, each memory layout of its
+inputs, and each further size and prompt length. Above this limit torch runs the block uncompiled."""
 
 WORKERS = 8
-"""Processes that a rank at most compiles with."""
+"""Most processes that a rank compiles with."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """The modules that the operations of one block stand for, by name in the block."""
+    """The modules behind one block's operations, by name in the block."""
 
     seams: dict[str, ParallelAttention] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -70,7 +69,7 @@ def _(query, key, value, order, name, scale):
     "parallel_dit::call", mutates_args=("order",), schema="(Tensor x, Tensor(a!) order, str name, int? width) -> Tensor"
 )
 def call(x, order, name, width):
-    """The block's module `name` as it is: x [..., n] -> [..., width], or [..., n] without `width`."""
+    """The block's module `name`, uncompiled: x [..., n] -> [..., width], or [..., n] without `width`."""
     module = _places.get().modules[name]
     return module.outside.kind.__call__(module, x).contiguous()
 
@@ -81,7 +80,7 @@ def _(x, order, name, width):
 
 
 class GraphAttention:
-    """In a ParallelAttention's place. No frozen dataclass: torch compares its every field, and the layer is one."""
+    """Stands in for a ParallelAttention inside a graph. Not a dataclass: torch would compare the layer's number too."""
 
     def __init__(self, seam: ParallelAttention, name: str, order: torch.Tensor):
         self.name, self.order, self.drops_mask = name, order, seam.context.drops_mask
@@ -101,17 +100,20 @@ class GraphAttention:
 
 @dataclass
 class OutsideModule:
-    """What a module that is called as one operation knows of it."""
+    """A module that is called as one operation."""
 
-    kind: type[nn.Module]  # its class before
+    kind: type[nn.Module]
+    """Its class before."""
     name: str
     order: torch.Tensor
+    """The tensor that all operations declare to write to."""
     width: int | None
+    """Features of its output. None: as many as of its input."""
 
 
 @functools.cache
 def _outside(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class whose modules are called as one operation. One for each kind, since torch compares classes."""
+    """A subclass whose modules are called as one operation. Made once per class, since torch compares classes."""
 
     def __call__(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
         place = self.outside
@@ -122,7 +124,7 @@ def _outside(kind: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def _traceable(kind: type) -> type:
-    """A processor class that does as SdpaProcessor does around one of `kind`, and that torch can look into."""
+    """A processor class that does what SdpaProcessor does around a processor of class `kind`, and that torch can trace."""
 
     @functools.wraps(kind.__call__)  # diffusers passes on the arguments that it finds in the signature
     def __call__(self, *arguments, **named):
@@ -133,17 +135,19 @@ def _traceable(kind: type) -> type:
 
 
 class Compiler:
-    """The graphs of a stage's blocks, each made at the first call that needs it. `graphs` counts them.
+    """Compiles a stage's blocks. A graph is made at the first call that needs it. `graphs` counts them.
 
-    The first graph that cannot be made turns compilation off, with a warning that says why; blocks then run as they are.
+    The first graph that cannot be compiled turns compilation off, with a warning that says why.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], widths: Callable[[str], int], device: torch.device, ranks: int):
-        """`blocks` by name in the model, with weights, plan and seams in place. `widths`: the output features that a linear
-        layer of the model has, over all ranks. `ranks`: how many share the machine."""
+        """`blocks` by name in the model, with weights, tensor plan and parallel attention in place.
+
+        `widths(layer)`: output features of a linear layer over all ranks. `ranks`: ranks that share the machine.
+        """
         self.graphs, self._failed, self._widths = 0, False, widths
         self._order = torch.zeros(1, dtype=torch.uint8, device=device)
-        # The process is a rank's own. Errors inside torch's tracing: it warns and runs the code as it is.
+        # Global settings: no other model is in a rank's process. After an error in tracing torch warns and runs the code.
         torch._dynamo.config.suppress_errors = True
         torch._dynamo.config.recompile_limit = VARIANTS
         torch._dynamo.config.accumulated_recompile_limit = 16 * VARIANTS
@@ -152,7 +156,7 @@ class Compiler:
             self._prepare(name, block)
 
     def close(self) -> None:
-        """Let go of the graphs, which hold on to the blocks."""
+        """Free the graphs, which keep the blocks alive."""
         torch._dynamo.reset()
 
     def _prepare(self, block_name: str, block: nn.Module) -> None:
@@ -172,7 +176,7 @@ class Compiler:
         block.forward = CompiledForward(block.forward, places, self._backend)
 
     def _width(self, name: str, module: nn.Module) -> int | None:
-        """Features that the module `name` of the model gives. None: as many as it is given."""
+        """Output features of the model's module `name`. None: as many as its input has."""
         if isinstance(module, nn.Sequential):
             return self._width(f"{name}.{len(module) - 1}", module[-1])
         if not isinstance(module, RankLinear):
@@ -182,12 +186,12 @@ class Compiler:
 
     @staticmethod
     def _stays_outside(module: nn.Module, processor: Any) -> bool:
-        """Whether a module has transfers or hooks, which torch would trace anew for every block, or expands its weight."""
+        """Whether a module has transfers or hooks, which torch would trace again for every block, or a packed weight."""
         own = isinstance(module, (PackedLinear, SharedRMSNorm, CachedModule)) or isinstance(processor, SharedLinearAttention)
         return own or bool(module._forward_hooks or module._forward_pre_hooks)
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        """For torch.compile: Inductor, or the graph itself."""
+        """torch.compile's backend: Inductor's code, or the graph itself once compilation is off."""
         from torch._inductor.compile_fx import compile_fx
 
         if not self._failed:
@@ -203,7 +207,7 @@ class Compiler:
 
 
 class CompiledForward:
-    """In the place of a block's `forward`."""
+    """Replaces a block's `forward`."""
 
     def __init__(self, forward: Callable[..., Any], places: Places, backend: Callable[..., Any]):
         self._places = places

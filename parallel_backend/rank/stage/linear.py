@@ -1,6 +1,6 @@
-"""The linear layers of a rank: weights may stay packed on the device, as the file has them, and adapters may be added.
+"""Linear layers whose weights may stay packed as in the file, and to which adapters (LoRA) may be added.
 
-`nn.Linear` modules of diffusers' class become these by a change of class, so every name in the module tree stays.
+`nn.Linear` modules become these by a change of their class, so that all names in the module tree stay.
 """
 
 import torch
@@ -10,24 +10,24 @@ from torch import nn
 from parallel_backend.checkpoints.packed_formats import Packing
 
 Adapter = tuple[torch.Tensor, torch.Tensor | None]
-"""(up [out, r], down [r, in]) in the compute dtype, on the layer's device: what a low-rank adapter adds to the weight.
+"""(up [out, r], down [r, in]) of a low-rank adapter, in the compute dtype on the layer's device.
 
 Without `down`, `up` is [out, in].
 """
 
 
 class RankLinear(nn.Linear):
-    """A linear layer of a rank; `weight` [out, in] and `bias` [out] (or None) in the compute dtype.
+    """A rank's linear layer. `weight` [out, in] and `bias` [out] (or None) are in the compute dtype.
 
-    Under tensor parallelism these are the rank's shard, and `adapters` have to be cut as the weight is. What other ranks
-    add is added by forward hooks, so adapters count before it.
+    Under tensor parallelism both are the rank's shard, and `adapters` must be cut alike. Forward hooks add or gather over
+    the ranks, after the adapters are added.
     """
 
     adapters: list[Adapter]
 
     @staticmethod
     def adopt(model: nn.Module) -> None:
-        """Make every plain linear layer of `model` one of these."""
+        """Turn every `nn.Linear` of `model` into a RankLinear."""
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = RankLinear
@@ -39,7 +39,7 @@ class RankLinear(nn.Linear):
         return tuple(self.weight.shape)
 
     def pack(self, packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> None:
-        """Keep this layer's weight as `packed` [out, n] uint8 from now on; it is expanded to `dtype` at each use."""
+        """Replace the weight by `packed` [out, n] uint8, which is expanded to `dtype` at each use."""
         del self.weight
         self.__class__ = PackedLinear
         self.packed = nn.Parameter(packed, requires_grad=False)
@@ -54,15 +54,13 @@ class RankLinear(nn.Linear):
 
 
 class PackedLinear(RankLinear):
-    """One whose weight is parameter `packed`. Reading `weight` expands it anew, for the time it is held.
-
-    The parameter is of bytes, whatever they hold: diffusers' code takes a floating parameter's dtype for the one it
-    computes in.
-    """
+    """A RankLinear whose weight is packed. Each reading of `weight` expands it."""
 
     packed: nn.Parameter
+    """[out, n] uint8, for every packing. diffusers takes a floating parameter's dtype for the compute dtype."""
     packing: Packing
-    dtype: torch.dtype  # the compute dtype
+    dtype: torch.dtype
+    """The compute dtype."""
 
     @property
     def weight(self) -> torch.Tensor:

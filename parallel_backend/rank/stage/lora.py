@@ -1,7 +1,7 @@
-"""What a rank adds to its weights without reading them again: LoRA and its kin.
+"""LoRA and other additions to a rank's weights, made without reading the weights again.
 
-A linear layer computes what is added beside its weight, which stays as it was loaded, packed or not. Of all other
-parameters, which are small, a rank keeps the values that it loaded, and adds to the parameter itself.
+A linear layer computes its adapters beside its weight, which stays as loaded, packed or not. Other parameters are small:
+the rank keeps their loaded values and adds to the parameter itself.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from .tensor_parallel import TensorPlan
 
 
 def parameter_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters that a rank has, as the key map calls them, however they are kept."""
+    """Names of the rank's parameters by the key map, packed or not."""
     names = []
     for name, module in model.named_modules():
         packed = isinstance(module, PackedLinear)
@@ -29,18 +29,20 @@ def parameter_names(model: nn.Module) -> tuple[str, ...]:
 
 
 class Adapters:
-    """What is added to the parameters of a rank's `model` at present. Factors are kept in its compute dtype.
+    """What is added to the parameters of a rank's `model` now. Factors are kept in the compute dtype `dtype`.
 
-    Made once its weights are in place and `plan` has been applied: a row-cut layer adds up over the ranks, and a column-cut
-    one gathers, what its shard and the adapter's shard give together.
+    Made after the weights are in place and `plan` is applied. A row-cut layer then adds up, and a column-cut layer gathers,
+    the sum of its shard's and the adapter's outputs.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, plan: TensorPlan, device: torch.device, dtype: torch.dtype):
         self._model, self._checkpoint, self._plan = model, checkpoint, plan
         self._device, self._dtype = device, dtype
-        self._factors: list[Adapt] = []  # the rank's shard of each, as it came: what another scale is applied to
+        self._factors: list[Adapt] = []  # the rank's shards before scaling, for `rescale`
         self._layers: list[RankLinear] = []
-        self._values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # parameter -> (as loaded, what is added in float32)
+        self._values: dict[
+            str, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # parameter -> (loaded value, float32 sum of what is added)
         self.nbytes = 0
 
     def add(self, part: Adapt) -> None:
@@ -56,7 +58,7 @@ class Adapters:
         self._put(part)
 
     def rescale(self, scales: Sequence[float]) -> None:
-        """Other scales for all that was added, in its order; it must be factors throughout."""
+        """Replace the scales of all that was added, in the order of `add`. All of it must have had factors."""
         factors = [replace(part, scale=scale) for part, scale in zip(self._factors, scales, strict=True)]
         self.drop()
         self._factors = factors
@@ -65,7 +67,7 @@ class Adapters:
 
     @torch.no_grad()
     def drop(self) -> None:
-        """Every parameter is as it was loaded, bit for bit."""
+        """Remove all that was added. Every parameter is as loaded, bit for bit."""
         for layer in self._layers:
             layer.adapters.clear()
         for parameter, (loaded, _) in self._values.items():
@@ -100,7 +102,7 @@ class Adapters:
 
 
 def _own_part(values: torch.Tensor, shard: Shard | None) -> torch.Tensor:
-    """The rank's part; of a factor too, whose uncut side is its rank."""
+    """The rank's shard of a full difference [out, in] or of a factor."""
     if shard is None:
         return values
     return torch.cat([values.narrow(shard.dim, span.start, len(span)) for span in shard.spans], shard.dim)

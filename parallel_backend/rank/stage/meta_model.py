@@ -1,4 +1,4 @@
-"""A model of a diffusers class without its weights."""
+"""A diffusers model without weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from parallel_backend.families import Family
 
 
 def meta_model(family: Family, config: dict[str, Any]) -> nn.Module:
-    """The family's class with its parameters on the meta device.
+    """A model of the family's class, with parameters on the meta device.
 
-    Buffers and other tensors are real: constructors compute tables of positions and frequencies, which no file has.
+    Buffers are real: constructors compute tables of positions and frequencies, which are in no file.
     """
     with _meta_parameters():
         arguments = {name: value for name, value in config.items() if name not in family.file.settings}
@@ -24,7 +24,7 @@ def meta_model(family: Family, config: dict[str, Any]) -> nn.Module:
 
 @contextmanager
 def _meta_parameters() -> Iterator[None]:
-    """What a constructor registers goes to the meta device at once; memory that nothing was written to costs nothing."""
+    """Context in which parameters move to the meta device when registered. Memory that is never written to costs nothing."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

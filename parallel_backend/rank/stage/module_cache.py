@@ -1,7 +1,8 @@
-"""Modules whose output many micro-steps share: computed in the first of them, kept for the others.
+"""A cache of module outputs that several micro-steps share: computed in the first of them, reused in the others.
 
-A band's micro-step runs the model's whole forward. What depends on the timestep and the prompt alone is the same for all
-bands: modulation, whose weights (a quarter of Flux's) would be read anew for each; text refiners; keys of the text.
+A band's micro-step runs the model's whole forward. Modules that depend only on the timestep and the prompt give the same
+output for all bands: modulation, whose weights (a quarter of Flux's) would be read again for each band; text refiners;
+keys of the text.
 """
 
 import functools
@@ -18,20 +19,20 @@ from parallel_backend.wire.sampling import Step
 from .stand_ins import STAND_INS
 
 CAPACITY = {CacheScope.CALL: 1, CacheScope.PROMPT: 2, CacheScope.BAND: 32}
-"""For so many of them outputs are kept. Two prompts: positive and negative, where they are two calls."""
+"""Calls, prompts and bands whose outputs are kept. Two prompts: positive and negative, where these are two calls."""
 
 Outputs = dict[tuple[nn.Module, int], Any]
-"""By module and number of its call within a micro-step: some are asked for the text and for the image."""
+"""(module, number of its call within the micro-step) -> output. Some modules are called for the text and for the image."""
 
 
 class ModuleCache:
-    """What the modules of one rank's model gave in earlier micro-steps."""
+    """Outputs that the modules of one rank's model gave in earlier micro-steps."""
 
     def __init__(self, model: nn.Module, plan: Mapping[str, CacheScope]):
-        """From now on the modules of `plan` (Forward.cached_modules) answer from what is kept."""
+        """Make the modules of `plan` (Forward.cached_modules) return cached outputs."""
         self._kept: dict[CacheScope, OrderedDict[tuple[Hashable, ...], Outputs]] = {per: OrderedDict() for per in CacheScope}
-        self.current: dict[CacheScope, Outputs] = {}  # of the micro-step under way
-        self.calls: Counter[nn.Module] = Counter()  # in it
+        self.current: dict[CacheScope, Outputs] = {}  # for the micro-step under way
+        self.calls: Counter[nn.Module] = Counter()  # in the micro-step under way
         patterns = [(_expression(pattern), per) for pattern, per in plan.items()]
         for name, module in model.named_modules():
             per = next((per for pattern, per in patterns if pattern.fullmatch(name)), None)
@@ -40,7 +41,7 @@ class ModuleCache:
                 module.module_cache, module.cache_scope = self, per
 
     def begin_step(self, step: Step, whole: bool) -> None:
-        """A micro-step. A `whole` call is only one, so that nothing is kept for others of it."""
+        """A micro-step begins. A `whole` call is one micro-step, so its outputs need not be kept for others."""
         prompt = (step.conditioning, step.entries)
         keys = {CacheScope.PROMPT: prompt, CacheScope.BAND: (*prompt, step.tokens, step.with_text)}
         if not whole:
@@ -54,30 +55,30 @@ class ModuleCache:
                 kept.popitem(last=False)
 
     def end_step(self) -> None:
-        """What modules are called with from here on belongs to no micro-step."""
+        """The micro-step is over. Outputs of later calls are not kept."""
         self.current = {}
         self.calls.clear()
 
     def drop(self, conditioning: int) -> None:
-        """This conditioning is gone: nothing asks for what was computed from it any more."""
+        """Drop outputs computed from this conditioning, which is gone."""
         for kept in self._kept.values():
             for key in [key for key in kept if key[0] == conditioning]:
                 del kept[key]
 
     def forget(self) -> None:
-        """The weights are others now, or a run is over."""
+        """Drop all outputs: weights have changed, or a run is over."""
         for kept in self._kept.values():
             kept.clear()
 
 
 def _expression(pattern: str) -> re.Pattern:
-    """A star in front stands for a block ("<list>.<index>"), elsewhere for an index."""
+    """A leading star stands for a block ("<list>.<index>"), another star for an index."""
     star = r"[^.]+\.[^.]+" if pattern.startswith("*") else r"[^.]+"
     return re.compile(re.escape(pattern).replace(r"\*", star))
 
 
 class CachedModule:
-    """Mixed into a module's class. Its output must not be changed in place by whoever gets it."""
+    """Mixed into a module's class. Callers must not change its output in place."""
 
     module_cache: ModuleCache
     cache_scope: CacheScope
@@ -95,5 +96,5 @@ class CachedModule:
 
 @functools.cache
 def _with_cache(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the same name: adapters and diffusers tell classes by it."""
+    """A subclass of `base` with its name, since diffusers and adapters compare class names."""
     return type(base.__name__, (CachedModule, base), {})

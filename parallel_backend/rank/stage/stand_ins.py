@@ -1,4 +1,4 @@
-"""Modules in the places of what another stage owns: blocks, prologue and epilogue."""
+"""Stand-ins: modules in the place of blocks, prologue and epilogue that another stage owns."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from .block_slots import BlockSlot, StageDone, StageIO
 
 
 class Upstream(nn.Module):
-    """In the place of a block of the stages before."""
+    """Stands in for a block of an earlier stage: returns the hidden states received."""
 
     def __init__(self, slot: BlockSlot):
         super().__init__()
@@ -28,7 +28,7 @@ class Upstream(nn.Module):
 
 
 class Downstream(nn.Module):
-    """In the place of a block of the stages after."""
+    """Stands in for a block of a later stage: ends the forward with the hidden states to send."""
 
     def __init__(self, slot: BlockSlot):
         super().__init__()
@@ -39,7 +39,7 @@ class Downstream(nn.Module):
 
 
 class Skipped(nn.Module):
-    """In the place of one of the stage's own blocks that a rehearsal leaves out: hands on what it is given."""
+    """Stands in for a block of this stage that a rehearsal leaves out: returns its input."""
 
     def __init__(self, slot: BlockSlot):
         super().__init__()
@@ -52,7 +52,7 @@ class Skipped(nn.Module):
 
 
 class Placeholder(nn.Module):
-    """In the place of a prologue module on a later stage: zeros of the hidden width, of which only the shape is used."""
+    """Stands in for a prologue module on a later stage: returns zeros of the hidden width. Only their shape is used."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -69,7 +69,7 @@ STAND_INS = (Upstream, Downstream, Skipped, Placeholder)
 
 
 def own_blocks(model: nn.Module, specs: Sequence[BlockList]) -> dict[str, nn.Module]:
-    """The blocks of these lists that the stage has, by "<list>.<index>"."""
+    """The stage's own blocks of these lists, by "<list>.<index>"."""
     blocks = {f"{spec.name}.{index}": block for spec in specs for index, block in enumerate(getattr(model, spec.name))}
     return {name: block for name, block in blocks.items() if not isinstance(block, STAND_INS)}
 
@@ -77,9 +77,9 @@ def own_blocks(model: nn.Module, specs: Sequence[BlockList]) -> dict[str, nn.Mod
 def fill_slots(
     model: nn.Module, spec: BlockList, flow: StageIO, own: range, whole_latent: bool, only: Collection[str] = ()
 ) -> list[tuple[nn.Module, str]]:
-    """Put stand-ins around blocks `own` of a list; (attention module, which tokens it is over) of those, in order.
+    """Replace all blocks of a list but `own` by stand-ins. `only`: see loading.Load.
 
-    `only`: see loading.Load.
+    Returns (attention module, its value in BlockList.attention) of the stage's own blocks, in order.
     """
     blocks = getattr(model, spec.name)
     attention = []

@@ -1,8 +1,8 @@
-"""Tensor parallelism from a plan that is data: which linear layers of a block are cut, along which side, and how.
+"""Applies a family's tensor plan: which linear layers of a block are cut, along which side, and how.
 
 As in Megatron-LM (arXiv 1909.08053): attention and feed-forward begin with column-cut layers (each rank some output
 features) and end with row-cut ones (each rank some input features, the partial results added up over the axis). Layers
-that make modulation vectors are cut by columns and their small output gathered, so that every large weight is cut.
+that make modulation vectors are column-cut and their small output is gathered, so that every large weight is cut.
 """
 
 import functools
@@ -21,23 +21,25 @@ from parallel_backend.rank.comm.transfers import Traffic
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A family's plan, for one rank of the tensor axis and a model with these heads. `key_heads`: None for as many."""
+    """A family's plan for one rank of the tensor axis."""
 
     plan: Plan
     heads: int
+    """Attention heads of the model."""
     head_size: int
     axis: Axis
     key_heads: int | None = None
+    """Heads of keys and values. None: as many as `heads`."""
 
     def layer_cut(self, parameter: str) -> LayerCut | None:
-        """Of the layer that `parameter` (`<list>.<index>.<layer>.weight`) belongs to. None: every rank has it whole."""
+        """Cut of the layer of `parameter` (`<list>.<index>.<layer>.weight`). None: every rank has the whole layer."""
         if self.axis.size == 1:
             return None
         name, _, rest = parameter.partition(".")
         return self.plan.get(name, {}).get(rest.partition(".")[2].rpartition(".")[0])
 
     def shards(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
-        """This rank's part of each of these parameters that is cut; the others it has whole."""
+        """This rank's shard of every parameter in `shapes` that is cut. The rank has the others whole."""
         shards = {}
         for parameter, shape in shapes.items():
             cut = self.layer_cut(parameter)
@@ -53,7 +55,7 @@ class TensorPlan:
         return shards
 
     def apply(self, model: nn.Module, traffic: Traffic) -> None:
-        """Make the cut layers, whose weights are in place, work together over the axis. The model's code stays as it is."""
+        """Hook the cut layers, whose weights are in place, so that ranks add up or gather."""
         if self.axis.size == 1:
             return
         key_heads = self.key_heads or self.heads
@@ -64,7 +66,7 @@ class TensorPlan:
             if hasattr(module, "processor"):
                 module.heads = local_heads
                 module.inner_dim = local_heads * self.head_size
-                if hasattr(module, "mlp_hidden_dim"):  # its layers are the feed-forward's too, divided by these two widths
+                if hasattr(module, "mlp_hidden_dim"):  # these layers hold the feed-forward too, and are split by both widths
                     module.mlp_hidden_dim = len(split(Span(0, module.mlp_hidden_dim), self.axis.size)[self.axis.index])
             cut = self.layer_cut(f"{name}.weight")
             if cut is None:
@@ -92,21 +94,22 @@ class TensorPlan:
 
 
 class SharedRMSNorm(nn.RMSNorm):
-    """An RMSNorm over features of which each rank of the axis has a part: the sum of squares is added up over it."""
+    """An RMSNorm over features that are cut over `axis`. The sum of squares is added up over the ranks."""
 
-    width: int  # of all ranks' parts
+    width: int
+    """Features of all ranks."""
     axis: Axis
     traffic: Traffic
 
     @staticmethod
     def adopt(norm: nn.RMSNorm, axis: Axis, traffic: Traffic) -> None:
-        """Make `norm`, whose weight is this rank's part already, one of these."""
+        """Turn `norm`, whose weight is already this rank's part, into a SharedRMSNorm."""
         (norm.width,) = norm.normalized_shape
         norm.axis, norm.traffic = axis, traffic
         norm.__class__ = SharedRMSNorm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., this rank's features], the same shape; computed in float32."""
+        """[..., this rank's features] -> the same shape. Computed in float32."""
         wide = x.float()
         squares = all_reduce(wide.square().sum(dim=-1, keepdim=True), self.axis, self.traffic)
         scale = torch.rsqrt(squares / self.width + self.eps)

@@ -22,12 +22,12 @@ def fill_weights(
     dtype_name: str,
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> None:
-    """Give these parameters of `model` (on the meta device until now) their values, on `device`.
+    """Read parameters `targets` of `model`, on the meta device until now, to `device`.
 
-    `plan`: of those it cuts, this rank gets its shard, or None where it has nothing of it. Linear layers become
-    `RankLinear`s; their weights stay packed as `Checkpoint.storage` says, everything else is in the compute dtype.
-    `progress` is told the share of the bytes that are in place, before each parameter and at the end.
-    ValueError for values of another shape than the parameter's; sides of 1 do not count, which GGUF's tools may drop.
+    Parameters that `plan` cuts become this rank's shard, or None if it has no part. Linear layers become `RankLinear`s.
+    Their weights stay packed as `Checkpoint.storage` says. Everything else is in the compute dtype. `progress` gets the
+    share of the bytes in place, before each parameter and at the end.
+    ValueError if the file's shape is not the parameter's. Sides of 1 are ignored, since GGUF's tools may drop them.
     """
     RankLinear.adopt(model)
     dtype = compute_dtype(dtype_name, device)
