@@ -1,4 +1,4 @@
-"""Parallel Doctor: which degrees are fastest on this machine, for this model and picture, and why."""
+"""The node Parallel Doctor: says which degrees are fastest on this machine for a model and a picture, and why."""
 
 import comfy.utils
 
@@ -22,17 +22,20 @@ from .ui.widgets import CATEGORY, cfg_scale
 
 
 def doctor_devices(text: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
-    """`auto`: every GPU, or the model's own CPU ranks where there is none. ValueError for a device that is not there."""
+    """Devices that the widget names. `auto`: all GPUs, or the model's CPU ranks if there is no GPU.
+
+    ValueError for a device that is not there.
+    """
     return (all_gpus() or stub.devices) if is_auto(text) else named_devices(text)
 
 
 def memory_to_share(devices: tuple[str, ...]) -> HostFree:
-    """That of the machine that CPU ranks are on, so far as it is known: not for those on a Ray cluster."""
+    """How to read the free memory that CPU ranks share. On a Ray cluster it is not known."""
     return (lambda: None) if any(map(on_ray, devices)) else (lambda: host_memory()[0])
 
 
 def advised_config(rehearsed: Plan, stub: RemoteDiffusionModel) -> ParallelConfig:
-    """The advised mode's; one device's, where nothing fits."""
+    """Parallel configuration of the advised mode, or of one device if nothing fits."""
     if rehearsed.best is None:
         return ParallelConfig(attention=stub.key.attention, comm_overlap=stub.comm_overlap)
     degrees = rehearsed.best.mode.degrees
@@ -89,7 +92,7 @@ class ParallelDoctor:
         if positive is not None:
             text_tokens = max(cond[0].shape[1] for cond in positive)
         shape = tuple(latent_image["samples"].shape)
-        if checkpoint.family.patching.video and len(shape) == 4:  # a picture for a model of videos, as samplers take it
+        if checkpoint.family.patching.video and len(shape) == 4:  # a picture for a video model is one frame
             shape = (*shape[:2], 1, *shape[2:])
         entries = shape[0] * (1 if cfg == 1.0 else 2)
         workload = workload_of(checkpoint, key.dtype, chosen[0], shape, entries, steps, text_tokens)

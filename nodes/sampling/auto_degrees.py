@@ -1,4 +1,4 @@
-"""`degrees` auto of the loader: the planner chooses devices and degrees when a sampler starts, and the choice is kept."""
+"""The loader's `degrees` auto: when a sampler starts, the planner chooses devices and degrees. The choice is kept."""
 
 import contextlib
 import logging
@@ -38,21 +38,21 @@ KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
 
 
 def folder() -> Path:
-    """Where calibrations and logs are kept: ComfyUI's user directory, since the temporary one is emptied at each start."""
+    """Folder for calibrations and logs, in ComfyUI's user directory: the temporary one is emptied at each start."""
     return Path(folder_paths.get_user_directory()) / "parallel_dit"
 
 
 def log_folder() -> Path:
-    """Where the ranks' logs are kept."""
+    """Folder for the ranks' logs."""
     return folder() / "logs"
 
 
 def calibrated(
     devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str, pool: Pool | None = None
 ) -> Calibration:
-    """What is known of these devices, or is measured now, on the ranks of `pool` where they are borrowed already.
+    """The calibration of these devices: kept from before, or measured now on the ranks of `pool` (None: borrowed here).
 
-    CPU ranks' memory is what is free at present.
+    The memory of CPU ranks is what is free now.
     """
 
     def measure() -> Calibration:
@@ -74,13 +74,11 @@ def calibrated(
 
 @dataclass(frozen=True)
 class AutoDegrees:
-    """ComfyUI's SAMPLER_SAMPLE wrapper, the outermost: sets the model's key before the sampler asks for the ranks.
-
-    `key`: with all devices that may be used; its degrees do not count.
-    """
+    """ComfyUI's outermost SAMPLER_SAMPLE wrapper: sets the model's key before the sampler asks for the ranks."""
 
     checkpoint: Checkpoint
     key: ModelKey
+    """Has all devices that may be used. Its degrees are ignored."""
 
     def __call__(self, executor, *arguments) -> torch.Tensor:
         sampling = Sampling(executor.class_obj, *arguments)
@@ -88,10 +86,10 @@ class AutoDegrees:
         return executor(*arguments)
 
     def settled(self, sampling: Sampling) -> ModelKey:
-        """The key with a plan in it: the loaded model's, or a new one for this run."""
+        """The key with planned degrees and devices: those of the loaded model, or a new plan for this run."""
         options = sampling.extra_args["model_options"]
         pipelines = comfy.patcher_extension.get_wrappers_with_key(KIND, WRAPPER_KEY, options, is_model_options=True)
-        # A plan without PipeFusion is no good with it, nor the other way round; other runs of the model keep theirs.
+        # A plan made for PipeFusion does not suit a run without it, nor the other way round: `planned` tells them apart.
         key = replace(self.key, planned=f"{','.join(self.key.devices)}{' pipelined' if pipelines else ''}")
         if (present := registry().planned(key)) is not None:
             return present
@@ -119,7 +117,7 @@ class AutoDegrees:
 
 
 def entries(sampling: Sampling) -> int:
-    """Of the batch at a model call: pictures times prompts."""
+    """Batch entries of a model call: pictures times prompts."""
     guider = sampling.guider
     prompts = sum(bool(conds) for conds in guider.conds.values())
     if math.isclose(getattr(guider, "cfg", 1.0), 1.0):
@@ -128,14 +126,14 @@ def entries(sampling: Sampling) -> int:
 
 
 def text_tokens(sampling: Sampling) -> int:
-    """Of the longest prompt; 1 where there is none."""
+    """Tokens of the longest prompt. 1 if there is no prompt."""
     conds = [cond for conds in sampling.guider.conds.values() for cond in conds or ()]
     texts = [cond["cross_attn"].shape[1] for cond in conds if cond.get("cross_attn") is not None]
     return max(texts, default=1)
 
 
 def model_to_plan(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:
-    """The MODEL that plans its degrees on the devices of `key` at its first run. Until then it counts as one rank."""
+    """A MODEL that plans its degrees on the devices of `key` at its first run. Before that it counts as one rank."""
     if key.stage_split.strip().lower() not in ("auto", "even"):
         raise ValueError(
             f"stage_split is '{key.stage_split}', for stages that are not known while degrees is auto. Set stage_split to "

@@ -1,5 +1,7 @@
-"""The process's one set of ranks and the model on it, shared by all nodes: ComfyUI caches node outputs, ranks must not
-die with them or multiply."""
+"""The process's one pool of ranks and the model on it, shared by all nodes.
+
+ComfyUI caches node outputs and drops them as it likes. Ranks must neither end nor multiply with them.
+"""
 
 import atexit
 import contextlib
@@ -24,10 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelKey:
-    """Everything that a loaded model was loaded with. Equal keys share the ranks and the weights on them.
-
-    `planned`: what the planner chose degrees and devices from, empty where the user did.
-    """
+    """Everything that a model is loaded with. Equal keys share the ranks and the weights on them."""
 
     path: Path
     dtype: str
@@ -38,29 +37,27 @@ class ModelKey:
     compile: bool = False
     transfer_dtype: str = "full"
     planned: str = ""
+    """What the planner chose degrees and devices from. Empty: the user chose them."""
 
 
 class Registry:
-    """Keeps the pool of the last used devices and the last used model on it.
-
-    `logs` says, whenever ranks are started, in which folder their logs are kept, see pool.Pool; None is nowhere.
-    """
+    """Keeps the pool of the devices used last, and the model used last on it. Thread-safe."""
 
     def __init__(self):
         self.logs: Callable[[], Path | None] = lambda: None
+        """Folder in which logs of ranks to be started are kept, see pool.Pool. None: nowhere."""
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._key: ModelKey | None = None
         self._model: RemoteTransformer | None = None
-        self._owner: Any = None
+        self._owner: Any = None  # never read: the reference keeps it alive, see `model`
 
     def model(
         self, key: ModelKey, poll: Poll, progress: LoadProgress = lambda doing, fraction: None, owner: Any = None
     ) -> RemoteTransformer:
-        """The model, loaded now if it is not, on ranks started now if there are none or they have failed.
+        """The model of `key`. Ranks are started and the model is loaded if that is not done yet, or ranks have failed.
 
-        `owner` is kept alive until another takes its place: who is to free the weights must not be gone before them, nor
-        while it frees them.
+        `owner` is kept alive until the next call: the object that frees the weights must outlive them.
         """
         with self._lock:
             self._drop_other_than(key.devices)
@@ -84,13 +81,13 @@ class Registry:
                     transfer_dtype=key.transfer_dtype,
                 )
                 self._key, self._owner = key, owner
-            except BaseException:  # Cancel while loading too: ranks half loaded are of no use
+            except BaseException:  # Cancel too: half-loaded ranks are useless
                 self._drop(politely=False)
                 raise
             return self._model
 
     def planned(self, key: ModelKey) -> ModelKey | None:
-        """The key of the model on ranks now, if it was planned from the same as `key`, whose own plan does not count."""
+        """Key of the model on ranks now, if it differs from `key` in nothing but what the planner chose. None otherwise."""
         with self._lock:
             present = self._key if self._model is not None and self._pool.error is None else None
         if present is None or replace(present, devices=key.devices, degrees=key.degrees) != key:
@@ -98,9 +95,9 @@ class Registry:
         return present
 
     def unload(self, key: ModelKey | None = None) -> None:
-        """Free what the ranks hold, if it is the model of `key` or no key is given. They stay, for the next one.
+        """Free what the ranks hold, if that is the model of `key`, or if `key` is None. The ranks stay for the next model.
 
-        Returns when the memory is free: micro-steps that are under way finish first.
+        Returns when the memory is free. Micro-steps under way finish first.
         """
         with self._lock:
             present = self._key if self._model is not None else None
@@ -110,18 +107,18 @@ class Registry:
             try:
                 if model is not None:
                     model.retire()
-                wait_for(self._pool.ask(m.Unload(), m.Unloaded), lambda: None)  # without a model, a VAE's decoder
-            except RankError as error:  # its memory is free, and the next use starts new ranks
-                log.warning("%s", str(error))  # a record that is kept would keep what the error was raised through
+                wait_for(self._pool.ask(m.Unload(), m.Unloaded), lambda: None)  # also a VAE's decoder
+            except RankError as error:  # the memory is free, and the next use starts new ranks
+                log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
                 self._drop()
 
     def bytes_on(self, key: ModelKey, device: str) -> int:
-        """What ranks hold of the model of `key` on one device, such as 'cuda:0'; 0 while it is not loaded. Never waits."""
+        """Bytes that ranks hold of the model of `key` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
         model = self._model
         return model.bytes_on(device) if model is not None and self._key == key and model.pool.error is None else 0
 
     def pool_for(self, devices: tuple[str, ...] | None, poll: Poll) -> Pool | None:
-        """The ranks on these devices, started now if other ones run or none. `devices` None: those that run, if any do."""
+        """The ranks on these devices, started if they do not run. `devices` None: the ranks that run now, or None."""
         with self._lock:
             self._drop_other_than(devices)
             if devices is not None:
@@ -131,16 +128,17 @@ class Registry:
             return self._pool
 
     def present(self) -> RemoteTransformer | None:
-        """The model that is on ranks now, if there is one and they work. Loads nothing and starts nothing."""
+        """The model on ranks now, or None if there is none or ranks have failed. Loads and starts nothing."""
         with self._lock:
             working = self._pool is not None and self._pool.error is None
             return self._model if working else None
 
     @contextlib.contextmanager
     def borrow(self, devices: tuple[str, ...]) -> Iterator[Pool]:
-        """Ranks on these devices, for whatever is no sampling. Their model counts as gone: the next `model` loads it anew.
+        """Context that has the ranks on these devices for something other than sampling, started if they do not run.
 
-        An exception inside ends the ranks, since nobody knows what they are in the middle of.
+        Their model counts as gone: the next `model` loads it again. An exception inside ends the ranks, since their state
+        is unknown.
         """
         with self._lock:
             self._drop_other_than(devices)
@@ -155,13 +153,13 @@ class Registry:
             raise
 
     def close(self) -> None:
-        """End the ranks and with them whatever they hold."""
+        """End the ranks, which frees everything they hold."""
         with self._lock:
             self._drop()
             self._owner = None
 
     def _drop_other_than(self, devices: tuple[str, ...] | None) -> None:
-        """End ranks that have failed, and those on other devices where any are named."""
+        """End the ranks if they have failed, or if `devices` is given and they are on other devices."""
         if self._pool is not None and (self._pool.error is not None or devices not in (None, self._pool.devices)):
             self._drop()
 
@@ -178,7 +176,7 @@ class Registry:
 
 @functools.cache
 def registry() -> Registry:
-    """The one of this process. Its ranks end with the process."""
+    """The process's registry. Its ranks end with the process."""
     one = Registry()
     atexit.register(one.close)
     return one

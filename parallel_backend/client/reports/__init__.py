@@ -1,1 +1,1 @@
-"""What a run did: in words, as figures, as a picture."""
+"""Reports of a sampling run: text, Chrome trace, picture."""

@@ -1,4 +1,4 @@
-"""What a run did, in words: the text that PipeFusion Sampler gives out."""
+"""The report of a run as text, an output of PipeFusion Sampler."""
 
 from dataclasses import dataclass
 
@@ -8,22 +8,23 @@ from parallel_backend.wire.sampling import RunStats
 
 @dataclass(frozen=True)
 class RunReport:
-    """`calls`: (exact, banded) model calls of a run in bands, None for a run of whole calls. `reason`: why not in bands.
-    `cache`: what the step cache says, where there is one.
-    """
+    """A run's statistics. `str` gives the text."""
 
     degrees: Degrees
     bands: int
     steps: int
     seconds: float
     calls: tuple[int, int] | None
+    """(exact, banded) model calls. None: the run was not in bands."""
     reason: str | None
+    """Why the run was not in bands."""
     ranks: tuple[RunStats, ...]
     cache: str | None = None
+    """What the step cache did. None: there was none."""
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Payload over all ranks, by mesh axis."""
+        """Payload sent by all ranks, by mesh axis."""
         total: dict[str, int] = {}
         for rank in self.ranks:
             for axis, count in rank.bytes_sent.items():
@@ -32,7 +33,7 @@ class RunReport:
 
     @property
     def what(self) -> str:
-        """Which calls ran exact, and which with old keys."""
+        """How many calls ran exact, and how many with keys one step old."""
         if self.degrees.naive:
             return "bands that never see each other (naive patches, a control)"
         if self.calls is None:

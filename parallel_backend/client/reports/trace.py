@@ -1,4 +1,4 @@
-"""The last run's timeline, put together from what the ranks recorded: figures, and a Chrome trace."""
+"""The trace of the last run, put together from the ranks' timelines: figures as text, and a Chrome trace."""
 
 import json
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT, WORK
 SPAN = np.dtype(
     [("start", "f8"), ("stop", "f8"), ("kind", "i8"), ("step", "i8"), ("first", "i8"), ("last", "i8"), ("exact", "i8")]
 )
-"""A span in seconds, of the micro-step `step` (0: none) with the tokens [first, last); see recorder.Recorder."""
+"""A span: start and stop in seconds, kind and StepLabel (timeline_kinds.py). `step` 0: outside of micro-steps."""
 
 MICROSECONDS = 1e6
 
 
 def to_spans(timeline: Timeline, zero: float) -> np.ndarray:
-    """SPAN [n], in order of their starts, as seconds after `zero`."""
+    """SPAN [n], by start. Times are seconds after `zero`."""
     spans = np.empty(len(timeline.times), SPAN)
     spans["start"], spans["stop"] = (timeline.times.numpy() - zero).T
     for name, column in zip(SPAN.names[2:], timeline.labels.numpy().T, strict=True):
@@ -32,19 +32,22 @@ def to_spans(timeline: Timeline, zero: float) -> np.ndarray:
 
 
 def total(spans: np.ndarray) -> float:
-    """Seconds."""
+    """Sum of the spans' seconds."""
     return float((spans["stop"] - spans["start"]).sum())
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """`spans`: SPAN [n]. `place`: where the rank stands on the mesh, in words; empty where there is one rank."""
+    """One rank's spans. Of one kind none overlap each other, but for transfers."""
 
     rank: int
     device: str
     place: str
+    """The rank's coordinate in words. Empty if there is one rank."""
     spans: np.ndarray
+    """SPAN [n], by start."""
     lost: int
+    """Older spans that were not kept."""
 
     @property
     def where(self) -> str:
@@ -64,7 +67,7 @@ class RankTrace:
 
     @cached_property
     def computing(self) -> np.ndarray:
-        """The parts of `work` in which the rank was not waiting. Neither micro-steps nor waits overlap among themselves."""
+        """The parts of `work` in which the rank did not wait."""
         inside = self.waits[self.waits["step"] != 0]
         pieces = np.empty(len(self.work) + len(inside), SPAN)
         starts = np.concatenate((self.work["start"], inside["stop"]))
@@ -76,19 +79,20 @@ class RankTrace:
 
     @property
     def hidden(self) -> float | None:
-        """The share of the transfers' time in which the rank was not waiting for one (RunReport's); None without any."""
+        """Share of the transfers' time in which the rank did not wait, as in RunReport. None without transfers."""
         under_way = total(self.transfers)
         return 1 - total(self.waits) / under_way if under_way else None
 
 
 @dataclass(frozen=True)
 class Trace:
-    """`zero`: seconds of time.perf_counter at the run's first span, where the times of all ranks begin."""
+    """A run on all ranks. `str` gives its figures as text."""
 
     model: str
     degrees: Degrees
     ranks: tuple[RankTrace, ...]
     zero: float
+    """time.perf_counter at the run's first span. All times count from it."""
 
     @property
     def title(self) -> str:
@@ -97,21 +101,22 @@ class Trace:
 
     @cached_property
     def seconds(self) -> float:
-        """From the first span of any rank to the last."""
+        """From the first span of any rank to the end of the last."""
         return max(float(rank.spans["stop"].max()) for rank in self.ranks if len(rank.spans))
 
     @property
     def hidden(self) -> float | None:
+        """RankTrace.hidden over all ranks."""
         under_way = sum(total(rank.transfers) for rank in self.ranks)
         return 1 - sum(total(rank.waits) for rank in self.ranks) / under_way if under_way else None
 
     @cached_property
     def bands(self) -> np.ndarray:
-        """First tokens of the bands, ascending; empty where all steps were whole and exact."""
+        """First token of each band, ascending. Empty if all micro-steps were exact."""
         return np.unique(np.concatenate([rank.work["first"][rank.work["exact"] == 0] for rank in self.ranks]))
 
     def band(self, spans: np.ndarray) -> np.ndarray:
-        """The band of each span, counted from 0, and -1 for exact ones: int [n]."""
+        """int [n]: band of each span, from 0. -1 for exact micro-steps."""
         return np.where(spans["exact"] == 1, -1, np.searchsorted(self.bands, spans["first"]))
 
     def __str__(self) -> str:
@@ -130,7 +135,7 @@ class Trace:
 
 
 def read_trace(model: RemoteTransformer, poll: Poll) -> Trace:
-    """The last run's. ValueError if nothing has run since the model was loaded."""
+    """The last run's trace. ValueError if nothing has run since the model was loaded."""
     timelines = model.timeline(poll)
     starts = [float(timeline.times.min()) for timeline in timelines if len(timeline.times)]
     if not starts:
@@ -157,7 +162,7 @@ def nothing_has_run() -> ValueError:
 
 
 def place(degrees: Degrees, rank: int) -> str:
-    """Such as 'stage 1 of 2, ulysses 2 of 2'."""
+    """The rank's coordinate in words, such as 'stage 1 of 2, ulysses 2 of 2'."""
     at = degrees.coordinate(rank)
     names = {"pipe": "stage", "batch": "copy"}
     parts = [(names.get(axis, axis), getattr(at, axis), getattr(degrees, axis)) for axis in AXES]
@@ -165,7 +170,7 @@ def place(degrees: Degrees, rank: int) -> str:
 
 
 def lanes(spans: np.ndarray) -> list[int]:
-    """For each span, in order of their starts, the lowest lane that is free from its start on."""
+    """Lane of each span, sorted by start: the lowest lane that is free at its start."""
     ends: list[float] = []
     taken = []
     for start, stop in zip(spans["start"], spans["stop"], strict=True):
@@ -176,8 +181,11 @@ def lanes(spans: np.ndarray) -> list[int]:
 
 
 def chrome_events(trace: Trace) -> list[dict[str, Any]]:
-    """Events of the Trace Event Format: a process for each rank, a thread for its micro-steps with the waits inside them,
-    and as many threads for transfers as were under way at once."""
+    """Events of the Trace Event Format.
+
+    A rank is a process. One thread has its micro-steps with the waits inside them. Others have its transfers, as many as
+    were under way at once.
+    """
     events: list[dict[str, Any]] = []
 
     def name(what: str, rank: int, thread: int, text: str) -> None:
@@ -211,7 +219,7 @@ def chrome_events(trace: Trace) -> list[dict[str, Any]]:
 
 
 def write_chrome_trace(trace: Trace, path: Path) -> None:
-    """A file for chrome://tracing and ui.perfetto.dev."""
+    """Write a file for chrome://tracing and ui.perfetto.dev."""
     widgets = {WIDGETS[axis]: getattr(trace.degrees, axis) for axis in AXES}
     content = {
         "traceEvents": chrome_events(trace),

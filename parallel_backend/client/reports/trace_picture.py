@@ -1,7 +1,7 @@
-"""A run's timeline as a picture: a lane per rank for what it computed and waited for, a thin one for its transfers.
+"""A trace as a picture: for each rank a lane of computing and waiting, and a thin lane of transfers.
 
-Above the whole run, below its first steps. Micro-steps may be much shorter than a pixel is wide: so a lane's column is
-filled from below with each kind's share of the time that the column stands for, and no kind is drawn wider than it was.
+The upper panel shows the whole run, the lower one its first steps. A micro-step may be much shorter than a pixel. So each
+pixel column of a lane is filled from below by kind, in proportion to each kind's share of the column's time.
 """
 
 import textwrap
@@ -12,20 +12,20 @@ import numpy as np
 from .trace import RankTrace, Trace
 
 EXACT, BANDED, WAITING, TRANSFERRING, IDLE = "#0B4F7D", "#56B4E9", "#D55E00", "#009E73", "#E9E9E9"
-"""After Okabe and Ito, whose colours are told apart by colour-blind people too."""
+"""Okabe and Ito's colours, which colour-blind people can tell apart."""
 BAND_SHADES = ("#A6D8F5", "#3D97D3")
-"""First and last band, where bands can be told apart."""
+"""Colours of the first and last band, where bands have different colours."""
 INK, PALE = "#222222", "#6B6B6B"
 
 WIDTH = 1600
-"""Pixels at which the sizes below are what they say; other widths scale all of it, letters too."""
+"""Picture width at which the sizes below are pixels. Other widths scale everything, letters too."""
 LEFT, RIGHT, TOP, BOTTOM = 190, 216, 84, 62
 AXIS, GAP = 26, 46  # under a panel's lanes, and between the panels
 ROWS = ((64, 36, 8), (72, 42, 8))  # by panel: pixels of a rank's row, of its lane, of its lane of transfers
 ZOOM_STEPS, ZOOM_PIECES, ZOOM_SHARE = 24, 60, 0.6
 
 Layer = tuple[np.ndarray, str]
-"""Spans (trace.SPAN [n]) that do not overlap among themselves or with another layer's, and their colour."""
+"""(SPAN [n], colour). No span overlaps another one of its layer or of another layer."""
 
 
 def rgb(colour: str) -> np.ndarray:
@@ -33,7 +33,7 @@ def rgb(colour: str) -> np.ndarray:
 
 
 def united(spans: np.ndarray) -> np.ndarray:
-    """Spans in order of their starts -> spans that cover the same time without overlapping."""
+    """Spans sorted by start -> spans without overlaps that cover the same time."""
     if not len(spans):
         return spans
     reached = np.maximum.accumulate(spans["stop"])
@@ -44,7 +44,7 @@ def united(spans: np.ndarray) -> np.ndarray:
 
 
 def covered(spans: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """The share of each column [edges[i], edges[i + 1]) that spans without overlap cover, [columns]."""
+    """[columns]: share of each column [edges[i], edges[i + 1]) that spans without overlaps cover."""
     if not len(spans):
         return np.zeros(len(edges) - 1)
     times = np.stack((spans["start"], spans["stop"]), 1).reshape(-1)
@@ -54,7 +54,7 @@ def covered(spans: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def lane(layers: Sequence[Layer], edges: np.ndarray, height: int) -> np.ndarray:
-    """Pixels [height, columns, 3] uint8, the first layer lowest, IDLE above the last."""
+    """Pixels [height, columns, 3] uint8. The first layer is lowest, IDLE is above the last."""
     tops = np.cumsum([covered(spans, edges) for spans, _ in layers], axis=0)
     rows = (np.arange(height)[::-1] + 0.5) / height
     layer = (rows[:, None, None] > tops.T[None]).sum(-1)
@@ -68,7 +68,7 @@ def shade(band: int, bands: int) -> str:
 
 
 def zoom_stop(trace: Trace) -> float | None:
-    """Seconds until which the first steps are shown larger; None where the whole run is as good."""
+    """End of the lower panel in seconds. None: the run is short enough without one."""
     stops = []
     for rank in trace.ranks:
         if len(rank.work) > 1:
@@ -79,7 +79,7 @@ def zoom_stop(trace: Trace) -> float | None:
 
 
 def draw(trace: Trace, width: int = WIDTH) -> np.ndarray:
-    """[height, width, 3] uint8."""
+    """The picture, [height, width, 3] uint8."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -113,7 +113,7 @@ def _title(figure, trace: Trace, height: int) -> None:
 
 
 def _panel(figure, trace: Trace, time: tuple[float, float], top: int, panel: int, height: int, scale: float, zoomed: bool):
-    """One row for each rank over `time`; `top`, `panel` and `height` are pixels at WIDTH."""
+    """A panel over `time`, with a row for each rank. `top`, `panel` and `height` are pixels at WIDTH."""
     row, tall, thin = ROWS[zoomed]
     wide = WIDTH - LEFT - RIGHT
     axes = figure.add_axes((LEFT / WIDTH, 1 - (top + panel) / height, wide / WIDTH, panel / height))
@@ -153,7 +153,7 @@ def _layers(trace: Trace, rank: RankTrace, zoomed: bool) -> list[Layer]:
 
 
 def _name(axes, trace: Trace, rank: RankTrace, top: int, row: int, figures: bool) -> None:
-    """The rank at the left of its row and, with `figures`, what it did at the right."""
+    """Write the rank's name at the left of its row and, with `figures`, its shares of time at the right."""
     at = axes.get_yaxis_transform()  # x in parts of the panel, y in its pixels
     wide = WIDTH - LEFT - RIGHT
     left = (24 - LEFT) / wide
@@ -176,7 +176,7 @@ def _name(axes, trace: Trace, rank: RankTrace, top: int, row: int, figures: bool
 
 
 def _marks(axes, trace: Trace, rank: RankTrace, time: tuple[float, float], top: int, tall: int, wide: int) -> None:
-    """Where micro-steps are wide enough, a line between them and their band's number on their longest part."""
+    """Draw lines between micro-steps and write their bands' numbers, where they are wide enough."""
     shown = rank.work[rank.work["start"] < time[1]]
     per_pixel = (time[1] - time[0]) / wide
     if not len(shown) or float(np.median(shown["stop"] - shown["start"])) < 5 * per_pixel:
@@ -197,7 +197,7 @@ def _marks(axes, trace: Trace, rank: RankTrace, time: tuple[float, float], top: 
 
 
 def _funnel(figure, panels, stop: float) -> None:
-    """From the part of the upper panel that the lower one shows larger."""
+    """Connect the lower panel with the part of the upper one that it shows."""
     from matplotlib.patches import Polygon
 
     upper, lower = (axes.get_position() for axes in panels)
