@@ -1,8 +1,8 @@
-"""Checkpoints on disk: which family one is, what its parameters are called there, and how their values are stored.
+"""Checkpoints on disk: a checkpoint's family, where each parameter's values are, and how they are stored.
 
-Read: single files in original (ComfyUI) key layout, safetensors or GGUF, with or without the `model.diffusion_model.`
+Supported: single files in original (ComfyUI) key layout, safetensors or GGUF, with or without the `model.diffusion_model.`
 prefix, and diffusers folders (config.json, one or several safetensors files). Opening reads headers only. Values may be
-fp32, bf16, fp16, fp8 as it is or with ComfyUI's scales (fp8_scales.py), or GGUF's blocks (packed_formats.py).
+fp32, bf16, fp16, plain fp8, fp8 with ComfyUI's scales (fp8_scales.py), or GGUF's blocks (packed_formats.py).
 """
 
 import inspect
@@ -29,25 +29,28 @@ from .tensor_files import GGUF, SAFETENSORS, Entry, read_header, read_stated_con
 
 PREFIXES = ("model.diffusion_model.", "model.model.", "")
 READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *GGUF_BLOCKS}
-"""What values may be stored as."""
+"""Storage formats that can be read."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint of a known family. `key_map`: parameter of the model -> where its values are."""
+    """An opened checkpoint of a known family."""
 
     path: Path
     family: Family
     config: dict[str, Any]
+    """Arguments of the diffusers class, and the family's settings."""
     key_map: dict[str, Source]
+    """Parameter of the model -> where its values are."""
     entries: dict[str, Entry] = field(repr=False)
+    """Key in the file, without prefix -> tensor."""
 
     @property
     def dtype(self) -> str:
-        """What most of the values are in, as the weight_dtype that leaves them so on CUDA ranks.
+        """The weight_dtype that keeps most values as they are stored, on CUDA ranks.
 
-        Plain fp8 of either kind is fp8_e4m3fn. Scaled fp8 and GGUF are bf16, which such weights are computed in; they stay
-        packed under every weight_dtype, on CPU ranks too (there computed in fp32), where plain fp8 becomes fp32.
+        Plain fp8 of either kind is fp8_e4m3fn. Scaled fp8 and GGUF are bf16, their compute dtype: they stay packed under
+        every weight_dtype. CPU ranks compute them in fp32, and turn plain fp8 into fp32.
         """
         most = self._most
         if most.scale is not None or most.dtype in GGUF_BLOCKS:
@@ -56,7 +59,7 @@ class Checkpoint:
 
     @cached_property
     def _most(self) -> Entry:
-        """One of the entries that are stored as most of the values are."""
+        """An entry of the storage format that most values have."""
         sizes: dict[tuple[str, bool], int] = {}
         for entry in self.entries.values():
             how = entry.dtype, entry.scale is not None
@@ -66,7 +69,7 @@ class Checkpoint:
 
     @property
     def original_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Key in the family's original layout -> shape, whatever layout the file has. ComfyUI detects models by these."""
+        """Key in the family's original layout -> shape, for files of every layout. ComfyUI detects models by these."""
         original: dict[str, list[int]] = {}
         for target, source in self.family.file.key_map(self.config).items():
             shape = list(self.shape(target))
@@ -88,16 +91,16 @@ class Checkpoint:
         )
 
     def shape(self, target: str) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         source = self.key_map[target]
         shape = self.entries[source.key].shape
         return shape if source.rows is None else (len(source.rows), *shape[1:])
 
     def storage(self, target: str, dtype_name: str) -> str | None:
-        """How the weight of a linear layer is kept on a rank: fp8_e4m3fn, fp8_e5m2, a type of GGUF_BLOCKS, or None.
+        """Format in which a rank keeps the weight of a linear layer: fp8_e4m3fn, fp8_e5m2, a type of GGUF_BLOCKS, or None.
 
-        None: in the compute dtype. weight_dtype fp8_e4m3fn rounds what is not fp8, but in a file that is quantised anyway
-        it leaves alone what the file's maker left in full.
+        None: the compute dtype. weight_dtype fp8_e4m3fn rounds other weights to fp8, but not in a quantised file, whose
+        maker left some weights in full precision.
         """
         entry = self.entries[self.key_map[target].key]
         fp8 = dtype_name.startswith("fp8")
@@ -107,7 +110,7 @@ class Checkpoint:
         return dtype_name if fp8 and most not in GGUF_BLOCKS and most not in FP8_KINDS else None
 
     def nbytes(self, target: str, dtype_name: str) -> int:
-        """What the whole parameter takes on a rank; matrices are counted as weights of linear layers."""
+        """Bytes of the whole parameter on a rank. Matrices count as weights of linear layers."""
         shape = self.shape(target)
         storage = self.storage(target, dtype_name) if len(shape) == 2 else None
         if storage in GGUF_BLOCKS:
@@ -118,9 +121,9 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a file or a diffusers folder. ValueError, in the user's words, for whatever is not a model that can be run."""
+    """Open a file or a diffusers folder. ValueError, with a text for the user, if it is no model that can be run."""
     path = Path(path)
-    if not path.is_dir() and not path.is_file():  # a pipe in their place could be waited for for ever
+    if not path.is_dir() and not path.is_file():  # a pipe could block for ever
         raise ValueError(f"model_name: {path.name} does not exist at {path.parent}.")
     try:
         return _open_folder(path) if path.is_dir() else _open_single_file(path)
@@ -168,7 +171,7 @@ def _configure(path: Path, family: Family, entries: dict[str, Entry]) -> dict[st
 
 
 def _with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
-    """The same. A matrix without values could be of any size, in a file of no size; empty lists are marks."""
+    """`entries`, checked. ValueError for a matrix without values: it could claim any size. Empty lists are markers."""
     empty = next((key for key, entry in entries.items() if 0 in entry.shape and len(entry.shape) > 1), None)
     if empty is not None:
         raise ValueError(f"model_name: {name} holds {empty} of shape {list(entries[empty].shape)}, which has no values.")
@@ -215,8 +218,8 @@ def _read_config(path: Path) -> Any:
 
 
 def _constructor_arguments(name: str, family: Family, config: dict[str, Any], tensors: int) -> dict[str, Any]:
-    """What config.json says and, where it is silent, the class's defaults."""
-    import diffusers  # takes seconds, and ComfyUI's process can do without it for single files
+    """Arguments of the class, from config.json or else the class's defaults."""
+    import diffusers  # takes seconds, and is not needed for single files
 
     parameters = inspect.signature(getattr(diffusers, family.model_class).__init__).parameters
     defaults = {parameter: p.default for parameter, p in parameters.items() if parameter != "self"}
@@ -229,7 +232,7 @@ def _constructor_arguments(name: str, family: Family, config: dict[str, Any], te
 
 
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
-    """Every parameter has its values, and every tensor of the file its use (those that the family ignores are dropped)."""
+    """The checkpoint without tensors that the family ignores. ValueError for a missing, unusable or unused tensor."""
     name, entries = checkpoint.path.name, checkpoint.entries
     missing = [source.key for source in checkpoint.key_map.values() if source.key not in entries]
     if missing:
@@ -255,7 +258,7 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def to_original(family: Family, config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """diffusers state dict, or some of it -> original key layout: the key map run backwards."""
+    """diffusers state dict, or a part of it -> original key layout: the inverse of the key map."""
     parts: dict[str, list[tuple[Span | None, torch.Tensor]]] = {}
     for target, source in family.file.key_map(config).items():
         if target not in state:

@@ -1,15 +1,18 @@
-"""Whether two machines have the same model, without reading all of it. Others of its kind have the same header and size."""
+"""A model's fingerprint: tells whether two machines have the same files, without reading all of them.
+
+Other models of the same kind have the same header and size, so values are sampled.
+"""
 
 import hashlib
 
 from .checkpoint import Checkpoint
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Read of each file, evenly spread: fine-tuned models differ nearly everywhere."""
+"""Samples of each file, evenly spread, and the bytes of each. Fine-tuned models differ nearly everywhere."""
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Of its files' sizes and samples of what they hold; their names do not count. ValueError if one cannot be read."""
+    """Digest of the files' sizes and samples, not of their names. ValueError if a file cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted({entry.file for entry in checkpoint.entries.values()}):
         try:
@@ -25,7 +28,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def check_fingerprint(checkpoint: Checkpoint, expected: str) -> None:
-    """ValueError if this machine's files are others than those that `expected` was made of."""
+    """ValueError if the fingerprint of this machine's files is not `expected`."""
     if fingerprint(checkpoint) != expected:
         raise ValueError(
             f"model_name: {checkpoint.path} is not the same on this machine as on ComfyUI's. Copy it there, or share the "

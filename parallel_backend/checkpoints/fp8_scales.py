@@ -1,9 +1,8 @@
-"""ComfyUI's scaled fp8 files: which scale belongs to which weight. A weight's value is what is stored times its scale.
+"""ComfyUI's scaled fp8 files: which scale belongs to which weight. A weight's value is its stored value times its scale.
 
-Two ways to write them are around; ComfyUI reads both (comfy/utils.py `convert_old_quants`, comfy/ops.py
-`_load_quantized_module`). Old: a marker tensor `scaled_fp8`, and `<layer>.scale_weight`. New: `<layer>.weight_scale`, and
-the layer's format as a tensor `<layer>.comfy_quant` of JSON bytes or in the file's header. Only the new one says of each
-layer whether it has to have a scale.
+There are two layouts, and ComfyUI reads both (comfy/utils.py `convert_old_quants`, comfy/ops.py `_load_quantized_module`).
+Old: a marker tensor `scaled_fp8`, and `<layer>.scale_weight`. New: `<layer>.weight_scale`, and the layer's format, as a
+tensor `<layer>.comfy_quant` of JSON bytes or in the file's header. Only the new layout says which layers must have a scale.
 """
 
 from collections.abc import Mapping
@@ -20,10 +19,10 @@ FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 
 def attach_scales(name: str, entries: Mapping[str, Entry], stated: Mapping[str, str]) -> dict[str, Entry]:
-    """`entries` of file `name` (key without prefix -> entry) with each scale at its weight and no longer by itself.
+    """`entries` of file `name` (key without prefix -> entry), with every scale moved into its weight's entry.
 
-    `stated`: layer -> format, from the header. What belongs to no weight stays: a use for it is up to the caller. ValueError
-    for another format than fp8, a scale that is missing, and one of a shape that ComfyUI has no meaning for.
+    `stated`: layer -> format, from the header. Scales without a weight stay entries. ValueError for formats other than fp8,
+    for a missing scale, and for a scale of another shape than ComfyUI's.
     """
     rest = dict(entries)
     formats = {layer: how for layer, how in stated.items() if f"{layer}.weight" in rest}

@@ -1,7 +1,6 @@
-"""GGUF files: what they hold, and slices of it through the file's memory map. Needs the `gguf` package.
+"""GGUF files: their tensors, as slices of the memory-mapped file. Needs the `gguf` package.
 
-A tensor that its maker had to store in another shape has its own in `comfy.gguf.orig_shape.<key>` (as written and read by
-ComfyUI-GGUF).
+A tensor stored in another shape has its real shape in the field `comfy.gguf.orig_shape.<key>`, as ComfyUI-GGUF writes it.
 """
 
 import math
@@ -22,10 +21,9 @@ PLAIN = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 class GgufFile:
-    """An opened file. `get_slice` gives what safetensors' does: to be indexed, and then a tensor of the map's memory.
+    """An opened file. `get_slice(key)[...]` is a tensor in the map's memory, as in safetensors.
 
-    A tensor of blocks is indexed as [rows, bytes] uint8, unless its rows are no whole number of blocks: such a one is
-    read as float32.
+    A tensor of blocks is [rows, bytes] uint8. If its rows are no whole number of blocks, it is expanded to float32.
     """
 
     def __init__(self, path: Path):
@@ -62,13 +60,13 @@ class GgufFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tensors, self._map = {}, None  # the map is closed with the last tensor that looks into it
+        self._tensors, self._map = {}, None  # the map is closed with the last tensor in it
 
     def keys(self) -> Iterator[str]:
         return iter(self._tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """As the model has it."""
+        """The tensor's shape in the model."""
         return self._shapes.get(key) or self._tensors[key].shape
 
     def dtype(self, key: str) -> str:
@@ -86,7 +84,7 @@ class GgufFile:
     def get_slice(self, key: str) -> torch.Tensor:
         if self._map is None:
             with self.path.open("rb") as file:
-                # Copy on write: torch has no read-only tensors.
+                # Copy on write, since torch has no read-only tensors.
                 self._map = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         kind, shape, start = self._kinds[key].name, self.shape(key), self._tensors[key].start
         stored = torch.frombuffer(self._map, dtype=torch.uint8, count=self._sizes[key], offset=start)

@@ -1,7 +1,7 @@
-"""The header of a GGUF file: which tensors there are and where, every count and length checked before it is believed.
+"""The header of a GGUF file: its tensors and their places. Every count and length is checked before it is used.
 
-The `gguf` package's own reader makes an array of each element of each field, and follows counts to wherever they lead: a
-small file can keep it busy for hours. Format: ggml's docs/gguf.md, versions 2 and 3.
+The `gguf` package's reader makes an array of every element of every field and trusts all counts: a small file can keep it
+busy for hours. Format: ggml's docs/gguf.md, versions 2 and 3.
 """
 
 import math
@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 MAGIC, VERSIONS = 0x46554747, (2, 3)
 ALIGNMENT = "general.alignment"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Type of a field's value -> struct's letter for it."""
+"""Type of a field's value -> letter for `struct`."""
 STRING, ARRAY = 8, 9
 MAX_HEADER_BYTES = 1 << 24
 MAX_TENSORS = 1 << 16
@@ -21,24 +21,28 @@ MAX_FIELDS = 1 << 14
 MAX_NAME = 1 << 12
 MAX_AXES = 8
 MAX_KEPT = 64
-"""Elements of an array of numbers that is kept: shapes are; vocabularies are not needed."""
+"""Most elements of an array that is kept. Shapes are short. Vocabularies are not needed."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """`kind`: the number of its type. `shape`: slowest axis first. `start`: of its bytes, from the file's beginning."""
+    """A tensor's place in the file."""
 
     kind: int
+    """Number of its type."""
     shape: Shape
+    """Slowest axis first."""
     start: int
+    """Of its bytes, from the file's beginning."""
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """`arrays`: the fields that are short arrays of whole numbers."""
+    """Tensors and fields by name."""
 
     tensors: dict[str, StoredTensor]
     arrays: dict[str, Shape] = field(repr=False)
+    """Fields that are short arrays of integers."""
 
 
 class _Cursor:
@@ -66,7 +70,7 @@ class _Cursor:
         return bytes(self.read(length)).decode()
 
     def skip(self, kind: int, count: int) -> None:
-        """So many values of this type."""
+        """Skip `count` values of type `kind`."""
         if kind in SCALARS:
             self.read(count * struct.calcsize(f"<{SCALARS[kind]}"))
         elif kind == STRING:
@@ -75,7 +79,7 @@ class _Cursor:
             raise ValueError(f"a field of the type {kind}")
 
     def _skip_texts(self, count: int) -> None:
-        """Without a call for each: a vocabulary has hundreds of thousands, a malicious header millions."""
+        """Skip texts in one loop: a vocabulary has hundreds of thousands, a malicious header millions."""
         end, length_at = len(self._content), struct.Struct("<Q").unpack_from
         if count > (end - self.at) // 8:
             raise ValueError(f"a list of {count} texts")
@@ -88,9 +92,9 @@ class _Cursor:
 
 
 def read_gguf_header(content: memoryview) -> GgufHeader:
-    """Of a file's first MAX_HEADER_BYTES, or all of it.
+    """The header in `content`, a file's first MAX_HEADER_BYTES.
 
-    ValueError for one that is damaged, and for counts and lengths beyond any model's.
+    ValueError if it is damaged, or has counts or lengths beyond any model's.
     """
     cursor = _Cursor(content)
     magic, version, tensors, fields = cursor.numbers("IIQQ")
@@ -113,7 +117,7 @@ def read_gguf_header(content: memoryview) -> GgufHeader:
 
 
 def _fields(cursor: _Cursor, count: int) -> tuple[int, dict[str, Shape]]:
-    """The alignment of the tensors, and the short arrays."""
+    """(alignment of the tensors, short arrays by name)."""
     alignment, arrays, names = 32, {}, set()
     for _ in range(count):
         name, kind = cursor.name(), cursor.number("I")

@@ -1,5 +1,7 @@
-"""What a checkpoint says of itself, checked before anything is built from it: a file from anywhere must not make a rank
-build a million layers, or a table of positions that fills its memory."""
+"""Checks of a checkpoint's configuration, before anything is built from it.
+
+Files come from anywhere. None must make a rank build a million layers, or a table of positions that fills its memory.
+"""
 
 import math
 from collections.abc import Mapping
@@ -11,21 +13,21 @@ from parallel_backend.families import Family
 from parallel_backend.families.base.family import FileLayout
 
 MAX_CONFIG_BYTES = 1 << 20
-"""Of a folder's config.json; the longest are some thousand bytes."""
+"""Most bytes of a folder's config.json. The longest known are some thousand bytes."""
 MAX_SETTING = 1 << 20
 MAX_LIST = 1 << 10
 MAX_TEXT = 1 << 10
 MAX_VIDEO = 1 << 23
-"""Positions of the largest video that a model of videos was trained for."""
+"""Most positions of a video that a model was trained for."""
 
 
 def check_settings(
     name: str, layout: FileLayout, settings: Mapping[str, Any], defaults: Mapping[str, Any], tensors: int
 ) -> None:
-    """ValueError, naming the setting of checkpoint `name`, for a value that no constructor should be given.
+    """ValueError, naming the setting of checkpoint `name`, for a value that no model of the family has.
 
-    `layout`: its family's, which says of some settings what is too much. `defaults`: by setting, an example of its kind;
-    None stands for any. `tensors`: number of the checkpoint's tensors, of which every layer needs one.
+    `layout`: the family's, with limits for some settings. `defaults`: setting -> a value of its type; None allows any type.
+    `tensors`: number of the checkpoint's tensors, which limits the number of layers.
     """
     for setting, value in settings.items():
         most = tensors if setting.endswith("layers") else layout.max_settings.get(setting, MAX_SETTING)
@@ -56,7 +58,7 @@ def _plausible(value: Any, default: Any, most: int) -> bool:
 
 
 def check_sizes(name: str, family: Family, config: Mapping[str, Any], shapes: list[tuple[int, ...]]) -> None:
-    """ValueError unless the sizes that follow from a configuration can be those of a model with tensors of these shapes."""
+    """ValueError if the sizes that follow from `config` do not fit tensors of these shapes."""
     sizes = {
         "attention heads": family.sizes.heads(config),
         "blocks": family.blocks.total(config),

@@ -1,6 +1,6 @@
-"""How weights are kept in fewer bytes than they are computed with: 8-bit floats with or without a scale, and GGUF's blocks.
+"""Packed weight formats: 8-bit floats with or without a scale, and GGUF's blocks. Packed weights are expanded to compute.
 
-Rows of a packed weight [rows, bytes] uint8 can be cut anywhere, columns where `byte_span` says.
+A packed weight [rows, bytes] uint8 can be cut between any rows, and between columns where `byte_span` allows it.
 """
 
 import functools
@@ -14,10 +14,10 @@ from parallel_backend.core.spans import Span
 
 
 class Packing(Protocol):
-    """How a weight [rows, columns] is kept in bytes [rows, n] uint8, a row's bytes together."""
+    """The format of a weight [rows, columns] kept as [rows, n] uint8."""
 
     def columns(self, row_bytes: int) -> int:
-        """Values in that many bytes of a row."""
+        """Values in `row_bytes` bytes of a row."""
         ...
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -27,7 +27,7 @@ class Packing(Protocol):
 
 FP8_KINDS = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
-GGUF_BLOCKS = {  # values per block, bytes per block
+GGUF_BLOCKS = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
     "Q5_0": (32, 22),
@@ -41,18 +41,20 @@ GGUF_BLOCKS = {  # values per block, bytes per block
     "Q6_K": (256, 210),
     "IQ4_XS": (256, 136),
 }
-"""GGUF's types that can be expanded."""
+"""GGUF types that can be expanded -> (values per block, bytes per block)."""
 
 CHUNK_VALUES = 1 << 22
-"""Values that are expanded at once: the arithmetic is in float32 and makes several copies."""
+"""Values that are expanded at once. The arithmetic in float32 makes several copies of them."""
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """`scale`: float32 [1, 1] or, of each row, [rows, 1], on the weight's device; None: values count as they are."""
+    """8-bit floats."""
 
     kind: str
+    """Key of FP8_KINDS."""
     scale: torch.Tensor | None = None
+    """float32 [1, 1], or [rows, 1] for each row, on the weight's device. None: not scaled."""
 
     def byte_span(self, columns: Span) -> Span:
         return columns
@@ -61,7 +63,7 @@ class Fp8:
         return row_bytes
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, columns] uint8 -> the same in `dtype`: the float32 product with the scale, rounded once."""
+        """[rows, columns] uint8 -> [rows, columns] in `dtype`. The product with the scale is rounded once."""
         values = packed.view(FP8_KINDS[self.kind]).to(dtype)
         return values if self.scale is None else torch.mul(values, self.scale, out=values)
 
@@ -71,9 +73,10 @@ class Blocks:
     """GGUF's block formats. Every row is a whole number of blocks."""
 
     kind: str
+    """Key of GGUF_BLOCKS."""
 
     def byte_span(self, columns: Span) -> Span | None:
-        """The bytes of a row that hold these columns; None where they do not begin and end with a block."""
+        """Bytes of a row that hold these columns. None if the columns do not begin and end at a block's border."""
         values, size = GGUF_BLOCKS[self.kind]
         if columns.start % values or columns.stop % values:
             return None
@@ -84,7 +87,7 @@ class Blocks:
         return row_bytes // size * values
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, n] uint8 -> [rows, columns] in `dtype`: the format's arithmetic in float32, rounded once."""
+        """[rows, n] uint8 -> [rows, columns] in `dtype`. The format's arithmetic is in float32, rounded once."""
         values, size = GGUF_BLOCKS[self.kind]
         out = torch.empty(packed.shape[0], self.columns(packed.shape[1]), dtype=dtype, device=packed.device)
         places = out.view(-1, values).split(CHUNK_VALUES // values)
@@ -95,7 +98,7 @@ class Blocks:
 
 @functools.cache
 def _expand_blocks(kind: str) -> Callable[[torch.Tensor, int, int, torch.dtype], torch.Tensor]:
-    """diffusers' torch function for one type (as in ComfyUI-GGUF): blocks [n, bytes] uint8 -> [n, values]."""
+    """diffusers' function that expands one type, as in ComfyUI-GGUF: blocks [n, bytes] uint8 -> [n, values]."""
     import gguf
     from diffusers.quantizers.gguf.utils import dequantize_functions
 

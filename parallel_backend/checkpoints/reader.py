@@ -1,4 +1,4 @@
-"""A rank's own weights, from the mapped files to their places in the model: cut, converted or kept packed."""
+"""Reads a rank's part of weights from memory-mapped files: cut, converted or packed."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,10 +15,10 @@ from .tensor_files import Entry, open_file
 
 
 class Reader:
-    """Reads parts of parameters from a checkpoint's files, which it opens when they are first needed.
+    """Reads parts of parameters from a checkpoint's files. Opens a file when it is first needed.
 
-    Every piece goes straight from the mapped file to its place: a copy in between would leave holes in the heap, which
-    the process keeps after the weights are gone.
+    Every part is copied straight from the mapped file to its place. A copy in between would leave holes in the heap, which
+    the process keeps after the weights are freed.
     """
 
     def __init__(self, checkpoint: Checkpoint, stack: ExitStack):
@@ -26,7 +26,7 @@ class Reader:
         self._files: dict[Path, Any] = {}
 
     def values(self, target: str, dtype: torch.dtype, shard: Shard | None, device: torch.device) -> torch.Tensor:
-        """This part of a parameter in `dtype`, whatever the file has."""
+        """The part `shard` of a parameter in `dtype`, converted if the file has another format."""
         entry = self._entry(target)
         shape = self.checkpoint.shape(target)
         if entry.dtype in GGUF_BLOCKS:
@@ -46,13 +46,13 @@ class Reader:
 
     @staticmethod
     def packable(storage: str, shard: Shard | None) -> bool:
-        """Whether `packed` can give this part: one of columns has to begin and end with blocks."""
+        """Whether `packed` can give the part `shard`. A part of columns must begin and end at a block's border."""
         if storage not in GGUF_BLOCKS or shard is None or shard.dim == 0:
             return True
         return all(Blocks(storage).byte_span(span) is not None for span in shard.spans)
 
     def packed(self, target: str, storage: str, shard: Shard | None, device: torch.device) -> tuple[torch.Tensor, Packing]:
-        """This part of a matrix as [rows, n] uint8, and how to expand it. Values that the file has otherwise are rounded."""
+        """The part `shard` of a matrix as [rows, n] uint8, and how to expand it. Rounded if the file has another format."""
         entry = self._entry(target)
         if entry.dtype != storage:
             assert storage in FP8_KINDS
@@ -71,7 +71,7 @@ class Reader:
         return out, packing
 
     def _scale(self, target: str, shard: Shard | None, device: torch.device) -> torch.Tensor:
-        """float32 [1, 1], or [rows, 1] of the rows of this part."""
+        """Scale of the part `shard`: float32 [1, 1], or [rows, 1] of its rows."""
         entry = self._entry(target).scale
         scale = self._file(entry).get_tensor(entry.key).float().view(-1, 1)
         if len(scale) > 1:
@@ -80,7 +80,7 @@ class Reader:
         return scale.to(device, copy=True)  # a view of the mapped file would keep all of it open
 
     def _cut(self, target: str, shard: Shard | None) -> tuple[int, list[Span], Span]:
-        """(dim, spans along it, all of the parameter's rows) of a part, as they are in the file's tensor."""
+        """(dim, spans along it, rows of the whole parameter) of the part `shard`, in the file's tensor."""
         source, count = self.checkpoint.key_map[target], self.checkpoint.shape(target)[0]
         dim, spans = (0, [Span(0, count)]) if shard is None else (shard.dim, list(shard.spans))
         first = 0 if source.rows is None else source.rows.start
@@ -103,12 +103,13 @@ class Reader:
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
+    """A Reader whose files are closed at the end of the context."""
     with ExitStack() as stack:
         yield Reader(checkpoint, stack)
 
 
 def original_values(checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
-    """float32 tensors on the CPU of the family's original layout whose keys begin with `prefix`, by the rest of the key."""
+    """Tensors in original layout whose keys begin with `prefix`, by the rest of the key. float32 on the CPU."""
     key_map = checkpoint.family.file.key_map(checkpoint.config)
     targets = [target for target, source in key_map.items() if source.key.startswith(prefix)]
     with reading(checkpoint) as reader:
@@ -124,7 +125,7 @@ def _resized(shape: tuple[int, ...], shard: Shard | None) -> list[int]:
 
 
 def _halves(span: Span, half: int) -> list[tuple[Span, int]]:
-    """The parts of `span` below and from `half` on, each with the way to its place when the halves are exchanged."""
+    """(part, shift) of `span` below and from `half` on. Shifts lead to the file, where the halves are exchanged."""
     parts = (
         (Span(min(span.start, half), min(span.stop, half)), half),
         (Span(max(span.start, half), max(span.stop, half)), -half),

@@ -1,4 +1,4 @@
-"""Files that hold tensors, safetensors and GGUF: what is in them, known from the header, and slices of it."""
+"""Tensor files, safetensors and GGUF: their headers, and slices of their tensors."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,33 +13,37 @@ from .gguf_file import GgufFile
 
 SAFETENSORS, GGUF = (".safetensors", ".sft"), (".gguf",)
 QUANTISATION = "_quantization_metadata"
-"""Entry of a safetensors header in which ComfyUI's files may say how their layers are quantised (JSON)."""
+"""Entry of a safetensors header in which ComfyUI's files may name the formats of quantised layers (JSON)."""
 
 MAX_TENSORS = 1 << 16
-"""In a file; the largest models have some thousand."""
+"""Most tensors of a file. The largest models have some thousand."""
 MAX_JSON_BYTES = 1 << 16
-"""Of a tensor that is JSON, and tells of one layer."""
+"""Most bytes of a tensor of JSON, which is about one layer."""
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-"""How files of torch.save begin: a zip archive, or a bare pickle."""
+"""First bytes of torch.save's files: a zip archive, or a bare pickle."""
 
 _SAFETENSORS_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E4M3": "fp8_e4m3fn", "F8_E5M2": "fp8_e5m2"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor on disk, known from its file's header. `scale`: what its values are to be multiplied with (fp8_scales.py)."""
+    """A tensor on disk, as its file's header describes it."""
 
     file: Path
-    key: str  # in the file, prefix included
-    shape: tuple[int, ...]  # of the values, however they are packed
-    dtype: str  # fp32, bf16, fp16, fp8_e4m3fn, fp8_e5m2, one of packed_formats.GGUF_BLOCKS, or safetensors' own name
+    key: str
+    """In the file, with its prefix."""
+    shape: tuple[int, ...]
+    """Of the values, also if they are packed."""
+    dtype: str
+    """fp32, bf16, fp16, fp8_e4m3fn, fp8_e5m2, a type of packed_formats.GGUF_BLOCKS, or else safetensors' name."""
     scale: "Entry | None" = None
+    """Tensor that the values are multiplied with (fp8_scales.py)."""
 
 
 def open_file(path: Path) -> AbstractContextManager[Any]:
-    """The file, memory-mapped: `get_slice(key)[...]` is a tensor, of GGUF_BLOCKS' bytes where the entry says so.
+    """The memory-mapped file. `get_slice(key)[...]` is a tensor, of bytes if `Entry.dtype` is a type of GGUF_BLOCKS.
 
-    ValueError for a file that is damaged, as one is to the ranks that another program has written over since the start.
+    ValueError for a damaged file, such as one that another program has overwritten since it was checked.
     """
     try:
         return _open(path)
@@ -72,14 +76,14 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 def read_stated_config(path: Path) -> dict[str, Any]:
-    """What a single file's header says of its transformer beside the weights, as Lightricks' files do."""
+    """The transformer's configuration in a single file's header, as in Lightricks' files. Empty if there is none."""
     if path.suffix.lower() in GGUF:
         return {}
     return _reading(path, lambda file: _said(file, "config", "transformer"))
 
 
 def read_formats(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """By layer, the format that its small tensor of JSON bytes names."""
+    """Layer -> format, from a small tensor of JSON bytes for each layer."""
     said = {}
     for path in {entry.file for entry in entries.values()}:
         keys = {name: entry for name, entry in entries.items() if entry.file == path}
@@ -95,7 +99,7 @@ def read_formats(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def _said(file: Any, entry: str, inside: str) -> dict[str, Any]:
-    """The object `inside` the JSON object of an entry of a safetensors header; empty where there is neither."""
+    """Object `inside` of the JSON object in an entry of a safetensors header. Empty if either is missing."""
     said = json.loads((file.metadata() or {}).get(entry, "{}"))
     found = said.get(inside, {}) if isinstance(said, dict) else None
     if not isinstance(found, dict):

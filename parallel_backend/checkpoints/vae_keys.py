@@ -1,4 +1,4 @@
-"""Names of an image VAE's decoder: the original (LDM) layout, as ComfyUI has it, -> diffusers' Decoder."""
+"""Weight names of an image VAE's decoder: from the original (LDM) layout, which ComfyUI has, to diffusers' Decoder."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _ENDS = {"conv_in": "conv_in", "norm_out": "conv_norm_out", "conv_out": "conv_ou
 
 
 def _module(name: str, levels: int) -> str | None:
-    """diffusers' name of a module of a decoder with that many levels; None if its class has no such module."""
+    """diffusers' name of module `name` of a decoder with `levels` levels. None if diffusers has no such module."""
     if name in _ENDS:
         return _ENDS[name]
     if (found := re.fullmatch(r"mid\.block_([12])\.(\w+)", name)) and found[2] in _RESNET:
@@ -29,10 +29,10 @@ def _module(name: str, levels: int) -> str | None:
 
 
 def to_diffusers(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """`decoder.*` and `post_quant_conv.*` of a VAE in original layout -> the same under diffusers' names, no copies.
+    """`decoder.*` and `post_quant_conv.*` of a VAE in original layout -> the same tensors under diffusers' names.
 
-    Other keys (the encoder's) are left out. None if anything in the decoder is unknown, as in those of video VAEs: it is
-    then no decoder that can be cut.
+    Other keys, such as the encoder's, are dropped. None if a module of the decoder is unknown, as in video VAEs. Such a
+    decoder cannot be cut.
     """
     numbers = [int(found[1]) for key in state if (found := re.match(r"decoder\.up\.(\d+)\.", key))]
     tensors = {}

@@ -1,6 +1,6 @@
-"""A decoder's layers on a band of the picture's rows: the same layers, told what lies in the other ranks' bands.
+"""Layers of a decoder that run on a band of the picture's rows, with what they need of the other ranks' bands.
 
-diffusers' modules become these by a change of class, and its decoder runs as it is.
+diffusers' modules become these by a change of class. Its decoder runs unchanged.
 """
 
 from dataclasses import dataclass
@@ -16,20 +16,21 @@ from parallel_backend.rank.comm.transfers import Traffic
 from .halo import start_halo
 
 STATISTICS_PIECES = 8
-"""GroupNorm's statistics take an activation's deviations, in float32, piece by piece: whole, they would be the decoder's
+"""Pieces in which GroupNorm's statistics are computed. An activation's float32 deviations, whole, would be the decoder's
 largest tensor."""
 
 
 @dataclass
 class Bands:
-    """What the banded layers of one decoder share. `rows`: each rank's rows of the latent, set for every picture."""
+    """State that the banded layers of one decoder share."""
 
     axis: Axis
     traffic: Traffic
     rows: tuple[int, ...] = ()
+    """Each rank's rows of the latent, set for every picture."""
 
     def adopt(self, decoder: nn.Module) -> None:
-        """Make the layers of `decoder` that look beyond a row work on bands. One rank needs nothing of it."""
+        """Make the layers of `decoder` that read other rows work on bands. Does nothing for one rank."""
         if self.axis.size == 1:
             return
         for name, module in decoder.named_modules():
@@ -61,13 +62,13 @@ class BandedConv2d(nn.Conv2d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, C, own rows, W] -> [B, D, own rows, W].
 
-        The band is convolved with zeros beyond it while its neighbours' rows arrive; then its first and its last row once
-        more, with them. So nothing waits, and x is not copied into a larger tensor.
+        The band is convolved with zeros beyond it while the neighbours' rows arrive. Then its first and last row are
+        convolved again, with those rows. So transfers are hidden, and x is not copied into a larger tensor.
         """
         halo = start_halo(x, self.bands.axis, self.bands.traffic)
         out = super().forward(x)
         above, below = halo.wait()
-        # Of a band of one row both are that row: between the two others.
+        # In a band of one row both are that row.
         first = torch.cat((above, x[:, :, :2], below), dim=2)[:, :, :3]
         last = torch.cat((above, x[:, :, -2:], below), dim=2)[:, :, -3:]
         out[:, :, :1] = F.conv2d(first, self.weight, self.bias, padding=(0, 1))
@@ -85,10 +86,10 @@ class BandedGroupNorm(nn.GroupNorm):
         norm.__class__, norm.bands = BandedGroupNorm, bands
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, C, ...] of the rank's own rows, the same shape and dtype; computed in float32.
+        """[B, C, ...] of the rank's rows -> the same shape and dtype. Computed in float32.
 
-        Ranks exchange the mean and variance of their bands, merged as by Chan, Golub and LeVeque (1979): sums of squares
-        would lose digits where the mean is large.
+        Ranks exchange mean and variance of their bands, which are merged as in Chan, Golub and LeVeque (1979). Sums of
+        squares would lose digits where the mean is large.
         """
         bands, batch = self.bands, x.shape[0]
         own = torch.stack(statistics(x, self.num_groups))[None]  # [1, 2, B x groups]

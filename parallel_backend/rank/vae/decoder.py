@@ -1,4 +1,4 @@
-"""A rank's decoder: diffusers' own, its weights from a message, on this rank's rows of each latent."""
+"""A rank's VAE decoder: diffusers' Decoder with weights from a message, run on this rank's rows of each latent."""
 
 import math
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from parallel_backend.wire.messages import Decode, Decoded, PutDecoder
 from .banded_layers import Bands
 
 GROUPS = 32
-"""Of every GroupNorm in these decoders; weights do not tell."""
+"""Groups of every GroupNorm in these decoders. The weights do not tell."""
 
 
 class BandedDecoder:
-    """Rank `rank`'s part in a decoder on all of the pool's ranks. Each of its calls is collective over them."""
+    """Rank `rank`'s part of a decoder over all ranks of the pool. `decode` is collective over them."""
 
     def __init__(self, put: PutDecoder, rank: int, world: int, device: torch.device, heartbeat: Heartbeat | None = None):
         self.name, self.rank, self.device = put.name, rank, device
@@ -34,7 +34,7 @@ class BandedDecoder:
 
     @torch.inference_mode()
     def decode(self, message: Decode) -> Decoded:
-        """The pixels of the rank's rows."""
+        """Decode the rank's rows of the latent."""
         spans = split(Span(0, message.latent.shape[2]), self.bands.axis.size)
         self.bands.rows = tuple(len(span) for span in spans)
         pixels = None
@@ -45,22 +45,22 @@ class BandedDecoder:
         return Decoded(self.rank, pixels, not enough, self.traffic.report()[0])
 
     def _all_have(self, needed: int) -> bool:
-        """The same on all ranks: a rank that ran out of memory half-way would leave the others waiting, and end the pool."""
+        """Whether all ranks have `needed` bytes. A rank that ran out of memory half-way would end the pool."""
         own = torch.tensor([needed <= free_bytes(self.device)], dtype=torch.float32, device=self.device)
         votes = start_gather(own, [1] * self.bands.axis.size, 0, self.bands.axis, self.traffic).wait()
         return all(bool(vote) for vote in votes)
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that this process can still have; infinite where it is not known."""
+    """Memory that this process can still get. Infinite if that is not known."""
     found = read_memory(0, device, 0)
     return math.inf if found.free_bytes is None else found.free_bytes + found.cached_bytes
 
 
 def build_decoder(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """diffusers' Decoder behind the 1x1 convolution that some VAEs have before it, of the sizes that `tensors` have.
+    """diffusers' Decoder, with the 1x1 convolution before it that some VAEs have. Latents [B, C, H, W] -> [B, 3, 8 H, 8 W].
 
-    `tensors`: see keys.to_diffusers; they become the parameters. Takes latents [B, C, H, W], gives pixels [B, 3, 8 H, 8 W].
+    `tensors`: see vae_keys.to_diffusers. They give the sizes and become the parameters.
     """
     from diffusers.models.autoencoders.vae import Decoder  # imports every autoencoder there is
 

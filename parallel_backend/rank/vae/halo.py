@@ -1,4 +1,4 @@
-"""The rows next to a band: each rank of the axis has one band of the picture's rows, in rank order."""
+"""Exchange of the rows next to a band. Each rank of the axis has one band of the picture's rows, in rank order."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from parallel_backend.rank.comm.transfers import Traffic, Transfer, staged
 
 @dataclass
 class Halo:
-    """An exchange under way. `wait` gives the rows above and below the band, [B, C, 1, W] each.
+    """An exchange under way. `wait` returns the rows above and below the band, [B, C, 1, W] each.
 
-    Beyond the picture's edge they are zero, which is what a convolution pads with.
+    They are zero beyond the picture's edge, as a convolution's padding.
     """
 
     sent: tuple[torch.Tensor, torch.Tensor]
