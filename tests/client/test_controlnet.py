@@ -258,6 +258,7 @@ def sampling(case, latent, steps: int):
     return x, linear_sigmas(steps), tensors, random_residuals(case, x, blocks(case), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2)], ids=str)
 @pytest.mark.parametrize("size", ["whole", "odd"])
 @every_case

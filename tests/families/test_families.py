@@ -132,6 +132,7 @@ def test_every_exact_mode_at_two_ranks_equals_diffusers(case, degrees, pools, ma
     compare(case, pools, made, degrees, case.odd or case.latent, measured)
 
 
+@pytest.mark.slow
 @cases_with("degrees", banded_modes)
 def test_pipefusion_that_only_warms_up_equals_diffusers(case, degrees, pools, made, measured):
     model, file, _ = made(case)
@@ -144,6 +145,7 @@ def test_pipefusion_that_only_warms_up_equals_diffusers(case, degrees, pools, ma
     assert error <= TOLERANCE
 
 
+@pytest.mark.slow
 @cases_with("degrees", lambda case: [degrees for degrees in banded_modes(case) if degrees.pipe > 1])
 def test_bands_with_old_keys_depend_on_the_schedule_alone(case, degrees, pools, made):
     model, file, _ = made(case)

@@ -87,6 +87,7 @@ def test_pooled_does_not_say_where():
     assert not torch.equal(context, other_context)
 
 
+@pytest.mark.slow
 def test_reader_reads_real_held_out_digits():
     pytest.importorskip("sklearn")
     from parallel_backend.quickstart import digits

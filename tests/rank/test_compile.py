@@ -109,6 +109,7 @@ def check_family(ranks, tmp_path, case: Case, measured) -> int:
     return compiled.graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", GRAPHS)
 def test_blocks_share_their_graphs_and_nothing_is_compiled_twice(ranks, tmp_path, traced, measured, family):
     assert check_family(ranks, tmp_path, CASES[family], measured) == GRAPHS[family]
@@ -134,6 +135,7 @@ def banded_calls(rank: OneRank, x, timestep, tensors, run: int) -> list[torch.Te
     return outs
 
 
+@pytest.mark.slow
 def test_a_run_in_bands_compiles_once_for_each_size_and_the_next_run_nothing(ranks, flux_file, traced):
     inputs = tiny.inputs(tiny.FLUX, height=16, width=16)
     expected = banded_calls(ranks(flux_file, compile=False), *inputs, run=1)

@@ -79,7 +79,14 @@ def product(request) -> Degrees:
     return request.param
 
 
-every_product = pytest.mark.parametrize("product", PRODUCTS + UNEVEN, ids=name, indirect=True)
+every_product = pytest.mark.parametrize(
+    "product",
+    [
+        pytest.param(degrees, marks=[pytest.mark.slow] * (degrees.world > 4), id=name(degrees))
+        for degrees in PRODUCTS + UNEVEN
+    ],
+    indirect=True,
+)
 SMALLER = [degrees for degrees in PRODUCTS if degrees.world <= 4]
 """Every pair of modes. What eight ranks add, products of three, is seen in the table above."""
 
