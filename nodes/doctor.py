@@ -97,7 +97,7 @@ class ParallelDoctor:
         entries = shape[0] * (1 if cfg == 1.0 else 2)
         workload = workload_of(checkpoint, key.dtype, chosen[0], shape, entries, steps, text_tokens)
         progress = comfy.utils.ProgressBar(1)
-        with registry().borrow(chosen) as pool:
+        with registry().borrow(chosen, check_cancelled) as pool:
             calibration = calibrated(chosen, checkpoint, key.dtype, key.attention, pool)
             planned = plan(CalibratedCosts(calibration, workload))
             rehearsed = examine(

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.harness.measuring import REHEARSAL, Outcome, run_plain
 from benchmarks.harness.subjects import Subject
 from parallel_backend.rank.comm.process_group import LOOPBACK, join, leave
+from parallel_backend.rank.comm.rendezvous import Rendezvous
 
 from . import diffusers_cpu
 
@@ -47,7 +48,7 @@ def _serve_diffusers(rank: int, subject: Subject, folder: Path, rendezvous: Path
     torch.set_num_threads(1)
     logging.set_verbosity_error()  # "experimental feature", once for each model
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames a collective that diffusers calls
-    join(rank, ("cpu",) * RANKS, rendezvous, GROUP_TIMEOUT)
+    join(rank, ("cpu",) * RANKS, Rendezvous(rendezvous, RANKS, GROUP_TIMEOUT), GROUP_TIMEOUT)
     alone = functools.cache(lambda: subject.load(folder))
     together = functools.cache(lambda mode: diffusers_cpu.parallel(subject.load(folder), mode, RANKS))
     while True:

@@ -57,7 +57,7 @@ def calibrated(
 
     def measure() -> Calibration:
         say("Parallel DiT: calibrating, about 10 s, once for this machine and kind of model")
-        with contextlib.nullcontext(pool) if pool is not None else registry().borrow(devices) as ranks:
+        with contextlib.nullcontext(pool) if pool is not None else registry().borrow(devices, check_cancelled) as ranks:
             return calibrate(ranks, checkpoint, dtype, check_cancelled)
 
     if any(map(on_ray, devices)):  # the next ranks may be on other machines

@@ -128,8 +128,9 @@ class PipeFusion:
             reason,
             tuple(stats),
             None if cache is None else cache.report(),
+            model.pool.notes,
         )
-        say(f"Parallel DiT: {self.last.summary}" + (f"; {stub.idle}" if stub.idle else ""))
+        say("; ".join((f"Parallel DiT: {self.last.summary}", *self.last.notes, *([stub.idle] if stub.idle else []))))
         return result
 
     def _rows(self, model: RemoteTransformer, sampling: Sampling) -> tuple[Span, ...]:

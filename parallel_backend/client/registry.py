@@ -7,21 +7,24 @@ import atexit
 import contextlib
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
+from parallel_backend.processes.pool import LinksDown, LoadProgress, Poll, Pool, RankError, wait_for
 from parallel_backend.processes.ray_ranks import start_of
 from parallel_backend.wire import messages as m
+from parallel_backend.wire.rank_settings import P2P_DISABLE, SELF_TEST
 
 from .remote_transformer import RemoteTransformer
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Registry:
         self._key: ModelKey | None = None
         self._model: RemoteTransformer | None = None
         self._owner: Any = None  # never read: the reference keeps it alive, see `model`
+        self._without_p2p: set[tuple[str, ...]] = set()
 
     def model(
         self, key: ModelKey, poll: Poll, progress: LoadProgress = lambda doing, fraction: None, owner: Any = None
@@ -65,10 +69,9 @@ class Registry:
                 self._owner = owner
                 return self._model
             checkpoint = open_checkpoint(key.path)
-            try:
-                self._start(key.devices)
-                self._model = None
-                self._model = RemoteTransformer(
+
+            def load() -> RemoteTransformer:
+                return RemoteTransformer(
                     self._pool,
                     checkpoint,
                     key.degrees,
@@ -80,6 +83,10 @@ class Registry:
                     compile=key.compile,
                     transfer_dtype=key.transfer_dtype,
                 )
+
+            try:
+                self._model = None
+                self._model = self._on_ranks(key.devices, load)
                 self._key, self._owner = key, owner
             except BaseException:  # Cancel too: half-loaded ranks are useless
                 self._drop(politely=False)
@@ -122,8 +129,8 @@ class Registry:
         with self._lock:
             self._drop_other_than(devices)
             if devices is not None:
-                self._start(devices)
-            if self._pool is not None:
+                self._on_ranks(devices, lambda: wait_for(self._pool.ready, poll))
+            elif self._pool is not None:
                 wait_for(self._pool.ready, poll)
             return self._pool
 
@@ -134,7 +141,7 @@ class Registry:
             return self._model if working else None
 
     @contextlib.contextmanager
-    def borrow(self, devices: tuple[str, ...]) -> Iterator[Pool]:
+    def borrow(self, devices: tuple[str, ...], poll: Poll = lambda: None) -> Iterator[Pool]:
         """Context that has the ranks on these devices for something other than sampling, started if they do not run.
 
         Their model counts as gone: the next `model` loads it again. An exception inside ends the ranks, since their state
@@ -142,8 +149,13 @@ class Registry:
         """
         with self._lock:
             self._drop_other_than(devices)
-            self._start(devices)
-            pool, self._key, self._model = self._pool, None, None
+            self._key = self._model = None
+            try:
+                self._on_ranks(devices, lambda: wait_for(self._pool.ready, poll))
+            except BaseException:
+                self._drop(politely=False)
+                raise
+            pool = self._pool
         try:
             yield pool
         except BaseException:
@@ -158,6 +170,28 @@ class Registry:
             self._drop()
             self._owner = None
 
+    def _on_ranks(self, devices: tuple[str, ...], use: Callable[[], T]) -> T:
+        """What `use` gives with ranks on these devices.
+
+        Where NCCL's links fail their self-test, once more with new ranks that have P2P off: what fails first is direct
+        access between consumer cards. It stays off for these devices as long as the process lives.
+        """
+        self._start(devices)
+        try:
+            return use()
+        except LinksDown as error:
+            if error.backend != "nccl" or not self._pool.self_test.p2p or P2P_DISABLE in os.environ:
+                raise
+            log.warning("%s\nParallel DiT: starting new ranks without P2P", str(error))
+        self._drop(politely=False)
+        self._without_p2p.add(devices)
+        self._start(devices)
+        try:
+            return use()
+        except LinksDown:  # it was not P2P
+            self._without_p2p.remove(devices)
+            raise
+
     def _drop_other_than(self, devices: tuple[str, ...] | None) -> None:
         """End the ranks if they have failed, or if `devices` is given and they are on other devices."""
         if self._pool is not None and (self._pool.error is not None or devices not in (None, self._pool.devices)):
@@ -166,7 +200,8 @@ class Registry:
     def _start(self, devices: tuple[str, ...]) -> None:
         if self._pool is None:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
-            self._pool = Pool(devices, start=start_of(devices), logs=self.logs())
+            self_test = replace(SELF_TEST, p2p=devices not in self._without_p2p)
+            self._pool = Pool(devices, start=start_of(devices), logs=self.logs(), self_test=self_test)
 
     def _drop(self, politely: bool = True) -> None:
         if self._pool is not None:

@@ -100,7 +100,8 @@ class RemoteTransformer:
         )
         replies = self._load(load, poll, progress)
         self.weight_bytes = [reply.weight_bytes for reply in replies]
-        progress(f"{sum(self.weight_bytes) / 1e9:.1f} GB of weights on {len(replies)} ranks", 1.0)
+        held = f"{sum(self.weight_bytes) / 1e9:.1f} GB of weights on {len(replies)} ranks"
+        progress(", ".join((held, *pool.notes)), 1.0)
         self._deltas = Deltas(checkpoint, [reply.parameters for reply in replies], pool.send)
         self._adapting = threading.Lock()
         self._adapters: Hashable | None = None

@@ -35,6 +35,16 @@ def pipe_links(degrees: Degrees) -> list[tuple[int, int]]:
     return [(line[stage], line[stage + 1]) for stage in senders for line in lines]
 
 
+def receives_early(degrees: Degrees) -> bool:
+    """Whether a stage may receive for the next micro-step while it computes this one: only where it has no collectives.
+
+    Which receives are posted early depends on when messages arrive, so that it differs from rank to rank. Links alone form
+    a path of stages, each in micro-step order: however a rank interleaves its two, no circle of waits can come of it. A
+    collective ties the paths of several ranks together, and torch wants all ranks to use their groups in one order.
+    """
+    return not grouped_axes(degrees)
+
+
 def communicators(degrees: Degrees, rank: int) -> int:
     """How many `rank` has while a model of these degrees is loaded: the world's, its axes', and its links'.
 

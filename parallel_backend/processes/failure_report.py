@@ -19,6 +19,14 @@ class RankError(RuntimeError):
     """A rank failed. The message names it, its device and what it was doing; the pool is gone, the next use rebuilds it."""
 
 
+class LinksDown(RankError):
+    """The ranks' self-test of their links failed. `backend`: nccl or gloo."""
+
+    def __init__(self, text: str, backend: str = ""):  # `again` makes a copy with the text alone, and sets the rest
+        super().__init__(text)
+        self.backend = backend
+
+
 def again(error: Exception) -> Exception:
     """A copy of the error, to be raised to someone else: it does not keep alive what the error was raised through before."""
     return copy.copy(error)
@@ -68,6 +76,8 @@ class FailureReport:
             return self._error(failed(self._name(failure.rank), failure.doing, failure.summary), failure.traceback)
         if died_unheard:
             return self._died(died_unheard[0], ended[died_unheard[0]])
+        if late and any(failure.transport for failure in self._failures):
+            return self._links_down([failure for failure in self._failures if failure.transport])
         if late and self._failures:
             failure = self._failures[0]
             return self._error(f"{self._name(failure.rank)} lost its peer: {failure.summary}", failure.traceback)
@@ -82,6 +92,13 @@ class FailureReport:
         """The error for ranks that the watchdog found to hang or to be stopped."""
         names = " and ".join(map(self._name, verdict.ranks))
         return self._error(f"{names} {verdict.text}", "", *map(self._ranks.log_tail, verdict.ranks))
+
+    def _links_down(self, failures: list[m.Failure]) -> LinksDown:
+        """Each end of a link says which one it waited for; ranks beyond wait for those."""
+        text = f"{self._name(failures[0].rank)}: {failures[0].summary}"
+        others = "\n".join(f"{self._name(failure.rank)}: {failure.summary}" for failure in failures[1:])
+        logs = (self._ranks.log_tail(failure.rank) for failure in failures)
+        return LinksDown(explained(text, others, [log for log in logs if log], self._logs), failures[0].transport)
 
     def _died(self, rank: int, how: str) -> RankError:
         log = self._ranks.log_tail(rank)

@@ -15,6 +15,11 @@ LESS_MEMORY = (
 """What to change, by the names of widgets and inputs; the end of a sentence."""
 RESTART = "Queue the prompt again, which starts new ranks."
 
+P2P_OFF = (
+    "P2P off: NCCL's self-test of the links failed with direct access between GPUs, so transfers go through host memory"
+)
+"""Of ranks that were started anew without it."""
+
 
 def out_of_memory(text: str) -> bool:
     """Whether an error's text is, or may be, about memory that was not to be had."""

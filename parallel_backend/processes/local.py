@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch.multiprocessing
 
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.rank_settings import RankSettings
+from parallel_backend.wire.rank_settings import SELF_TEST, RankSettings, SelfTest
 
 from .entry import main
 from .rank_log import new_logs, tail
@@ -42,6 +42,7 @@ class StartSettings:
     slowdown: tuple[float, ...]
     logs: Path | None = None
     heartbeat_seconds: float = 1.0
+    self_test: SelfTest = SELF_TEST
 
 
 class Ranks(Protocol):
@@ -127,6 +128,7 @@ class LocalRanks:
             slowdown=start.slowdown[index],
             log=self._logs[index],
             heartbeat_seconds=start.heartbeat_seconds,
+            self_test=start.self_test,
         )
         process = context.Process(target=main, args=(settings, theirs), name=f"parallel-dit rank {index}", daemon=True)
         with clean_main_module():

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from parallel_backend.wire import messages as m
+from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest
 
 from .failure_report import FailureReport, RankError, again
+from .failure_report import LinksDown as LinksDown
+from .failure_text import P2P_OFF
 from .gathers import Gathers
 from .local import LocalRanks, Ranks, StartSettings
 from .watchdog import SILENCE_SECONDS, Watchdog
@@ -49,7 +52,7 @@ class Pool:
     `threads`: CPU threads per rank; None shares the machine's cores out evenly. `slowdown`: per rank, see
     RankSettings; None is full speed for all. `start`: where the processes run. `silence`: seconds without a heartbeat
     after which a rank counts as stopped; `watchdog` has the other limits. `logs`: the folder in which the ranks' logs
-    are kept; None keeps them no longer than the ranks.
+    are kept; None keeps them no longer than the ranks. LinksDown where the ranks' `self_test` of their links fails.
     """
 
     def __init__(
@@ -61,8 +64,9 @@ class Pool:
         start: Callable[[StartSettings], Ranks] = LocalRanks,
         silence: float = SILENCE_SECONDS,
         logs: Path | None = None,
+        self_test: SelfTest = SELF_TEST,
     ):
-        self.devices, self.logs = devices, logs
+        self.devices, self.logs, self.self_test = devices, logs, self_test
         self.slowdown = slowdown or (1.0,) * len(devices)
         self.threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
         self.error: Exception | None = None
@@ -76,7 +80,8 @@ class Pool:
         self._gathers = Gathers(len(devices))
         self._start_id, ready = self._gathers.open(m.Ready)
         self.watchdog = Watchdog(len(devices), silence)
-        self.ranks = start(StartSettings(devices, self.threads, timeout, self.slowdown, logs, min(1.0, silence / 5)))
+        beat = min(1.0, silence / 5)
+        self.ranks = start(StartSettings(devices, self.threads, timeout, self.slowdown, logs, beat, self_test))
         self._failures = FailureReport(self.ranks, self.watchdog.doing, logs)
         tick = max(0.2, min(0.5, silence / 5))
         self._watchdog_thread = WatchdogThread(self.watchdog, self.ranks, self._gathers, self._failures, tick)
@@ -88,6 +93,11 @@ class Pool:
     @property
     def pids(self) -> tuple[int, ...]:
         return self.ranks.pids
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What whoever uses these ranks should know of them."""
+        return () if self.self_test.p2p else (P2P_OFF,)
 
     def take_over(
         self,

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from parallel_backend.core.devices import device_kind
-from parallel_backend.wire.rank_settings import RankSettings
+from parallel_backend.wire.rank_settings import SELF_TEST, RankSettings, SelfTest
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class RayJob:
     root: str
     heartbeat_seconds: float
     patience: float
+    self_test: SelfTest = SELF_TEST
 
     def needs(self, rank: int) -> dict[str, float]:
         """Of Ray's resources."""
@@ -188,6 +189,7 @@ def start(ray: Any, job: RayJob, group: Any, bundles: list[int], ready: dict[str
             timeout=job.timeout,
             slowdown=job.slowdown[rank],
             heartbeat_seconds=job.heartbeat_seconds,
+            self_test=job.self_test,
         )
         run = actor.run.remote(job.entry, settings, tuple(ready["address"]), bytes.fromhex(ready["key"]))
         runs[run] = rank

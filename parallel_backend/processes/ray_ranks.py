@@ -73,6 +73,7 @@ class RayRanks:
             root=ROOT,
             heartbeat_seconds=start.heartbeat_seconds,
             patience=PLACE_SECONDS,
+            self_test=start.self_test,
         )
         self._driver = context.Process(target=drive, args=(theirs, job), name="parallel-dit ray driver", daemon=True)
         try:

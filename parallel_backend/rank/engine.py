@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.transfers import Elapsed
 from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound, Timeline
 from parallel_backend.wire.heartbeat import Heartbeat
@@ -32,11 +33,12 @@ class Engine:
         load: Load,
         slowdown: float,
         progress: Callable[[float], None],
+        peers: Peers,
         heartbeat: Heartbeat | None = None,
     ):
         """Load the rank's own part of the checkpoint, see LoadedStage. `slowdown`: see RankSettings."""
         self.rank, self.slowdown = rank, slowdown
-        self.stage = stage = LoadedStage(rank, device, load, progress, heartbeat or Heartbeat())
+        self.stage = stage = LoadedStage(rank, device, load, progress, peers, heartbeat or Heartbeat())
         self.conditionings = ConditioningStore(stage.family, device, stage.dtype)
         self.runs = RunBuffers()
         self._traffic, self._link = stage.traffic, stage.link
@@ -98,7 +100,8 @@ class Engine:
     def step(self, step: Step, upcoming: Step | None) -> Output | None:
         """Run one micro-step; the output on the last stage, None elsewhere.
 
-        `upcoming`: the next micro-step if it is known already, whose receive is posted before this one is computed.
+        `upcoming`: the next micro-step if it is known already. Its receive is posted before this one is computed, where the
+        stage receives early.
         """
         clock, recorder = self._traffic.clock, self._traffic.recorder
         began, waited = clock.now(), self._traffic.waited.seconds() if self.slowdown > 1 else 0.0
@@ -109,7 +112,7 @@ class Engine:
                 if not self._link.posted:
                     self._post_receive(step)
                 received = self._link.receive()
-                if upcoming is not None and step.overlap:
+                if upcoming is not None and step.overlap and self.stage.receives_early:
                     self._post_receive(upcoming)
             elif op is Op.COMPUTE:
                 output = self._compute(step, received)

@@ -7,6 +7,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.checkpoints.fingerprint import check_fingerprint
+from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
@@ -14,7 +15,7 @@ from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.kernels import choose_kernel
 from parallel_backend.rank.attention.linear_attention import install_linear
 from parallel_backend.rank.attention.parallel_attention import install_parallel_attention
-from parallel_backend.rank.comm.mesh import close_axes, make_axes
+from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.comm.transfer_codec import codec_for
 from parallel_backend.rank.comm.transfers import Traffic
@@ -33,12 +34,20 @@ if TYPE_CHECKING:
 class LoadedStage:
     """What a Load message left on the rank."""
 
-    def __init__(self, rank: int, device: torch.device, load: Load, progress: Callable[[float], None], heartbeat: Heartbeat):
-        """Load the rank's own part of the checkpoint. Collective over all ranks (it builds the mesh's groups).
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        load: Load,
+        progress: Callable[[float], None],
+        peers: Peers,
+        heartbeat: Heartbeat,
+    ):
+        """Load the rank's own part of the checkpoint. Collective over all ranks: makes and tries the mesh's groups first.
 
         `progress`: see fill_weights. `heartbeat` is told of every block and wait.
         """
-        self.device, self._heartbeat = device, heartbeat
+        self.device, self._peers = device, peers
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         checkpoint = open_checkpoint(load.path)
@@ -48,15 +57,16 @@ class LoadedStage:
         self.family, self.hidden = family, family.sizes.hidden(config)
         self.dtype = compute_dtype(load.dtype, device)
         degrees = Degrees(*load.degrees, load.patch_mode)
-        with heartbeat.blocked():
-            self.axes = axes = make_axes(degrees, rank)
+        self.mesh = peers.make_mesh(degrees)
+        self.axes = axes = self.mesh.axes
         self.pipe, self.tensor = axes["pipe"], axes["tensor"]
         self.cut = SequenceCut(load.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
         self.place = degrees.sequence_index(degrees.coordinate(rank))
         """The rank's number among the sequence ranks of its stage."""
 
         self.traffic = Traffic(device, heartbeat)
-        self.link = StageLink(self.pipe, device, self.traffic)
+        self.link = StageLink(self.mesh.link(sends=False), self.mesh.link(sends=True), device, self.traffic)
+        self.receives_early = receives_early(degrees)
         plan = TensorPlan(
             family.tensor_plan,
             family.sizes.heads(config),
@@ -88,8 +98,7 @@ class LoadedStage:
         self.link.await_sends()
         if self.compiler is not None:
             self.compiler.close()
-        with self._heartbeat.blocked():
-            close_axes(self.axes)
+        self._peers.close_mesh(self.mesh)
 
     def _compile(self, checkpoint: Checkpoint, ranks: int) -> "Compiler":
         from parallel_backend.rank.stage.compile import Compiler  # takes a second

@@ -9,7 +9,6 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,12 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.rank.comm.guard import Guard
 from parallel_backend.rank.comm.link_probe import probe_links
-from parallel_backend.rank.comm.process_group import join, leave
+from parallel_backend.rank.comm.peers import Peers
+from parallel_backend.rank.comm.process_group import leave
+from parallel_backend.rank.comm.rendezvous import Rendezvous
+from parallel_backend.rank.comm.self_test import LinkError
 from parallel_backend.rank.comm.transfers import PeerError
 from parallel_backend.rank.stage.lora import parameter_names
 from parallel_backend.rank.vae.decoder import BandedDecoder
@@ -60,13 +63,10 @@ LONGEST_TEXT = 1 << 16
 
 
 class Worker:
-    """Receives in a thread of its own, so that a lost client is noticed even in the middle of a transfer.
+    """Receives in a thread of its own, so that a lost client is noticed even in the middle of a transfer."""
 
-    `check_store`: see process_group.join.
-    """
-
-    def __init__(self, settings: RankSettings, channel: Channel, heartbeat: Heartbeat, check_store: Callable[[], None]):
-        self.settings, self.channel, self.heartbeat, self._check_store = settings, channel, heartbeat, check_store
+    def __init__(self, settings: RankSettings, channel: Channel, heartbeat: Heartbeat, peers: Peers):
+        self.settings, self.channel, self.heartbeat, self._peers = settings, channel, heartbeat, peers
         self.device = torch.device(settings.device)
         self.engine: Engine | None = None
         self.decoder: BandedDecoder | None = None
@@ -107,7 +107,7 @@ class Worker:
             case m.CloseRun():
                 self._reply(self.engine.close_run(message.run))
             case m.PutDecoder():
-                self._check_store()
+                self._peers.check()
                 self.decoder = None  # before the new one is there
                 world = len(self.settings.devices)
                 self.decoder = BandedDecoder(message, self.settings.rank, world, self.device, self.heartbeat)
@@ -132,15 +132,13 @@ class Worker:
                 self._reply(found)
             case m.ProbeLinks():
                 self._unload()
-                self._check_store()
-                with self.heartbeat.blocked():
+                with self._peers.waiting():
                     found = probe_links(self.settings.rank, self.settings.devices, message.sizes)
                 self._reply(found)
             case m.Load():
                 self._unload()
-                self._check_store()
-                slowdown = self.settings.slowdown
-                self.engine = Engine(self.settings.rank, self.device, message, slowdown, self._report, self.heartbeat)
+                slowdown, peers = self.settings.slowdown, self._peers
+                self.engine = Engine(self.settings.rank, self.device, message, slowdown, self._report, peers, self.heartbeat)
                 names = parameter_names(self.engine.stage.model)
                 self._reply(m.Loaded(self.settings.rank, self.engine.weight_bytes, names))
             case m.Unload():
@@ -225,21 +223,30 @@ def run(settings: RankSettings, connection: Connection) -> None:
     channel, heartbeat = Channel(connection), Heartbeat()
     beating = (heartbeat, settings.rank, channel, settings.heartbeat_seconds)
     threading.Thread(target=send_heartbeats, args=beating, name="heartbeat", daemon=True).start()
+
+    def fail(error: BaseException) -> None:
+        """Report it and end the process. From any thread: another may be blocked for ever."""
+        links = isinstance(error, LinkError)
+        summary = str(error) if links else f"{type(error).__name__}: {error}"
+        peer = links or isinstance(error, PeerError)
+        text = "".join(traceback.format_exception(error))[-LONGEST_TEXT:]
+        log.info("rank %d: %s", settings.rank, text)  # in the middle of another message the client cannot read this one
+        transport = error.backend if links else ""
+        with contextlib.suppress(OSError):  # the client is gone
+            channel.send(m.Failure(settings.rank, heartbeat.doing, peer, summary[:LONGEST_TEXT], text, transport))
+        # No clean-up of the process group: its other ranks are about to be ended, and it could wait for them.
+        channel.close()
+        os._exit(1)
+
     try:
         if settings.device.startswith("cuda"):
             torch.cuda.set_device(settings.device)
         else:
             keep_freed()
-        with heartbeat.blocked():
-            check_store = join(settings.rank, settings.devices, settings.rendezvous, settings.timeout)
-        Worker(settings, channel, heartbeat, check_store).serve()
+        rendezvous = Rendezvous(settings.rendezvous, len(settings.devices), settings.timeout)
+        peers = Peers(settings, rendezvous, Guard(heartbeat, rendezvous.check, fail))
+        peers.join()
+        Worker(settings, channel, heartbeat, peers).serve()
         leave()
     except BaseException as error:  # also what a library's sys.exit raises
-        summary = f"{type(error).__name__}: {error}"
-        peer = isinstance(error, PeerError)
-        text = traceback.format_exc()[-LONGEST_TEXT:]
-        log.info("rank %d: %s", settings.rank, text)  # in the middle of another message the client cannot read this one
-        channel.send(m.Failure(settings.rank, heartbeat.doing, peer, summary[:LONGEST_TEXT], text))
-        # No clean-up of the process group: its other ranks are about to be ended, and it could wait for them.
-        channel.close()
-        os._exit(1)
+        fail(error)

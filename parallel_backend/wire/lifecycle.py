@@ -48,6 +48,8 @@ class Failure:
     summary: str
     """Type and text of the exception."""
     traceback: str
+    transport: str = ""
+    """The backend whose self-test failed, nccl or gloo. Empty: another failure."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,23 @@ from pathlib import Path
 
 from parallel_backend.core.devices import in_its_process
 
+P2P_DISABLE = "NCCL_P2P_DISABLE"
+"""NCCL's environment variable, which users may set too."""
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """Of the links between ranks (rank/comm/self_test.py)."""
+
+    seconds: float = 60.0
+    """Limit of each of its parts."""
+    p2p: bool = True
+    """False: NCCL does without direct access from GPU to GPU, which is what fails most."""
+
+
+SELF_TEST = SelfTest()
+"""What ranks are started with, unless a test or the registry wants another."""
+
 
 @dataclass(frozen=True)
 class RankSettings:
@@ -24,6 +41,7 @@ class RankSettings:
     """File for what the rank prints. None: that goes where the client's output goes."""
     heartbeat_seconds: float = 1.0
     """Time from one heartbeat to the next."""
+    self_test: SelfTest = SELF_TEST
 
     @property
     def device(self) -> str:

@@ -5,15 +5,23 @@ from concurrent.futures import Future
 import pytest
 
 from parallel_backend.client.registry import Registry
-from parallel_backend.processes.pool import RankError
+from parallel_backend.processes.pool import LinksDown, RankError
 
 DEVICES = ("cpu", "cpu")
 
 
 class FakePool:
-    def __init__(self, devices, **_settings):
+    """`down`: the backend of pools whose links fail, with P2P or in any case."""
+
+    down: dict[bool, str] = {}  # noqa: RUF012  # replaced, never changed
+
+    def __init__(self, devices, self_test, **_settings):
         self.devices, self.error, self.closed, self.ready = devices, None, False, Future()
-        self.ready.set_result([])
+        self.self_test = self_test
+        if backend := self.down.get(self_test.p2p):
+            self.ready.set_exception(LinksDown("the self-test failed", backend))
+        else:
+            self.ready.set_result([])
 
     def close(self, politely=True):
         self.closed = True
@@ -58,3 +66,33 @@ def test_ranks_on_other_devices_are_ended(registry):
     other = registry.pool_for(("cpu",), nobody)
     assert pool.closed
     assert not other.closed
+
+
+def test_ranks_whose_links_fail_under_nccl_are_tried_once_more_without_p2p(registry, monkeypatch):
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setattr(FakePool, "down", {True: "nccl"})
+    assert not registry.pool_for(DEVICES, nobody).self_test.p2p
+    registry.close()
+    assert not registry.pool_for(DEVICES, nobody).self_test.p2p  # as is known now
+    monkeypatch.setattr(FakePool, "down", {})
+    assert registry.pool_for(("cuda:0", "cuda:1"), nobody).self_test.p2p  # of these nothing is known
+
+
+@pytest.mark.parametrize(
+    ("down", "p2p_disable"),
+    [({True: "gloo"}, None), ({True: "nccl", False: "nccl"}, None), ({True: "nccl"}, "1")],
+    ids=["Gloo", "without P2P too", "P2P was off"],
+)
+def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begins_anew(
+    registry, monkeypatch, down, p2p_disable
+):
+    if p2p_disable is None:
+        monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    else:
+        monkeypatch.setenv("NCCL_P2P_DISABLE", p2p_disable)
+    monkeypatch.setattr(FakePool, "down", down)
+    with pytest.raises(LinksDown, match="the self-test failed"):
+        registry.pool_for(DEVICES, nobody)
+    registry._pool.error = LinksDown("the self-test failed")  # as a pool has it
+    monkeypatch.setattr(FakePool, "down", {})
+    assert registry.pool_for(DEVICES, nobody).self_test.p2p

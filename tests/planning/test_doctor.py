@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import closing
 
 import pytest
@@ -547,7 +548,8 @@ class FakePool:
     error = None
 
     def __init__(self, devices, **_settings):
-        self.devices, self.closed = devices, False
+        self.devices, self.closed, self.ready = devices, False, Future()
+        self.ready.set_result([])
 
     def close(self, politely):
         self.closed = True

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from parallel_backend.processes import failure_report
-from parallel_backend.processes.failure_report import FailureReport
+from parallel_backend.processes.failure_report import FailureReport, LinksDown, again
 from parallel_backend.wire import messages as m
 
 
@@ -70,3 +70,21 @@ def test_a_connection_that_ended_is_waited_for_and_then_named(monkeypatch):
     assert found.root_cause() is None
     monkeypatch.setattr(failure_report, "ROOT_CAUSE_SECONDS", -1.0)
     assert str(found.root_cause()).startswith("Parallel DiT: rank 2 (cuda:1) closed its connection")
+
+
+def test_links_that_failed_are_told_by_all_their_ends_unless_a_rank_died(at_once):
+    def links(rank: int) -> m.Failure:
+        return m.Failure(rank, "loading", True, f"the link of {rank} did not end. Try: something", "traceback", "nccl")
+
+    found = report(Ranks())
+    found.note_failure(links(1))
+    found.note_failure(links(2))
+    error = found.root_cause()
+    assert isinstance(error, LinksDown) and again(error).backend == error.backend == "nccl"
+    first, second, *_ = str(error).splitlines()
+    assert first == "Parallel DiT: rank 1 (cuda:0): the link of 1 did not end. Try: something"
+    assert second == "rank 2 (cuda:1): the link of 2 did not end. Try: something"
+    assert "log of 1" in str(error)
+    found = report(Ranks(r0="was killed by signal 9"))
+    found.note_failure(links(1))
+    assert str(found.root_cause()).startswith("Parallel DiT: rank 0 (cpu) was killed by signal 9")

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FAULTS = """
 import ctypes, resource
 from parallel_backend.rank.allocator import give_back, keep_freed
+from tests.support.alone import nobody
 SIZE = 24 << 20
 libc = ctypes.CDLL(None)
 libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
@@ -70,9 +71,7 @@ def worker(monkeypatch, tmp_path):
     monkeypatch.setattr(worker_module, "REST_SECONDS", 0.01)
 
     def make(device: str = "cpu") -> Worker:
-        made = Worker(
-            RankSettings(0, (device,), tmp_path / "store", 1, timedelta(1), 1.0), Mute(), Heartbeat(), lambda: None
-        )
+        made = Worker(RankSettings(0, (device,), tmp_path / "store", 1, timedelta(1), 1.0), Mute(), Heartbeat(), None)
         made.given_back = []
         monkeypatch.setattr(worker_module, "give_back", lambda: made.given_back.append(1))
         return made

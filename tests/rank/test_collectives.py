@@ -1,12 +1,13 @@
-"""What transfers count and note: bytes that left the rank, and the micro-step in which a transfer began."""
+"""What transfers count and note: bytes that left the rank, the micro-step in which a transfer began, whose error it is."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from parallel_backend.rank.comm import collectives
 from parallel_backend.rank.comm.mesh import Axis
-from parallel_backend.rank.comm.transfers import Traffic
+from parallel_backend.rank.comm.transfers import PeerError, Traffic
 from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
 
 AXIS = Axis("ulysses", 3, 1, (0, 1, 2), None)
@@ -39,3 +40,26 @@ def test_a_transfer_is_of_the_micro_step_in_which_it_began_and_a_wait_of_its_own
     _, labels, lost = traffic.recorder.read()
     assert labels.tolist() == [[TRANSFER, *first], [WAIT, *second]]
     assert lost == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "peers"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:41"), True),
+        (torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (torch.distributed.DistBackendError("NCCL error: unhandled cuda error. Cuda failure 2 'out of memory'"), False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (NotImplementedError("no such operation"), False),
+    ],
+)
+def test_only_an_error_of_the_transfer_may_be_another_ranks(error, peers):
+    """Whether it comes when the transfer is started or when it is waited for."""
+
+    def fail() -> None:
+        raise error
+
+    traffic = Traffic(torch.device("cpu"))
+    for attempt in (lambda: traffic.start(fail), traffic.start(lambda: SimpleNamespace(wait=fail)).wait):
+        with pytest.raises(PeerError if peers else type(error)):
+            attempt()

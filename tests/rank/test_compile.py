@@ -27,6 +27,7 @@ from tests.checkpoints.test_formats import make_gguf, scaled_new
 from tests.families.cases import all_cases
 from tests.families.cases.case import Case
 from tests.support import tiny, tracing_rank
+from tests.support.alone import nobody
 from tests.system.test_exactness import name
 
 TOLERANCE = 1e-5
@@ -45,7 +46,7 @@ class OneRank:
         self.family = self.checkpoint.family
         blocks = (Span(0, self.family.blocks.total(self.checkpoint.config)),)
         load = m.Load(str(path), dtype, (1,) * 6, "none", (1.0,), blocks, "sdpa", compile=compile)
-        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None)
+        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody())
         self._seq = itertools.count(1)
 
     @property

@@ -17,6 +17,7 @@ from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.stage.module_cache import CachedModule, _expression
 from parallel_backend.wire import messages as m
 from tests.families.cases import all_cases
+from tests.support.alone import nobody
 
 CASES = [case for case in all_cases() if "pipe" not in case.row.unsupported]
 BANDS = 2
@@ -36,7 +37,7 @@ class Runs:
         self.family = family = checkpoint.family
         blocks = (Span(0, family.blocks.total(checkpoint.config)),)
         load = m.Load(str(path), "fp32", Degrees().sizes, "none", (1.0,), blocks, "auto")
-        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None)
+        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody())
         self.x, self.timestep, tensors = case.inputs()
         grid = family.patching.grid(self.x.shape)
         self.token_order = family.token_order(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0)

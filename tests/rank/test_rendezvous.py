@@ -1,7 +1,10 @@
 """The file by which ranks find each other: what removes or damages it is an error at once, and no wait without end."""
 
 import shutil
+import threading
+import time
 from contextlib import closing
+from datetime import timedelta
 
 import pytest
 
@@ -9,7 +12,7 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
-from parallel_backend.rank.comm.rendezvous import StoreError, StoreFile
+from parallel_backend.rank.comm.rendezvous import Rendezvous, StoreError, StoreFile
 from tests.support import tiny
 
 
@@ -58,6 +61,35 @@ def test_harm_is_seen(path, harm, word):
 def test_one_that_is_gone_at_the_start(tmp_path):
     with pytest.raises(StoreError, match="was removed"):
         StoreFile(tmp_path / "store")
+
+
+def test_the_store_waits_as_long_as_the_pool(path):
+    """Left to itself it is 5 minutes, whatever the process group's timeout is."""
+    store = Rendezvous(path, 2, timedelta(seconds=0.3)).store
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="300 ms"):
+        store.get("what no rank writes")
+    assert 0.2 < time.monotonic() - began < 30
+
+
+def test_who_comes_first_waits_for_who_comes_last(path):
+    first, last = (Rendezvous(path, 2, timedelta(seconds=30)) for _ in range(2))
+    for _ in range(2):
+        met = threading.Event()
+        thread = threading.Thread(target=lambda met=met: (first.meet(), met.set()))
+        thread.start()
+        assert not met.wait(0.1)
+        last.meet()
+        assert met.wait(20)
+        thread.join()
+
+
+def test_one_rank_has_no_store(tmp_path):
+    alone = Rendezvous(tmp_path / "store", 1, timedelta(seconds=1))
+    alone.check()
+    alone.meet()
+    assert alone.store is None
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.processes

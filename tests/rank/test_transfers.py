@@ -5,11 +5,15 @@ which 1 / N stays where it is; ring and displaced patches move 2 A, of which eac
 adds up A twice (once in Flux's single blocks), each time 2 A as the ring algorithm does it, less the own N-th.
 """
 
+import time
+
 import pytest
 import torch
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.rank.engine import Engine
+from parallel_backend.rank.worker import Worker
 from parallel_backend.wire.sampling import RunStats
 from tests.support import tiny
 
@@ -164,3 +168,23 @@ def test_overlap_off_gives_the_same_sample(remote, degrees):
     assert torch.equal(*samples)
     whole = [model.predict(x, torch.full((2,), 0.7), tensors, lambda: None, overlap) for overlap in (False, True)]
     assert torch.equal(*whole)
+
+
+@pytest.mark.parametrize(("degrees", "early"), [(Degrees(pipe=2), True), (Degrees(pipe=2, ulysses=2), False)], ids=str)
+def test_a_stage_with_collectives_receives_for_no_micro_step_but_its_own(remote, monkeypatch, degrees, early):
+    """Otherwise the ranks of a stage would use their groups in an order that depends on when messages arrive."""
+    model = remote(degrees)
+    posted: dict[int, int] = {}
+
+    def compute(engine, step, received, of_product=Engine._compute):
+        posted[engine.rank] = max(posted.get(engine.rank, 0), engine._link.posted)
+        return of_product(engine, step, received)
+
+    def upcoming(worker, of_product=Worker._upcoming):
+        time.sleep(0.02)  # the next micro-step is there, if it is going to come at all
+        return of_product(worker)
+
+    monkeypatch.setattr(Engine, "_compute", compute)
+    monkeypatch.setattr(Worker, "_upcoming", upcoming)
+    run(model, 3, 1)
+    assert [posted[rank] for rank in range(degrees.world)] == [0] * degrees.sequence + [early] * degrees.sequence

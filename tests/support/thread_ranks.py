@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ import torch.distributed
 import parallel_backend.rank
 from parallel_backend.processes.local import KILL_SECONDS, Ranks, StartSettings
 from parallel_backend.rank import loaded_stage, worker
+from parallel_backend.rank.comm import peers
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.lifecycle import Stop
 from parallel_backend.wire.rank_settings import RankSettings
@@ -244,17 +246,18 @@ class Distributed:
             member.send("barrier", torch.empty(0), rank, group)
         Work([member.receive("barrier", torch.empty(0), rank, group) for rank in others]).wait()
 
-    def new_subgroups_by_enumeration(self, ranks_per_subgroup_list: list[list[int]]) -> tuple[Group, list[Group]]:
+    def new_group(self, ranks: list[int], timeout: timedelta | None = None, group_desc: str | None = None) -> Group | object:
+        """Every rank calls it for every group; one that is not in it gets torch's sign for that."""
         member = self._here.member
-        groups = []
-        for ranks in ranks_per_subgroup_list:
-            groups.append(Group(member.groups, tuple(ranks)))
-            member.groups += 1
-        self.barrier()
-        return next(group for group in groups if member.rank in group.ranks), groups
+        group = Group(member.groups, tuple(ranks))
+        member.groups += 1
+        return group if member.rank in ranks else torch.distributed.GroupMember.NON_GROUP_MEMBER
 
     def destroy_process_group(self, group: Group | None = None) -> None:
         """A group has nothing to end."""
+
+    def is_initialized(self) -> bool:
+        return True
 
     def get_backend(self, group: Group | None = None) -> str:
         return "gloo"
@@ -271,6 +274,19 @@ class Distributed:
 
 
 REPLACED = frozenset(name for name in vars(Distributed) if not name.startswith("_") and name != "enter")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """In the place of a Rendezvous: there is no store."""
+
+    distributed: Distributed
+
+    def check(self) -> None:
+        """Nothing can be gone."""
+
+    def meet(self) -> None:
+        self.distributed.barrier()
 
 
 @dataclass
@@ -306,6 +322,7 @@ class ThreadRanks:
             timeout=start.timeout,
             slowdown=start.slowdown[rank],
             heartbeat_seconds=start.heartbeat_seconds,
+            self_test=start.self_test,
         )
         with contextlib.suppress(SystemExit):
             worker.run(settings, connection)
@@ -366,7 +383,7 @@ def thread_ranks() -> Iterator[Callable[[StartSettings], Ranks]]:
             if getattr(module, "dist", None) is torch.distributed:
                 stack.enter_context(mock.patch.object(module, "dist", distributed))
         nothing: dict[str, Callable[..., Any]] = {
-            "join": lambda *_: lambda: None,
+            "Rendezvous": lambda *_: Meeting(distributed),
             "leave": lambda: None,
             "keep_freed": lambda: None,
             "give_back": lambda: None,
@@ -374,6 +391,7 @@ def thread_ranks() -> Iterator[Callable[[StartSettings], Ranks]]:
         # While a model is built nn.Module registers all parameters on the meta device, those of other threads too.
         for module, name in ((loaded_stage, "build_stage"), (worker, "probe")):
             stack.enter_context(mock.patch.object(module, name, _one_at_a_time(building, getattr(module, name))))
+        stack.enter_context(mock.patch.object(peers, "join", lambda *_: None))
         read, readers = worker.Worker._read, []
 
         def read_until_the_end(rank: worker.Worker) -> None:

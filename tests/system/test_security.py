@@ -160,11 +160,12 @@ def test_local_ranks_tell_both_libraries_to_stay_on_loopback(monkeypatch, given)
     """Unless the user has chosen another interface."""
     code = (
         "import datetime, os, pathlib, tempfile\n"
-        "from parallel_backend.rank.comm import process_group\n"
+        "from parallel_backend.rank.comm import process_group, rendezvous\n"
         "process_group.dist.init_process_group = lambda *a, **k: None\n"
         "store = pathlib.Path(tempfile.mkdtemp()) / 'store'\n"
         "store.touch()\n"
-        "process_group.join(0, ('cpu',), store, datetime.timedelta(seconds=1))\n"
+        "second = datetime.timedelta(seconds=1)\n"
+        "process_group.join(0, ('cpu', 'cpu'), rendezvous.Rendezvous(store, 2, second), second)\n"
         "print(os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_SOCKET_IFNAME'])\n"
     )
     chosen = {} if given is None else {"GLOO_SOCKET_IFNAME": given, "NCCL_SOCKET_IFNAME": given}

@@ -21,6 +21,8 @@ class RunReport:
     ranks: tuple[RunStats, ...]
     cache: str | None = None
     """What the step cache did. None: there was none."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of the ranks (pool.Pool.notes)."""
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -55,6 +57,7 @@ class RunReport:
         moved = ", ".join(f"{axis} {count / 1e6:.1f} MB" for axis, count in self.bytes_sent.items()) or "nothing"
         lines = [
             self.summary,
+            *self.notes,
             f"{self.seconds:.2f} s, {self.seconds / max(1, self.steps):.3f} s per step",
             f"moved between ranks: {moved} ({sum(self.bytes_sent.values()) / max(1, self.steps) / 1e6:.2f} MB per step)",
         ]

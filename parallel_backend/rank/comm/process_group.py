@@ -4,15 +4,14 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from parallel_backend.core.devices import device_kind, on_ray
+from parallel_backend.wire.rank_settings import P2P_DISABLE
 
-from .rendezvous import StoreFile
+from .rendezvous import Rendezvous
 
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 """Interface name by `sys.platform`. Gloo would otherwise listen on the address that the host name resolves to, NCCL on the
@@ -30,31 +29,26 @@ def backend_for(devices: tuple[str, ...]) -> str:
     return "nccl" if distinct and dist.is_nccl_available() else "gloo"
 
 
-def join(rank: int, devices: tuple[str, ...], rendezvous: Path | tuple[str, int], timeout: timedelta) -> Callable[[], None]:
-    """Join the process group of all ranks: by a store file (see StoreFile) or by a server.
+def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: timedelta, p2p: bool = True) -> None:
+    """Join the process group of all ranks, two at least. `timeout`: of its transfers. `p2p`: see rank_settings.SelfTest.
 
-    What comes back is to be called before more groups are made: StoreError if that would not end.
+    No device is bound to the group: NCCL's communicators are then made one by one when first used, as self_test.py does.
+    Bound, all transfers between two ranks would share one of them and wait for each other (pytorch #154132).
     """
-    check: Callable[[], None] = lambda: None  # noqa: E731
-    if isinstance(rendezvous, Path):
-        check = StoreFile(rendezvous).check
-        interface = LOOPBACK.get(sys.platform)
-        store = dist.FileStore(str(rendezvous), len(devices))
-    else:
-        interface = interface_towards(rendezvous)
-        store = dist.TCPStore(*rendezvous, len(devices), is_master=False, timeout=timeout)
+    interface = interface_towards(rendezvous.address) if rendezvous.address else LOOPBACK.get(sys.platform)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it is the name's beginning
+    os.environ.setdefault("NCCL_DEBUG", "WARN")  # goes to standard output, and with it into the rank's log
+    if not p2p:
+        os.environ[P2P_DISABLE] = "1"
     dist.init_process_group(
         backend_for(devices),
-        store=store,
+        store=rendezvous.store,
         rank=rank,
         world_size=len(devices),
         timeout=timeout,
     )
-    check()
-    return check
 
 
 def interface_towards(address: tuple[str, int]) -> str | None:
@@ -77,6 +71,7 @@ def interface_towards(address: tuple[str, int]) -> str | None:
 
 
 def leave() -> None:
-    """Destroy the process group. A peer that is already gone makes this fail, and then there is nothing left to leave."""
+    """Destroy the process group, if there is one. If a peer is gone this fails, and there is nothing left to leave."""
     with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,7 +1,11 @@
-"""The file through which the ranks of one machine find each other, at their start and for every group made later."""
+"""Where the ranks of a pool find each other, at their start and for every group made later: a file on one machine, a server
+on several."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
+
+import torch.distributed as dist
 
 
 class StoreError(RuntimeError):
@@ -41,3 +45,42 @@ class StoreFile:
             f"the file {self._path}, through which the ranks find each other, was {what}. If something cleans up temporary "
             "files, have it leave folders that begin with parallel-dit alone"
         )
+
+
+class Rendezvous:
+    """The store of `world` ranks: `place` is its file (see StoreFile), or the address of its server. One rank has none.
+
+    `timeout`: how long the store waits for what another rank has yet to write. torch gives a store 5 minutes whatever the
+    process group's timeout is, and a communicator is made through the store when it is first used: a later stage's would
+    end while the stage before still compiles.
+    """
+
+    def __init__(self, place: Path | tuple[str, int], world: int, timeout: timedelta):
+        self.address = None if isinstance(place, Path) else place
+        self._world, self._meetings = world, 0
+        self._file = StoreFile(place) if world > 1 and isinstance(place, Path) else None
+        self.store: dist.Store | None = None
+        if self._file is not None:
+            self.store = dist.FileStore(str(place), world)
+        elif world > 1:
+            self.store = dist.TCPStore(*place, world, is_master=False, timeout=timeout)
+        if self.store is not None:
+            self.store.set_timeout(timeout)
+
+    def check(self) -> None:
+        """StoreError if the file is not what it was. From any thread."""
+        if self._file is not None:
+            self._file.check()
+
+    def meet(self) -> None:
+        """Wait until every rank has come here. Collective over all ranks.
+
+        Nothing but the store is used, so that whoever comes late, with a slow disk, is not taken for a link that fails.
+        """
+        if self.store is None:
+            return
+        self._meetings += 1
+        key = f"meeting {self._meetings}"
+        if self.store.add(key, 1) == self._world:
+            self.store.set(f"{key} complete", "")
+        self.store.wait([f"{key} complete"])

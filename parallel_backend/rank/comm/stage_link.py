@@ -5,15 +5,21 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .mesh import Axis
+from .mesh import Link
 from .transfers import Traffic, Transfer, staged
+
+PIPE = "pipe"
+"""The mesh axis by which the bytes are counted."""
 
 
 class StageLink:
-    """Receives can be posted ahead of their use. Every send is kept, with its tensor, until it has been waited for."""
+    """Receives can be posted ahead of their use. Every send is kept, with its tensor, until it has been waited for.
 
-    def __init__(self, axis: Axis, device: torch.device, traffic: Traffic):
-        self.axis, self.device, self.traffic = axis, device, traffic
+    `before`, `after`: the links to the stages beside this one, None at the pipeline's ends.
+    """
+
+    def __init__(self, before: Link | None, after: Link | None, device: torch.device, traffic: Traffic):
+        self.before, self.after, self.device, self.traffic = before, after, device, traffic
         self._posted: list[tuple[torch.Tensor, Transfer]] = []
         self._sent: list[tuple[torch.Tensor, Transfer]] = []
 
@@ -24,9 +30,10 @@ class StageLink:
 
     def post_receive(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start receiving the next tensor; its shape is known from the micro-step, no handshake."""
-        on_host = self.device.type == "cuda" and dist.get_backend() == "gloo"
+        link = self.before
+        on_host = self.device.type == "cuda" and dist.get_backend(link.group) == "gloo"
         buffer = torch.empty(*shape, dtype=dtype, device="cpu" if on_host else self.device)
-        transfer = self.traffic.start(lambda: dist.irecv(buffer, self.axis.ranks[self.axis.index - 1]))
+        transfer = self.traffic.start(lambda: dist.irecv(buffer, link.peer, group=link.group))
         self._posted.append((buffer, transfer))
 
     def receive(self) -> torch.Tensor:
@@ -38,11 +45,11 @@ class StageLink:
     def send(self, tensor: torch.Tensor, overlap: bool) -> None:
         """Start sending to the next stage. Waits first for the send before the last, so at most two are under way."""
         self.await_sends(keep=1)
-        tensor = tensor.contiguous()
-        if staged(tensor, None):
+        link, tensor = self.after, tensor.contiguous()
+        if staged(tensor, link.group):
             tensor = tensor.cpu()
-        self._sent.append((tensor, self.traffic.start(lambda: dist.isend(tensor, self.axis.ranks[self.axis.index + 1]))))
-        self.traffic.bytes_sent[self.axis.name] += tensor.nbytes
+        self._sent.append((tensor, self.traffic.start(lambda: dist.isend(tensor, link.peer, group=link.group))))
+        self.traffic.bytes_sent[PIPE] += tensor.nbytes
         if not overlap:
             self.await_sends()
 

@@ -1,5 +1,6 @@
 """What a rank's transfers moved and what they cost: bytes, time under way, and the part of it the rank stood still for."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,9 +13,28 @@ from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
 
 from .recorder import Recorder
 
+CUDA_FAILED = re.compile(r"CUDA error|Cuda failure", re.IGNORECASE)
+"""In the text of an error that is the device's own. NCCL's "unhandled cuda error" ends with CUDA's name for it."""
+OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
+
 
 class PeerError(RuntimeError):
     """A transfer failed: the other rank, or the link to it, is gone."""
+
+
+def is_of_a_transfer(error: RuntimeError) -> bool:
+    """Whether the error is one of the transfer, behind which another rank may be, rather than of this rank's own device.
+
+    Gloo raises plain RuntimeErrors, NCCL DistErrors. CUDA reports what went wrong in any kernel before at whatever call
+    comes next, and a communicator that finds no memory fails as one whose peer is gone does: both are this rank's own.
+    """
+    plain = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    return plain and not CUDA_FAILED.search(str(error)) and not is_out_of_memory(error)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether this rank's device had too little memory, also for a communicator."""
+    return isinstance(error, torch.OutOfMemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
 
 
 class Clock:
@@ -87,6 +107,8 @@ class Traffic:
         try:
             works = operation()
         except RuntimeError as error:
+            if not is_of_a_transfer(error):
+                raise
             raise PeerError(str(error)) from error
         return Transfer(self, works if isinstance(works, list) else [works], started)
 
@@ -112,6 +134,8 @@ class Transfer:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
+            if not is_of_a_transfer(error):
+                raise
             raise PeerError(str(error)) from error
         heartbeat.waiting = False
         heartbeat.done()
@@ -123,5 +147,5 @@ class Transfer:
 
 
 def staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Gloo moves host memory only: CUDA tensors go through a copy."""
-    return tensor.is_cuda and dist.get_backend(group) == "gloo"
+    """Gloo moves host memory only: CUDA tensors go through a copy. A rank that is alone has no group, and moves nothing."""
+    return tensor.is_cuda and dist.is_initialized() and dist.get_backend(group) == "gloo"

@@ -271,13 +271,14 @@ def _before_and_after(agent: Agent, owner: Any, name: str, event: str) -> None:
 def install(agent: Agent) -> None:
     """Have the agent see every event of EVENTS."""
     from parallel_backend.rank import worker
+    from parallel_backend.rank.comm import peers
     from parallel_backend.rank.engine import Engine
     from parallel_backend.rank.stage import build as stage
     from parallel_backend.rank.stage.lora import Adapters
     from parallel_backend.rank.vae.decoder import BandedDecoder
 
     _before(agent, worker, "run", "start")
-    _before_and_after(agent, worker, "join", "rendezvous")
+    _before_and_after(agent, peers, "join", "rendezvous")
     _before_and_after(agent, worker, "probe", "probe")
     _before(agent, worker, "leave", "closing")
     _before(agent, Engine, "put_conditioning", "conditioning")

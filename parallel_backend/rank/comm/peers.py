@@ -1,0 +1,90 @@
+"""How one rank comes together with the others of its pool: joins them, makes groups with them, tries what was made."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.wire.rank_settings import RankSettings
+
+from .guard import Guard
+from .mesh import Axis, Mesh, close_mesh, make_mesh
+from .process_group import backend_for, join
+from .rendezvous import Rendezvous
+from .self_test import LinkError, try_axis, try_link
+from .transfers import is_out_of_memory
+
+
+class Peers:
+    """Everything here is collective over all ranks of the pool. StoreError where what they meet through is gone.
+
+    `rendezvous`, `guard`: of this rank. The watchdog takes the rank for one that waits, in all of it.
+    """
+
+    def __init__(self, settings: RankSettings, rendezvous: Rendezvous, guard: Guard):
+        self._settings, self._rendezvous, self._guard = settings, rendezvous, guard
+        self._backend = backend_for(settings.devices)
+        self._device = torch.device(settings.device if self._backend == "nccl" else "cpu")
+
+    def check(self) -> None:
+        """Before the ranks need what they meet through."""
+        self._rendezvous.check()
+
+    def join(self) -> None:
+        """Join the process group of all ranks, and try it. A rank that is alone has none."""
+        settings, world = self._settings, len(self._settings.devices)
+        if world == 1:
+            return
+        with self._guard.waiting():
+            join(settings.rank, settings.devices, self._rendezvous, settings.timeout, settings.self_test.p2p)
+            self._rendezvous.meet()
+        with self._trial("a sum over all ranks"):
+            try_axis(Axis("world", world, settings.rank, tuple(range(world)), None), self._device)
+
+    def make_mesh(self, degrees: Degrees) -> Mesh:
+        """The mesh of a model, its groups made and tried."""
+        rank = self._settings.rank
+        with self._guard.waiting():
+            self._rendezvous.check()
+            mesh = make_mesh(degrees, rank, self._settings.timeout)
+            self._rendezvous.meet()
+        for axis in mesh.axes.values():
+            if axis.group is not None:
+                with self._trial(f"a sum over the {axis.name} axis of {self._named(*axis.ranks)}"):
+                    try_axis(axis, self._device)
+        for link in mesh.links:
+            with self._trial(f"the link {'to' if link.sends else 'from'} {self._named(link.peer)}"):
+                try_link(link, self._device)
+        return mesh
+
+    def close_mesh(self, mesh: Mesh) -> None:
+        """End the mesh's groups."""
+        with self._guard.waiting():
+            close_mesh(mesh)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what is collective, and may be the first that the ranks do together since they were at rest."""
+        with self._guard.waiting():
+            self._rendezvous.check()
+            yield
+
+    @contextlib.contextmanager
+    def _trial(self, what: str) -> Iterator[None]:
+        """LinkError if it fails or takes longer than the limit."""
+        limits = self._settings.self_test
+        error: Callable[[str], LinkError] = lambda how: LinkError(what, how, self._backend, limits.p2p)  # noqa: E731
+        with self._guard.waiting(limits.seconds, lambda: error(f"did not end within {limits.seconds:g} s")):
+            try:
+                yield
+            except ValueError as wrong:
+                raise error(str(wrong)) from wrong
+            except RuntimeError as failed:  # CUDA's too: mapping another GPU's memory is what fails
+                if is_out_of_memory(failed):
+                    raise
+                raise error(f"failed ({failed})") from failed
+
+    def _named(self, *ranks: int) -> str:
+        names = [f"{rank} ({self._settings.devices[rank]})" for rank in ranks]
+        return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"

@@ -1,0 +1,96 @@
+"""Links between ranks that do not come up, and a store that goes away: who says so, when, and that the next prompt works."""
+
+import functools
+import time
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client import registry as registry_module
+from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes import local
+from parallel_backend.processes.failure_text import P2P_OFF
+from parallel_backend.processes.pool import LinksDown, Pool, RankError
+from parallel_backend.wire.rank_settings import SELF_TEST
+from tests.processes.test_failures import wait_until_gone
+from tests.support import deaf_rank, tiny
+
+pytestmark = pytest.mark.processes
+
+LIMIT = 2.0
+"""Seconds of the self-test here. It has 60."""
+BOUND = LIMIT + 10.0
+"""Seconds until its error that tests allow: a rank more may explain it for one, and the machine may be busy with others."""
+
+
+def nothing() -> None:
+    """A Poll that never gives up."""
+
+
+@pytest.fixture(scope="module")
+def given():
+    return tiny.inputs(tiny.FLUX)
+
+
+def pool() -> Pool:
+    return Pool(("cpu", "cpu"), self_test=replace(SELF_TEST, seconds=LIMIT))
+
+
+def load(pool: Pool, path) -> RemoteTransformer:
+    return RemoteTransformer(pool, open_checkpoint(path), Degrees(pipe=2), "fp32", "sdpa", nothing)
+
+
+@pytest.mark.parametrize(
+    ("when", "what"), [("start", "a sum over all ranks"), ("loading", "the link (to rank 1|from rank 0) (cpu)")]
+)
+def test_a_link_that_never_comes_up_is_named_and_the_next_prompt_works(
+    monkeypatch, flux_file, flux_model, given, when, what, measured
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "main", functools.partial(deaf_rank.deaf, when))
+        with closing(pool()) as deaf:
+            began = time.monotonic()
+            if when == "loading":
+                deaf.ready.result(timeout=300)
+                began = time.monotonic()
+            with pytest.raises(LinksDown, match=what.replace("(cpu)", r"\(cpu\)")) as error:
+                load(deaf, flux_file)
+            measured(f"seconds until a link that fails in {when} is named, limit {LIMIT:g}", time.monotonic() - began)
+            assert time.monotonic() - began < BOUND
+            assert error.value.backend == "gloo"
+            assert f"did not end within {LIMIT:g} s. Try: " in str(error.value)
+            assert wait_until_gone(deaf.pids)
+    with closing(pool()) as working:
+        expected = tiny.reference(flux_model, *given)
+        assert tiny.relative(load(working, flux_file).predict(*given, nothing), expected) <= 1e-5
+
+
+def test_a_store_that_goes_away_while_ranks_wait_for_each_other_is_named(monkeypatch):
+    """Rank 1 is slow to start; without the look at the file rank 0 would wait for it until nobody starts any more."""
+    monkeypatch.setattr(local, "main", deaf_rank.late)
+    with closing(pool()) as waiting:
+        store = waiting.ranks.directory / "store"
+        while not store.stat().st_size:  # rank 0 has begun to join
+            time.sleep(0.02)
+        began = time.monotonic()
+        store.unlink()
+        with pytest.raises(RankError, match=r"rank \d \(cpu\) failed in start-up: StoreError: the file .* was removed"):
+            waiting.ready.result(timeout=300)
+        assert time.monotonic() - began < BOUND
+
+
+def test_where_nccl_fails_it_is_tried_once_more_without_p2p(monkeypatch, flux_file, given):
+    monkeypatch.delenv(registry_module.P2P_DISABLE, raising=False)
+    monkeypatch.setattr(local, "main", deaf_rank.deaf_with_p2p)
+    monkeypatch.setattr(registry_module, "SELF_TEST", replace(SELF_TEST, seconds=LIMIT))
+    said: list[str] = []
+    with closing(Registry()) as registry:
+        key = ModelKey(flux_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
+        model = registry.model(key, nothing, lambda doing, _fraction: said.append(doing))
+        assert said[-1].endswith(P2P_OFF)
+        assert model.pool.notes == (P2P_OFF,)
+        assert model.predict(*given, nothing).isfinite().all()

@@ -1,0 +1,76 @@
+"""The groups of a mesh: made by every rank in the same order, with the pool's timeout; and which receives are early."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel_backend.core.communicators import communicators
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.rank.comm.link_probe import probe_links
+from parallel_backend.rank.comm.mesh import make_mesh
+from parallel_backend.rank.comm.process_group import leave
+from parallel_backend.rank.comm.transfers import staged
+from tests.support.alone import nobody
+
+TIMEOUT = timedelta(minutes=30)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What new_group was called with, and gives."""
+    made = []
+
+    def new_group(ranks, timeout, group_desc):
+        made.append((tuple(ranks), timeout, group_desc))
+        return made[-1]
+
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    return made
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        Degrees(pipe=4),
+        Degrees(batch=2, pipe=2, ulysses=2),
+        Degrees(pipe=3, ring=2, tensor=2),
+        Degrees(patch=2, patch_mode="displaced", ulysses=2),
+    ],
+    ids=str,
+)
+def test_every_rank_makes_all_groups_in_one_order_and_has_its_own(made, degrees):
+    orders = []
+    for rank in range(degrees.world):
+        mesh = make_mesh(degrees, rank, TIMEOUT)
+        assert all(rank in ranks for ranks, _, _ in mesh.groups)
+        assert len(mesh.groups) == communicators(degrees, rank) - 1  # and the world's
+        assert all(timeout == TIMEOUT for _, timeout, _ in made)
+        orders.append([ranks for ranks, _, _ in made])
+        made.clear()
+    assert all(order == orders[0] for order in orders)
+
+
+def test_both_ends_of_a_link_share_a_group_that_nothing_else_uses(made):
+    degrees = Degrees(pipe=3, ulysses=2)
+    meshes = [make_mesh(degrees, rank, TIMEOUT) for rank in range(degrees.world)]
+    for rank, mesh in enumerate(meshes):
+        after = mesh.link(sends=True)
+        assert (after is None) == (rank >= 4) and (mesh.link(sends=False) is None) == (rank < 2)
+        if after is not None:
+            other = meshes[after.peer].link(sends=False)
+            assert (after.peer, other.peer) == (rank + 2, rank)
+            assert after.group == other.group == ((rank, rank + 2), TIMEOUT, "link")
+
+
+def test_a_rank_that_is_alone_has_no_process_group_and_needs_none():
+    peers = nobody()
+    peers.join()
+    mesh = peers.make_mesh(Degrees())
+    assert mesh.groups == [] and mesh.link(sends=True) is mesh.link(sends=False) is None
+    assert not staged(SimpleNamespace(is_cuda=True), mesh.axes["ulysses"].group)
+    assert probe_links(0, ("cpu",), (1 << 10,)).links == {}
+    peers.close_mesh(mesh)
+    leave()
+    assert not torch.distributed.is_initialized()
