@@ -544,7 +544,7 @@ def test_out_of_memory_says_what_would_fit_and_leaves_nothing_behind(flux_file, 
         del x, tensors
         assert calls
         assert settle(lambda: still_there(calls + kept), 5.0) == []  # a thread may just be on its way out
-        assert not model._conditionings
+        assert not model._posting._conditionings
         with pytest.raises(RankError, match="The run was expected to take"):  # the model stays unusable, and says why
             model.open_run()
     finally:
