@@ -6,9 +6,8 @@ from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import on_ray
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.doctor import HostFree, examine
-from parallel_backend.planning.doctor_report import describe
 from parallel_backend.planning.planner import Plan, plan
-from parallel_backend.planning.planner_report import beside
+from parallel_backend.planning.report import compare, describe_rehearsed
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.rank.free_memory import host_memory
 
@@ -103,5 +102,5 @@ class ParallelDoctor:
             rehearsed = examine(
                 pool, checkpoint, workload, key.attention, memory_to_share(chosen), check_cancelled, progress.update_absolute
             )
-        text = f"{describe(rehearsed)}\n\n{beside(planned, rehearsed)}"
+        text = f"{describe_rehearsed(rehearsed)}\n\n{compare(planned, rehearsed)}"
         return {"ui": {"text": [text]}, "result": (text, advised_config(rehearsed, stub))}
