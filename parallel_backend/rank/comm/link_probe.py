@@ -34,10 +34,11 @@ def probe_links(rank: int, devices: tuple[str, ...], sizes: tuple[int, ...]) -> 
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         name = torch.cuda.get_device_name(device)
+        sees_others = torch.cuda.device_count() > 1
         peers = {
             other: torch.cuda.can_device_access_peer(device, theirs)
             for other, theirs in enumerate(devices)
-            if theirs.startswith("cuda") and theirs != devices[rank]
+            if theirs.startswith("cuda") and theirs != devices[rank] and sees_others
         }
     together = _all_at_once(max(sizes), rank, len(devices), device)
     return LinksProbed(rank, name, free, total, links, peers, together)
