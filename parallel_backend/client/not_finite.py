@@ -10,6 +10,7 @@ from concurrent.futures import Future
 import torch
 
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.dtypes import compute_name
 from parallel_backend.core.finite import NAMED, all_finite
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound
@@ -73,13 +74,13 @@ def explanation(
     if adapters:
         return f"{text}The LoRA's own values are not finite in {', '.join(adapters[:NAMED])}: remove it."
     if weights:
-        small = "weight_dtype fp16 is too small for them, use bf16 or fp32; or " if dtype == "fp16" else ""
+        small = "weight_dtype fp16 is too small for them, use bf16 or fp32; or " if compute_name(dtype) == "fp16" else ""
         return (
             f"{text}The model's own weights are not finite in {', '.join(weights[:NAMED])}: {small}the file is damaged, "
             "download it again."
         )
     advice = []
-    if dtype == "fp16":
+    if compute_name(dtype) == "fp16":
         advice.append("weight_dtype fp16 overflows in many models: use bf16 or fp32")
     if adapted:
         advice.append("lower the LoRA's strength")

@@ -9,7 +9,8 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.fingerprint import check_fingerprint, fingerprint
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.devices import device_kind, in_its_process, names_ray, on_ray, ray_devices
-from parallel_backend.core.validate import check_attention, resolve_dtype
+from parallel_backend.core.dtypes import resolve_dtype
+from parallel_backend.core.validate import check_attention
 from parallel_backend.planning.prediction import lacking
 from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.ray_ranks import RayRanks, start_of
