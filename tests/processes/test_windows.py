@@ -14,13 +14,17 @@ import pytest
 import torch
 
 from parallel_backend.core import compile_check
+from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes import parent_watch
 from parallel_backend.processes.local import LocalRanks
 from parallel_backend.rank import allocator, engine
 from parallel_backend.rank.comm import link_probe
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.free_memory import host_memory
+from tests.support import tiny
 from tests.support.fake_cuda import ADA, fake_cuda
+
+pytestmark = pytest.mark.threads
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +109,13 @@ def test_compiling_names_windows_own_triton(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(ValueError, match=r"^compile: .*compiler cl,"):
         compile_check.check_compile(("cpu",))
+
+
+def test_a_model_runs_on_two_ranks(remote, flux_model, monkeypatch):
+    """Loading, a run with its report, and unloading."""
+    monkeypatch.setattr(engine, "_peak_bytes", lambda _device: 1 << 30)
+    given = tiny.inputs(tiny.FLUX)
+    model = remote(Degrees(pipe=2), fresh=True)
+    assert tiny.relative(model.predict(*given, lambda: None), tiny.reference(flux_model, *given)) < 1e-5
+    assert {stats.peak_bytes for stats in model.close_run(model.open_run(), lambda: None)} == {1 << 30}
+    remote(Degrees(tensor=2), fresh=True)

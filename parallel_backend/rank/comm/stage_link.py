@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from .mesh import Link
-from .staging import host_buffer, staged, to_device, to_host
+from .staging import host_buffer, staged, to_device, to_host, transfer_device
 from .transfers import Traffic, Transfer
 
 PIPE = "pipe"
@@ -32,10 +32,10 @@ class StageLink:
     def post_receive(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start receiving the next tensor; its shape is known from the micro-step, no handshake."""
         link = self.before
-        if self.device.type == "cuda" and dist.get_backend(link.group) == "gloo":
-            buffer = host_buffer(shape, dtype, self.device)
-        else:
+        if transfer_device(self.device, link.group) == self.device:
             buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            buffer = host_buffer(shape, dtype, self.device)
         transfer = self.traffic.start(lambda: dist.irecv(buffer, link.peer, group=link.group))
         self._posted.append((buffer, transfer))
 

@@ -16,6 +16,11 @@ def staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     return tensor.is_cuda and dist.is_initialized() and dist.get_backend(group) == "gloo"
 
 
+def transfer_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+    """Where tensors of `device` are when `group` moves them: on the device itself, or on the host."""
+    return torch.device("cpu") if device.type == "cuda" and dist.get_backend(group) == "gloo" else device
+
+
 def page_locked(device: torch.device) -> bool:
     """Whether copies to and from `device` are in page-locked memory.
 
