@@ -55,4 +55,6 @@ def test_what_this_comfyui_runs_on_and_how_it_was_started(found):
 def test_the_loader_refuses_what_it_has_no_ranks_on(found, kind, what):
     error = found[f"loader on {kind}"]["error"]
     assert error.startswith(f"ValueError: devices: ComfyUI runs on {what}")
-    assert found["loader on cuda"]["error"].startswith("ValueError: devices: pipefusion_degree 2 needs 2 GPUs, this machine has 0")
+    assert found["loader on cuda"]["error"].startswith(
+        "ValueError: devices: pipefusion_degree 2 needs 2 GPUs, this machine has 0"
+    )

@@ -123,7 +123,9 @@ def test_errors_about_too_few_gpus_say_how_hidden_ones_are_shown(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     shown = r".*--cuda-device all --disable-pinned-memory\."
     with fake_cuda(AMPERE):
-        with pytest.raises(ValueError, match=rf"^devices: pipefusion_degree 2 needs 2 GPUs, this machine has 1 .*{shown} Lower"):
+        with pytest.raises(
+            ValueError, match=rf"^devices: pipefusion_degree 2 needs 2 GPUs, this machine has 1 .*{shown} Lower"
+        ):
             choose_devices("auto", TWO, Host())
         with pytest.raises(ValueError, match=rf"^devices: 'cuda:1' is no device of this machine{shown}$"):
             choose_devices("cuda:0,cuda:1", TWO, Host())

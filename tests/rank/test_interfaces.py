@@ -39,18 +39,16 @@ def test_interfaces_as_windows_calls_them(on_windows):
 
 
 @pytest.fixture
-def joining(monkeypatch, tmp_path):
-    """`joining()`: joins alone, by a store that is there, a group that is not made; what it was given."""
+def joining(monkeypatch):
+    """`joining()`: joins a group that is not made; what it was asked for."""
     made = []
     monkeypatch.setattr(process_group.dist, "init_process_group", lambda *a, **k: made.append((a, k)))
-    monkeypatch.setattr(process_group.dist, "FileStore", lambda *a: a)
     for name in process_group.INTERFACE_VARIABLES:
         monkeypatch.setenv(name, "removed by the next line")
         monkeypatch.delenv(name)
-    (tmp_path / "store").touch()
 
     def join():
-        process_group.join(0, ("cpu", "cpu"), tmp_path / "store", timedelta(seconds=1))
+        process_group.join(0, ("cpu", "cpu"), SimpleNamespace(address=None, store=None), timedelta(seconds=1))
         return made
 
     return join
