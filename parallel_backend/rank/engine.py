@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Callable
 
-import psutil
 import torch
 
 from parallel_backend.rank.comm.peers import Peers
@@ -53,10 +52,14 @@ class Engine:
     def weight_bytes(self) -> int:
         return self.stage.weight_bytes
 
-    def close(self) -> None:
-        """Let the transfers under way end, then the mesh's groups. Collective over all ranks."""
+    def end_transfers(self) -> None:
+        """Wait for all transfers that are under way, and drop the buffers they are for."""
         self._link.await_sends()
         self.runs.clear()
+
+    def close(self) -> None:
+        """Let the transfers under way end, then the mesh's groups. Collective over all ranks."""
+        self.end_transfers()
         self.stage.close()
 
     def adapted(self) -> int:
@@ -95,7 +98,6 @@ class Engine:
             peak_bytes=_peak_bytes(self.stage.device),
             blocks=self._block_watch.drain(),
             graphs=0 if self.stage.compiler is None else self.stage.compiler.graphs,
-            attention=self.stage.attention.kernel.said,
         )
 
     @torch.inference_mode()
@@ -167,12 +169,12 @@ class Engine:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Device memory at its highest on CUDA, else the process's largest resident set."""
+    """Device memory at its highest on CUDA, else the process's largest resident set; 0 where that is not known."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return psutil.Process().memory_info().peak_wset
-    import resource  # POSIX only
-
+    try:
+        import resource  # POSIX only
+    except ImportError:
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -85,6 +85,8 @@ class Worker:
             self.heartbeat.doing = f"micro-step {message.seq}" if step else DOING.get(type(message), BETWEEN)
             self._handle(message)
             self.heartbeat.done()
+        if self.engine is not None:  # the process group must not end under the last micro-step's send
+            self.engine.end_transfers()
 
     def _handle(self, message: Any) -> None:
         match message:

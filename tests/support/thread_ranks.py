@@ -12,7 +12,9 @@ import contextlib
 import functools
 import gc
 import importlib
+import os
 import pkgutil
+import socket
 import threading
 import time
 from collections import Counter
@@ -22,7 +24,7 @@ from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -175,25 +177,31 @@ class P2POp:
 
 
 class Distributed:
-    """What the modules of a rank use of torch.distributed, for rank threads; other threads get torch's own.
+    """What the modules of a rank use of torch.distributed, for rank threads; other threads get what it stands in for.
 
     Arguments are named and ordered as there.
     """
 
     def __init__(self):
         self._here = threading.local()
+        self.outer: Any = torch.distributed
+        """What other threads get: ranks of an outer `thread_ranks` their own stand-in."""
 
-    def enter(self, member: Member) -> None:
-        """The calling thread is this rank from now on."""
-        self._here.member = member
+    def world(self, size: int) -> World:
+        """A new set of ranks."""
+        return World(size)
+
+    def enter(self, world: World, rank: int) -> None:
+        """The calling thread is this rank of the world from now on."""
+        self._here.member = Member(world, rank)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch.distributed, name)
+        return getattr(self.outer, name)
 
     def __getattribute__(self, name: str) -> Any:
         """A method of this class is for rank threads only."""
         if name in REPLACED and not hasattr(object.__getattribute__(self, "_here"), "member"):
-            return getattr(torch.distributed, name)
+            return getattr(object.__getattribute__(self, "outer"), name)
         return object.__getattribute__(self, name)
 
     def isend(self, tensor: torch.Tensor, dst: int, group: Group | None = None) -> Work:
@@ -246,6 +254,10 @@ class Distributed:
             member.send("barrier", torch.empty(0), rank, group)
         Work([member.receive("barrier", torch.empty(0), rank, group) for rank in others]).wait()
 
+    def meet(self) -> None:
+        """Wait until every rank has come here, as by a Rendezvous."""
+        self.barrier()
+
     def new_group(self, ranks: list[int], timeout: timedelta | None = None, group_desc: str | None = None) -> Group | object:
         """Every rank calls it for every group; one that is not in it gets torch's sign for that."""
         member = self._here.member
@@ -273,7 +285,7 @@ class Distributed:
         return None
 
 
-REPLACED = frozenset(name for name in vars(Distributed) if not name.startswith("_") and name != "enter")
+REPLACED = frozenset(name for name in vars(Distributed) if not name.startswith("_")) - {"world", "enter"}
 
 
 @dataclass(frozen=True)
@@ -286,7 +298,7 @@ class Meeting:
         """Nothing can be gone."""
 
     def meet(self) -> None:
-        self.distributed.barrier()
+        self.distributed.meet()
 
 
 @dataclass
@@ -299,20 +311,21 @@ class ThreadRanks:
 
     def __post_init__(self):
         self.names = self.start.devices
-        self._world = World(len(self.names))
-        self._threads = []
+        self._world = self.distributed.world(len(self.names))
+        self._threads, self._theirs, self._cut = [], [], set()
         # Every loading ends with a collection, which a rank's process spares what it has imported.
         gc.collect()
         gc.freeze()
         for rank in range(len(self.names)):
             ours, theirs = Pipe(duplex=True)
             self.channels.append(Channel(ours))
+            self._theirs.append(theirs)
             thread = threading.Thread(target=self._run, args=(rank, theirs), name=f"rank {rank}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def _run(self, rank: int, connection: Connection) -> None:
-        self.distributed.enter(Member(self._world, rank))
+        self.distributed.enter(self._world, rank)
         start = self.start
         settings = RankSettings(
             rank=rank,
@@ -324,8 +337,20 @@ class ThreadRanks:
             heartbeat_seconds=start.heartbeat_seconds,
             self_test=start.self_test,
         )
-        with contextlib.suppress(SystemExit):
+        try:
             worker.run(settings, connection)
+        except SystemExit:
+            pass
+        except OSError:
+            if rank not in self._cut:
+                raise
+
+    def die(self, rank: int) -> NoReturn:
+        """End the calling thread, which is that rank, as a signal ends a process: without a word."""
+        self._cut.add(rank)
+        with socket.socket(fileno=os.dup(self._theirs[rank].fileno())) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+        raise SystemExit
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -374,17 +399,20 @@ def _one_at_a_time(lock: threading.Lock, function: Callable[..., Any]) -> Callab
 
 
 @contextlib.contextmanager
-def thread_ranks() -> Iterator[Callable[[StartSettings], Ranks]]:
-    """What a Pool takes as `start`. Within it the modules of parallel_backend.rank serve rank threads."""
-    distributed, building = Distributed(), threading.Lock()
+def thread_ranks(distributed: Distributed | None = None) -> Iterator[Callable[[StartSettings], Ranks]]:
+    """What a Pool takes as `start`. Within it the modules of parallel_backend.rank serve rank threads.
+
+    `distributed`: what stands in for torch.distributed; None for the mailbox. May be nested: the innermost ends first.
+    """
+    distributed, building = distributed or Distributed(), threading.Lock()
     with contextlib.ExitStack() as stack:
         for found in pkgutil.walk_packages(parallel_backend.rank.__path__, "parallel_backend.rank."):
             module = importlib.import_module(found.name)
-            if getattr(module, "dist", None) is torch.distributed:
+            if (outer := getattr(module, "dist", None)) is torch.distributed or isinstance(outer, Distributed):
+                distributed.outer = outer
                 stack.enter_context(mock.patch.object(module, "dist", distributed))
         nothing: dict[str, Callable[..., Any]] = {
             "Rendezvous": lambda *_: Meeting(distributed),
-            "leave": lambda: None,
             "keep_freed": lambda: None,
             "give_back": lambda: None,
         }
@@ -396,8 +424,13 @@ def thread_ranks() -> Iterator[Callable[[StartSettings], Ranks]]:
 
         def read_until_the_end(rank: worker.Worker) -> None:
             readers.append(threading.current_thread())
-            with contextlib.suppress(SystemExit):
+            try:
                 read(rank)
+            except SystemExit:
+                pass
+            except TypeError:  # the rank's own thread has closed the connection while this one waits for a message
+                if not rank.channel.connection.closed:
+                    raise
 
         stack.enter_context(mock.patch.object(worker.Worker, "_read", read_until_the_end))
         stack.enter_context(mock.patch.multiple(worker, os=SimpleNamespace(_exit=_end_thread), **nothing))

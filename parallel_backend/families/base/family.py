@@ -209,10 +209,6 @@ class Family:
     unsupported: tuple[str, ...] = ()
     """Mesh axes on which the family cannot have more than one rank. "pipe" stands for bands too."""
 
-    half_dtypes: tuple[str, ...] = ("bf16",)
-    """Of core.dtypes.HALVES those that the model can be computed in, the best first, as ComfyUI has them
-    (supported_inference_dtypes)."""
-
     in_comfyui: bool = True
     """ComfyUI has a native model of this kind, in whose MODEL the remote one takes its place."""
 

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from .mesh import Link
-from .staging import host_buffer, staged, to_device, to_host, transfer_device
-from .transfers import Traffic, Transfer
+from .transfers import Traffic, Transfer, staged
 
 PIPE = "pipe"
 """The mesh axis by which the bytes are counted."""
@@ -32,10 +31,8 @@ class StageLink:
     def post_receive(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start receiving the next tensor; its shape is known from the micro-step, no handshake."""
         link = self.before
-        if transfer_device(self.device, link.group) == self.device:
-            buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        else:
-            buffer = host_buffer(shape, dtype, self.device)
+        on_host = self.device.type == "cuda" and dist.get_backend(link.group) == "gloo"
+        buffer = torch.empty(*shape, dtype=dtype, device="cpu" if on_host else self.device)
         transfer = self.traffic.start(lambda: dist.irecv(buffer, link.peer, group=link.group))
         self._posted.append((buffer, transfer))
 
@@ -43,14 +40,14 @@ class StageLink:
         """The oldest posted receive, complete."""
         buffer, transfer = self._posted.pop(0)
         transfer.wait()
-        return to_device(buffer, self.device)
+        return buffer.to(self.device)
 
     def send(self, tensor: torch.Tensor, overlap: bool) -> None:
         """Start sending to the next stage. Waits first for the send before the last, so at most two are under way."""
         self.await_sends(keep=1)
         link, tensor = self.after, tensor.contiguous()
         if staged(tensor, link.group):
-            tensor = to_host(tensor)
+            tensor = tensor.cpu()
         self._sent.append((tensor, self.traffic.start(lambda: dist.isend(tensor, link.peer, group=link.group))))
         self.traffic.bytes_sent[PIPE] += tensor.nbytes
         if not overlap:

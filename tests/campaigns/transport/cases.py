@@ -1,0 +1,250 @@
+"""What runs on the strict transport: every mode and product, every family, and what happens to a run from outside."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.vae import RemoteDecoder
+from parallel_backend.core.degrees import AXES, Degrees
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
+from parallel_backend.wire import messages as m
+from tests.families.cases import all_cases
+from tests.families.cases.case import Case as Family
+from tests.rank.test_vae import autoencoder, weights
+from tests.support import tiny
+
+CONFIG = tiny.FLUX | {"num_layers": 1, "num_single_layers": 3, "num_attention_heads": 8, "attention_head_dim": 16}
+"""A block for each of four stages."""
+
+Load = Callable[..., RemoteTransformer]
+
+
+@dataclass
+class Files:
+    """Tiny models in a folder, made when first asked for."""
+
+    folder: Path
+    _made: dict[str, Path] = field(default_factory=dict)
+
+    def flux(self) -> Path:
+        return self._get("flux", lambda path: tiny.save_original(tiny.random_flux(CONFIG), CONFIG, path))
+
+    def family(self, case: Family) -> Path:
+        return self._get(case.name, lambda path: case.save(case.model(), path))
+
+    def _get(self, name: str, make: Callable[[Path], Path]) -> Path:
+        if name not in self._made:
+            self._made[name] = make(self.folder / f"{name}.safetensors")
+        return self._made[name]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`run(files, load, pool)` gives what is compared. `load(path, degrees)`: the model, loaded anew on the ranks of
+    `pool`, which are as many as `degrees` has."""
+
+    name: str
+    world: int
+    run: Callable[[Files, Load, Callable[[int], object]], list[torch.Tensor]]
+
+
+class Cancelled(BaseException):
+    """As ComfyUI's own, which is no Exception."""
+
+
+def nothing() -> None:
+    """A poll that has nothing to look at."""
+
+
+def name(degrees: Degrees) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in zip(AXES, degrees.sizes, strict=True) if size > 1)
+
+
+PRODUCTS = [
+    Degrees(*sizes, patch_mode="displaced")
+    for world in (2, 4)
+    for sizes in itertools.product((1, 2, 4), repeat=len(AXES))
+    if math.prod(sizes) == world and 1 in (sizes[AXES.index("pipe")], sizes[AXES.index("patch")])
+]
+"""All of axes at 2 and 4 ranks."""
+
+
+def product(degrees: Degrees) -> Case:
+    """An exact call of odd size, and a run whose bands or patches use old keys, with receives posted early."""
+
+    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
+        model = load(files.flux(), degrees)
+        given = tiny.inputs(CONFIG, height=9, width=10, text=5)
+        return [model.predict(*given, nothing), _sampled(model, height=10, width=8)]
+
+    return Case(f"product {name(degrees)}", degrees.world, run)
+
+
+def _sampled(model: RemoteTransformer, poll: Callable[[], None] = nothing, **size: int) -> torch.Tensor:
+    noise, _, tensors = tiny.inputs(CONFIG, batch=1, text=5, **size)
+    bands, steps = (1, 4) if model.degrees.displaced else (3, 2)  # a patch's keys arrive a call after they were sent
+    return sample_in_bands(model, noise, linear_sigmas(steps), Prompt(tensors, tensors, 1.0), bands, 1, poll)[0]
+
+
+def naive() -> Case:
+    degrees = Degrees(patch=2, patch_mode="naive")
+
+    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
+        noise, _, tensors = tiny.inputs(CONFIG, batch=1, height=10, width=8)
+        return [sample_whole(load(files.flux(), degrees), noise, linear_sigmas(2), Prompt(tensors, tensors, 1.0))]
+
+    return Case("naive patches", degrees.world, run)
+
+
+def family(case: Family) -> Case:
+    """In the mode of its own with the most ranks, and in bands where it has such."""
+    degrees = max((mode for mode in case.modes if mode.world <= 4), key=lambda mode: (mode.world, mode.sizes))
+
+    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
+        x, timestep, tensors = case.inputs()
+        found = [load(files.family(case), degrees).predict(x, timestep, tensors, nothing)]
+        if case.sampled and Degrees(pipe=2) in case.modes and degrees.world == 2:
+            model, sigmas = load(files.family(case), Degrees(pipe=2)), linear_sigmas(2) * case.timestep / 0.7
+            found.append(sample_in_bands(model, x, sigmas, Prompt(tensors, {}, 1.0), case.bands, 1)[0])
+        return found
+
+    return Case(f"family {case.family}", degrees.world, run)
+
+
+def masked(degrees: Degrees) -> Case:
+    """Text of which several ranks have nothing but padding."""
+
+    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
+        x, timestep, tensors = tiny.inputs(CONFIG, height=10, width=12, text=9)
+        tensors = tensors | {"text_mask": torch.arange(9)[None] < torch.tensor([[4], [9]])}
+        return [load(files.flux(), degrees).predict(x, timestep, tensors, nothing)]
+
+    return Case(f"masked text {name(degrees)}", degrees.world, run)
+
+
+def packed(kind: str) -> Case:
+    """Ulysses in one byte a value."""
+    degrees = Degrees(ulysses=2)
+
+    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
+        model = load(files.flux(), degrees, transfer_dtype=kind)
+        return [model.predict(*tiny.inputs(CONFIG, height=9, width=10, text=5), nothing)]
+
+    return Case(f"transfers in {kind}", degrees.world, run)
+
+
+def without_overlap(degrees: Degrees) -> Case:
+    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
+        noise, _, tensors = tiny.inputs(CONFIG, batch=1, height=10, width=8)
+        prompt, bands = Prompt(tensors, tensors, 1.0), 1 if degrees.displaced else 3
+        model = load(files.flux(), degrees)
+        return [sample_in_bands(model, noise, linear_sigmas(3), prompt, bands, 1, overlap=False)[0]]
+
+    return Case(f"without overlap {name(degrees)}", degrees.world, run)
+
+
+def controlnet(degrees: Degrees) -> Case:
+    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
+        given, hidden = tiny.inputs(CONFIG), CONFIG["num_attention_heads"] * CONFIG["attention_head_dim"]
+        added = torch.randn(2, 48, hidden, generator=torch.Generator().manual_seed(7))
+        residuals = {
+            "transformer_blocks.0": added,
+            "single_transformer_blocks.0": added,
+            "single_transformer_blocks.2": added,
+        }
+        return [load(files.flux(), degrees).predict(*given, nothing, residuals=residuals)]
+
+    return Case(f"ControlNet {name(degrees)}", degrees.world, run)
+
+
+def vae(ranks: int) -> Case:
+    """Alone, and between the calls of a model whose stages still send."""
+
+    def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
+        x, given = torch.randn(1, 4, 6, 3, generator=torch.Generator().manual_seed(1)), tiny.inputs(CONFIG)
+        found = []
+        model = load(files.flux(), Degrees(pipe=ranks))
+        decoder = RemoteDecoder(pool(ranks), "vae", lambda: weights(autoencoder()))
+        for _ in range(2):
+            found += [model.predict(*given, nothing), decoder.decode(x, nothing)]
+        return found
+
+    return Case(f"VAE bands on {ranks}", ranks, run)
+
+
+def cancelled(degrees: Degrees) -> Case:
+    """A run that is given up in the middle, then a call, a picture and another model on the same ranks."""
+
+    def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
+        model, polls = load(files.flux(), degrees), itertools.count()
+
+        def cancel() -> None:
+            if next(polls) == 1:
+                raise Cancelled
+
+        try:
+            while True:
+                _sampled(model, cancel, height=16, width=12)
+        except Cancelled:
+            pass
+        given = tiny.inputs(CONFIG, height=9, width=10, text=5)
+        found = [model.predict(*given, nothing)]
+        try:
+            while True:
+                _sampled(model, cancel_at_once, height=16, width=12)
+        except Cancelled:
+            pass
+        again = load(files.flux(), Degrees(ulysses=degrees.world))
+        return [*found, again.predict(*given, nothing)]
+
+    return Case(f"cancel {name(degrees)}", degrees.world, run)
+
+
+def cancel_at_once() -> None:
+    raise Cancelled
+
+
+def other_degrees(first: Degrees, *others: Degrees) -> Case:
+    """Load, unload and load another cut, on the same ranks."""
+
+    def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
+        given, found = tiny.inputs(CONFIG, height=9, width=10, text=5), []
+        for degrees in (first, *others, first):
+            found.append(load(files.flux(), degrees).predict(*given, nothing))
+            pool(first.world).ask(m.Unload(), m.Unloaded).result(timeout=60)
+        return found
+
+    return Case(f"unload and load {name(first)}", first.world, run)
+
+
+def links(ranks: int) -> Case:
+    """Parallel Doctor's own transfers. Their times are nothing to compare."""
+
+    def run(_files: Files, _load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
+        found = pool(ranks).ask(m.ProbeLinks((1024, 4096)), m.LinksProbed).result(timeout=60)
+        return [torch.tensor([sorted(probed.links) for probed in found[:1]])]
+
+    return Case(f"links of {ranks}", ranks, run)
+
+
+def all_of_them() -> Iterator[Case]:
+    yield from map(product, PRODUCTS)
+    yield naive()
+    for degrees in (Degrees(ring=3), Degrees(ulysses=3), Degrees(tensor=3)):
+        yield product(degrees)
+    families = {case.family: case for case in reversed(all_cases())}
+    yield from map(family, sorted(families.values(), key=lambda case: case.family))
+    yield from map(masked, (Degrees(ulysses=4), Degrees(ring=2, ulysses=2), Degrees(pipe=2, ring=2)))
+    yield from map(packed, ("int8", "fp8"))
+    yield from map(without_overlap, (Degrees(pipe=2), Degrees(patch=2, patch_mode="displaced"), Degrees(pipe=2, ulysses=2)))
+    yield from map(controlnet, (Degrees(pipe=2), Degrees(ulysses=2), Degrees(pipe=2, tensor=2)))
+    yield from map(vae, (2, 4))
+    yield from map(cancelled, (Degrees(pipe=2), Degrees(pipe=4), Degrees(pipe=2, ulysses=2)))
+    yield other_degrees(Degrees(pipe=2), Degrees(ulysses=2), Degrees(patch=2, patch_mode="displaced"))
+    yield other_degrees(Degrees(pipe=4), Degrees(pipe=2, tensor=2), Degrees(ring=2, ulysses=2), Degrees(batch=4))
+    yield from map(links, (2, 4))

@@ -1,0 +1,152 @@
+"""One case under one seed on the strict transport, against the same case on the mailbox."""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.local import Ranks, StartSettings
+from parallel_backend.processes.pool import Pool, RankError
+from parallel_backend.processes.watchdog import SILENCE_SECONDS
+from parallel_backend.rank.attention import parallel_attention
+from tests.support import tiny
+from tests.support.strict.distributed import StrictDistributed
+from tests.support.strict.fabric import Fabric
+from tests.support.strict.rules import ANY, ISSUE, Rules
+from tests.support.thread_ranks import thread_ranks
+
+from .cases import CONFIG, Case, Files, nothing
+
+RULES = {1: Rules(places=1, launch=ISSUE), 8: Rules(places=8, launch=ANY)}
+"""By K."""
+
+Start = Callable[[StartSettings], Ranks]
+
+
+@dataclass
+class Pools:
+    """By number of ranks, as long as one trial."""
+
+    start: Start
+    _pools: dict[int, Pool] = field(default_factory=dict)
+
+    def __call__(self, world: int) -> Pool:
+        if world not in self._pools:
+            self._pools[world] = Pool(("cpu",) * world, start=self.start, silence=10 * SILENCE_SECONDS)
+            self._pools[world].ready.result(timeout=300)
+        return self._pools[world]
+
+    def load(self, path: Path, degrees: Degrees, **options: str) -> RemoteTransformer:
+        return RemoteTransformer(self(degrees.world), open_checkpoint(path), degrees, "fp32", "sdpa", nothing, **options)
+
+    def close(self) -> None:
+        while self._pools:
+            self._pools.popitem()[1].close()
+
+
+@dataclass
+class Trials:
+    """`most_under_way`: communicators of one rank with an operation under way at once, at most over all trials."""
+
+    files: Files
+    plain: Start
+    strict: Start
+    distributed: StrictDistributed
+    most_under_way: int = 0
+    _expected: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    _latest: list[Fabric] = field(default_factory=list)
+
+    def expected(self, case: Case) -> list[torch.Tensor]:
+        """What it gives on the mailbox."""
+        if case.name not in self._expected:
+            self._expected[case.name] = self._run(case, self.plain)
+        return self._expected[case.name]
+
+    def trial(self, case: Case, rules: Rules) -> str | None:
+        """None where all is well; else what is wrong, in words."""
+        expected = self.expected(case)
+        self.distributed.rules = rules
+        failed = None
+        try:
+            found = self._run(case, self.strict)
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+        self._note()
+        if (wrong := self._broken() or failed) is not None:
+            return wrong
+        return None if same(found, expected) else "the result differs"
+
+    def kill(self, degrees: Degrees, rules: Rules) -> str | None:
+        """As `trial`: a rank ends without a word in the middle of a run, at an operation that the seed decides. The error
+        names it, the others end, and the next ranks work."""
+        chance = random.Random(f"kill {rules.seed}")
+        victim, last = chance.randrange(degrees.world), chance.randrange(1, 60)
+        self.distributed.rules = rules
+        given, pools = tiny.inputs(CONFIG, height=9, width=10, text=5), Pools(self.strict)
+        try:
+            model = pools.load(self.files.flux(), degrees)
+            fabric, left = self.distributed.fabrics[-1], iter(range(last))
+
+            def end(rank: int, _number: int) -> None:
+                if rank == victim and next(left, None) is None:
+                    model.pool.ranks.die(rank)
+
+            fabric.before_issue = end
+            while True:
+                model.predict(*given, nothing)
+        except RankError as error:
+            if f"rank {victim} " not in str(error):
+                return f"rank {victim} died, and the error is: {error}"
+        finally:
+            pools.close()
+            self._note()
+        again, plain = Pools(self.strict), Pools(self.plain)
+        try:
+            found = [ranks.load(self.files.flux(), degrees).predict(*given, nothing) for ranks in (again, plain)]
+        finally:
+            again.close()
+            plain.close()
+            self._note()
+        return None if torch.equal(*found) else "after a kill the result differs"
+
+    def _run(self, case: Case, start: Start) -> list[torch.Tensor]:
+        pools = Pools(start)
+        try:
+            return case.run(self.files, pools.load, pools)
+        finally:
+            pools.close()
+
+    def _broken(self) -> str | None:
+        return next((str(fabric.broken) for fabric in self._latest if fabric.broken is not None), None)
+
+    def _note(self) -> None:
+        self._latest = list(self.distributed.fabrics)
+        self.distributed.fabrics.clear()
+        self.most_under_way = max([self.most_under_way, *(fabric.most_under_way for fabric in self._latest)])
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def rules_of(places: int, seed: int, delay: float) -> Rules:
+    return replace(RULES[places], seed=seed, delay=delay)
+
+
+@contextlib.contextmanager
+def trials(folder: Path) -> Iterator[Trials]:
+    """Heads go in two groups under Ulysses, as on CUDA: more is under way at once."""
+    distributed = StrictDistributed(RULES[8])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(parallel_attention.HEAD_GROUPS, cpu=2))
+        plain = stack.enter_context(thread_ranks())
+        strict = stack.enter_context(thread_ranks(distributed))
+        yield Trials(Files(folder), plain, strict, distributed)

@@ -1,0 +1,212 @@
+"""The stand-in with NCCL's rules catches what it is there for: one planted fault each, and no fault in a sound program."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed import DistStoreError
+
+from tests.support.strict.distributed import StrictDistributed
+from tests.support.strict.planted import on_ranks
+from tests.support.strict.rules import ANY, ISSUE, Deadlock, RuleBroken, Rules
+
+HERE = r"tests/rank/test_strict_transport\.py:\d+[^,;]*"
+ONE_AT_A_TIME, MANY = Rules(places=1, launch=ISSUE), Rules(places=8, launch=ANY)
+
+
+def said(
+    work: Callable[[StrictDistributed, int], None], rules: Rules = MANY, kind: type[Exception] = RuleBroken, size: int = 2
+) -> str:
+    """What a rank that found the fault says."""
+    found = [error for error in on_ranks(size, work, rules) if type(error) is kind]
+    assert found, "nothing was caught"
+    return str(found[0])
+
+
+def own_group(dist: StrictDistributed, rank: int, groups: list[list[int]]):
+    """Makes all of them; the one that the rank is in."""
+    return next(made for made, ranks in [(dist.new_group(ranks), ranks) for ranks in groups] if rank in ranks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rules", [ONE_AT_A_TIME, MANY], ids=["one at a time", "many"])
+def test_a_sound_program_gets_its_values(rules, seed):
+    """Every kind of call, several under way at once, in groups of which each rank is in three."""
+    found = [{} for _ in range(4)]
+
+    def work(dist, rank):
+        rows, columns = (own_group(dist, rank, groups) for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+        beside, across = rank ^ 1, rank ^ 2
+        mine, swapped, under_way = torch.full((3,), float(rank)), [torch.empty(3), torch.empty(3)], []
+        for into in swapped:
+            operations = [dist.P2POp(dist.isend, mine, beside, rows), dist.P2POp(dist.irecv, into, beside, rows)]
+            under_way += dist.batch_isend_irecv(operations)
+        summed = mine.clone()
+        under_way.append(dist.all_reduce(summed, group=columns, async_op=True))
+        turned, given = torch.empty(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32) + 10 * rank
+        under_way.append(dist.all_to_all_single(turned, given, [1] * 4, [1] * 4, async_op=True))
+        passed, sent = torch.empty(2), torch.full((2,), float(rank))
+        under_way.append(dist.isend(sent, across) if rank < 2 else dist.irecv(passed, across))
+        for transfer in reversed(under_way):
+            transfer.wait()
+        dist.barrier()
+        found[rank] = {"swapped": swapped, "summed": summed, "turned": turned, "passed": passed}
+
+    assert on_ranks(4, work, replace(rules, seed=seed)) == [None] * 4
+    for rank, of in enumerate(found):
+        assert all((into == rank ^ 1).all() for into in of["swapped"])
+        assert (of["summed"] == rank + (rank ^ 2)).all()
+        assert of["turned"].tolist() == [rank + 10 * other for other in range(4)]
+        assert rank < 2 or (of["passed"] == rank ^ 2).all()
+
+
+@pytest.mark.parametrize("arrived", [False, True], ids=["on its way", "has arrived"])
+def test_a_send_buffer_that_is_reused(arrived):
+    """Also where the other rank has it already, which on a GPU nobody here could know."""
+
+    def work(dist, rank):
+        buffer = torch.ones(4)
+        transfer = dist.isend(buffer, 1) if rank == 0 else dist.irecv(buffer, 0)
+        if arrived:
+            if rank == 1:
+                transfer.wait()
+            dist.barrier()
+        if rank == 0:
+            buffer.zero_()
+        transfer.wait()
+
+    assert re.search(f"sent was changed before .* rank 0's transfer to 1 on link 0-1 of group 0 at {HERE}", said(work))
+
+
+def test_a_receive_buffer_that_is_written():
+    def work(dist, rank):
+        buffer = torch.ones(4)
+        transfer = dist.isend(buffer, 1) if rank == 0 else dist.irecv(buffer, 0)
+        if rank == 1:
+            buffer[2] = 5.0
+        transfer.wait()
+
+    assert "received into was written before the operation was waited for: rank 1's transfer from 0" in said(work)
+
+
+def test_a_missing_wait():
+    """What is read before the wait is NaN, or a marked value, though it has arrived; and it is noticed at the end."""
+    seen = {}
+
+    def work(dist, rank):
+        buffer, count = torch.ones(4), torch.ones(4, dtype=torch.int32)
+        transfers = [dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0) for x in (buffer, count)]
+        for transfer in transfers[: 2 if rank == 0 else 0]:
+            transfer.wait()
+        dist.barrier()
+        seen[rank] = buffer.isnan().all().item(), (count == -1).all().item()
+
+    assert "never waited for: rank 1's transfer from 0" in said(work)
+    assert seen[1] == (True, True)
+
+
+def test_an_order_that_differs_names_both_places():
+    def work(dist, rank):
+        ours, theirs = torch.ones(4), torch.empty(4)
+        steps = [
+            lambda: dist.all_reduce(ours.clone()),
+            lambda: dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, ours, 1 - rank), dist.P2POp(dist.irecv, theirs, 1 - rank)]
+            ),
+        ]
+        for step in steps if rank == 0 else reversed(steps):
+            step()
+
+    assert re.search(f"order of issue differs between ranks: rank .* at {HERE}, but rank .* at {HERE}", said(work))
+
+
+def test_groups_that_are_made_in_another_order():
+    def work(dist, rank):
+        for ranks in ([0, 1], [0]) if rank == 0 else ([0], [0, 1]):
+            dist.new_group(ranks)
+
+    assert re.search(r"ranks meet for different things: .* for a group of \[0(, 1)?\] at", said(work))
+
+
+@pytest.mark.parametrize(
+    ("expected", "words"),
+    [
+        (torch.empty(5), r"sizes differ, 16 bytes are sent where 20 belong"),
+        (torch.empty(4, dtype=torch.int32), r"dtypes differ, torch.float32 is sent where torch.int32 belongs"),
+    ],
+    ids=["size", "dtype"],
+)
+def test_sizes_and_dtypes_that_differ(expected, words):
+    def work(dist, rank):
+        (dist.isend(torch.ones(4), 1) if rank == 0 else dist.irecv(expected, 0)).wait()
+
+    assert re.search(f"{words}: rank .* at {HERE}, but rank .* at {HERE}", said(work))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.ones(4, 4)[:, :2], r"a tensor \(4, 2\) with strides \(4, 1\), not contiguous"),
+        (torch.ones(2, dtype=torch.complex64), "torch.complex64, which NCCL does not know"),
+    ],
+    ids=["not contiguous", "complex"],
+)
+def test_a_tensor_that_nccl_does_not_take(tensor, words):
+    assert re.search(f"rank .: all-reduce of {words}, at {HERE}", said(lambda dist, rank: dist.all_reduce(tensor)))
+    assert re.search(f"rank 0: transfer of {words}", said(lambda dist, rank: dist.isend(tensor, 1) if rank == 0 else None))
+
+
+def test_a_cycle_over_two_communicators():
+    """Harmless where both may be under way at once."""
+
+    def work(dist, rank):
+        one, two = dist.new_group([0, 1]), dist.new_group([0, 1])
+        dist.barrier(one)
+        dist.barrier(two)
+        groups = (one, two) if rank == 0 else (two, one)
+        for transfer in [dist.all_reduce(torch.ones(2), group=group, async_op=True) for group in groups]:
+            transfer.wait()
+
+    words = said(work, ONE_AT_A_TIME, Deadlock)
+    for rank, under_way, queued in ((0, 1, 2), (1, 2, 1)):
+        place = rf"on communicator 0-1 of group {under_way} at {HERE}; queued: .* group {queued} at"
+        assert re.search(f"Rank {rank}: host waits for .*; under way: rank {rank}'s all-reduce {place}", words)
+    assert on_ranks(2, work, MANY) == [None, None]
+
+
+def test_sends_wait_for_their_receive():
+    """As a buffered transport would not notice."""
+
+    def work(dist, rank):
+        dist.send(torch.ones(2), 1 - rank)
+        dist.recv(torch.empty(2), 1 - rank)
+
+    assert "order of issue differs" in said(work)  # two calls that both send are no pair
+
+    def ring(dist, rank):
+        dist.send(torch.ones(2), (rank + 1) % 3)
+        dist.recv(torch.empty(2), (rank - 1) % 3)
+
+    words = said(ring, kind=DistStoreError, size=3, rules=replace(MANY, store_seconds=0.3))
+    assert re.search(rf"rank . came to link .-. of group 0 at {HERE}, rank . did not", words)
+
+
+def test_the_first_use_of_a_communicator_needs_all_its_ranks():
+    """Also of a batch in which a rank has no part."""
+
+    def work(dist, rank):
+        if rank < 2:
+            tensor = torch.ones(2)
+            operation = dist.P2POp(dist.isend if rank == 0 else dist.irecv, tensor, 1 - rank)
+            dist.batch_isend_irecv([operation])[0].wait()
+
+    words = said(work, kind=DistStoreError, size=3, rules=replace(MANY, store_seconds=0.3))
+    assert re.search(f"rank . came to communicator 0-1-2 of group 0 at {HERE}, rank 2 did not", words)
+
+    def after_a_first_use(dist, rank):
+        dist.barrier()
+        work(dist, rank)
+
+    assert on_ranks(3, after_a_first_use) == [None] * 3

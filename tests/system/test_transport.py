@@ -1,0 +1,74 @@
+"""The product on a transport with NCCL's rules: nothing hangs, no rule is broken, and the result is Gloo's bit for bit."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from parallel_backend.core.degrees import Degrees
+from tests.campaigns.transport import cases
+from tests.campaigns.transport.cases import all_of_them, product
+from tests.campaigns.transport.runner import RULES, Trials, rules_of, trials
+from tests.support import tiny
+
+pytestmark = pytest.mark.threads
+
+DELAY = 0.001
+QUICK = [
+    product(Degrees(pipe=2)),
+    product(Degrees(pipe=2, ulysses=2)),
+    product(Degrees(ring=2, tensor=2)),
+    product(Degrees(patch=2, ulysses=2, patch_mode="displaced")),
+    cases.vae(2),
+    cases.cancelled(Degrees(pipe=2)),
+]
+QUICK_NAMES = {case.name for case in QUICK}
+KILLED = (Degrees(pipe=2), Degrees(ulysses=2))
+
+
+@pytest.fixture(scope="module")
+def at_work(thread_pools, tmp_path_factory) -> Iterator[Trials]:
+    """Within the session's own threads, so that it ends before them."""
+    with trials(tmp_path_factory.mktemp("transport")) as made:
+        yield made
+
+
+both = pytest.mark.parametrize("places", list(RULES), ids=lambda places: f"K={places}")
+
+
+@both
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_modes(at_work, case, places):
+    assert at_work.trial(case, rules_of(places, 1, DELAY)) is None
+
+
+@both
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [case for case in all_of_them() if case.name not in QUICK_NAMES], ids=lambda case: case.name
+)
+def test_everything(at_work, case, places):
+    assert at_work.trial(case, rules_of(places, 2, DELAY)) is None
+
+
+@both
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("case", list(all_of_them()), ids=lambda case: case.name)
+def test_everything_under_more_delays(at_work, case, places):
+    for seed in range(3, 8):
+        assert at_work.trial(case, rules_of(places, seed, DELAY)) is None
+
+
+@both
+@pytest.mark.parametrize("degrees", KILLED, ids=str)
+def test_a_rank_that_dies_is_named_and_the_next_ranks_work(at_work, degrees, places):
+    assert at_work.kill(degrees, rules_of(places, 1, DELAY)) is None
+
+
+def test_ranks_that_end_politely_have_waited_for_their_last_send(at_work):
+    """A call outside of a run, whose output is there while its first stage has nothing more to do."""
+
+    def one_call(files, load, _pool):
+        return [load(files.flux(), Degrees(pipe=2)).predict(*tiny.inputs(cases.CONFIG), cases.nothing)]
+
+    assert at_work.trial(cases.Case("one call", 2, one_call), rules_of(8, 1, DELAY)) is None
