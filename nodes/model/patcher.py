@@ -1,5 +1,6 @@
 """The native MODEL without weights: ComfyUI's own BaseModel for the family, whose diffusion_model asks the ranks."""
 
+import json
 import weakref
 
 import comfy.model_detection
@@ -111,14 +112,19 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
 def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:
     """The MODEL for this checkpoint. Starts nothing and loads nothing."""
     stub = RemoteDiffusionModel(checkpoint, key, comm_overlap)
-    if not checkpoint.family.in_comfyui:  # which takes it for one with similar keys
+    if not checkpoint.family.native_classes:  # ComfyUI takes it for one with similar keys
         raise ValueError(
             f"model_name: {checkpoint.path.name} is a model of the kind {checkpoint.family.name}, which ComfyUI itself does "
             "not have: it can be run from Python only."
         )
-    config = comfy.model_detection.model_config_from_unet(stub.native_tensors, "")
+    config = comfy.model_detection.model_config_from_unet(stub.native_tensors, "", metadata=_metadata(checkpoint))
     if config is None:
         raise ValueError(f"model_name: this ComfyUI does not know the model in {checkpoint.path.name}. Update ComfyUI.")
+    if (kind := type(config).__name__) not in checkpoint.family.native_classes:
+        raise ValueError(
+            f"model_name: ComfyUI takes {checkpoint.path.name} for a model of the kind {kind}, which is not what Parallel "
+            f"DiT computes for {checkpoint.family.name}. Load it with Load Diffusion Model, on one GPU."
+        )
     config.unet_config["disable_unet_model_creation"] = True
     config.set_inference_dtype(stub.dtype, None)
     stub.weights = NativeWeights(stub.native_tensors, config)
@@ -133,3 +139,8 @@ def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> Rem
     )
     add_concurrent_conds(patcher)
     return patcher
+
+
+def _metadata(checkpoint: Checkpoint) -> dict[str, str] | None:
+    """The file's header as ComfyUI's detection reads it."""
+    return {"config": json.dumps({"transformer": dict(checkpoint.stated)})} if checkpoint.stated else None

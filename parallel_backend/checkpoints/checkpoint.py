@@ -8,6 +8,7 @@ fp32, bf16, fp16, plain fp8, fp8 with ComfyUI's scales (fp8_scales.py), or GGUF'
 import inspect
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from parallel_backend.families import FAMILIES, Family
 from parallel_backend.families.base.family import Source
 
 from .fp8_scales import attach_scales
-from .limits import MAX_CONFIG_BYTES, check_settings, check_sizes
+from .limits import MAX_CONFIG_BYTES, check_settings, check_sizes, check_stated
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS
 from .tensor_files import GGUF, SAFETENSORS, Entry, read_header, read_stated_config
 
@@ -44,6 +45,8 @@ class Checkpoint:
     """Parameter of the model -> where its values are."""
     entries: dict[str, Entry] = field(repr=False)
     """Key in the file, without prefix -> tensor."""
+    stated: Mapping[str, Any] = field(default_factory=dict)
+    """What a single file's header says of the model, see HeaderConfig."""
 
     @property
     def dtype(self) -> str:
@@ -155,18 +158,20 @@ def _open_single_file(path: Path) -> Checkpoint:
         )
     for ending, usual in family.file.aliases.items():
         entries = {key.removesuffix(ending) + usual if key.endswith(ending) else key: e for key, e in entries.items()}
-    config = _configure(path, family, entries)
-    return _checked(Checkpoint(path, family, config, family.file.key_map(config), entries))
+    stated = read_stated_config(path)
+    config = _configure(path, family, entries, stated)
+    return _checked(Checkpoint(path, family, config, family.file.key_map(config), entries, stated))
 
 
-def _configure(path: Path, family: Family, entries: dict[str, Entry]) -> dict[str, Any]:
+def _configure(path: Path, family: Family, entries: dict[str, Entry], stated: dict[str, Any]) -> dict[str, Any]:
     try:
         config = family.file.configure({key: entry.shape for key, entry in entries.items()})
     except KeyError as missing:
         raise ValueError(f"model_name: {path.name} looks like {family.name}, but lacks {missing}.") from missing
-    settings = _settings(family, config, read_stated_config(path) if family.file.settings else {})
+    settings = _settings(family, config, stated)
     usual_settings = {name: usual(config) for name, usual in family.file.settings.items()}
     check_settings(path.name, family.file, settings, usual_settings, len(entries))
+    check_stated(path.name, family, config, stated)
     return config | settings
 
 

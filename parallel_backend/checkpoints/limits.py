@@ -3,6 +3,7 @@
 Files come from anywhere. None must make a rank build a million layers, or a table of positions that fills its memory.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from inspect import Parameter
@@ -39,6 +40,33 @@ def check_settings(
     video = [settings[part] for part in layout.video_size if isinstance(settings.get(part), int)]
     if math.prod(video) > MAX_VIDEO:
         raise ValueError(f"model_name: {name} says that it was made for videos of {' x '.join(map(str, video))}.")
+
+
+def check_stated(name: str, family: Family, config: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
+    """ValueError, naming the entry, if the header of file `name` asks for a model that the family does not compute.
+
+    `config`: from the file's tensors. `stated`: what the header says.
+    """
+    header = family.file.header
+    if header is None:
+        return
+    for entry, value in stated.items():
+        known = header.values.get(entry)
+        if entry in family.file.settings or (known is None and header.others):
+            continue
+        shown = f"model_name: {name[:80]} says in its header that its {entry[:80]} is {json.dumps(value)[:80]}. "
+        if known is None:
+            raise ValueError(f"{shown}This version of {family.name} does not know what that is: the picture could be wrong.")
+        if _as_tuples(value) not in (possible := known(config)):
+            words = " or ".join(map(json.dumps, possible))
+            raise ValueError(
+                f"{shown}With such weights this version of {family.name} computes {entry} {words} only. Load the file with "
+                "Load Diffusion Model, on one GPU."
+            )
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _plausible(value: Any, default: Any, most: int) -> bool:

@@ -79,6 +79,7 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 CHROMA = Family(
     name="chroma",
     model_class="ChromaTransformer2DModel",
+    native_classes=("Chroma",),
     file=FileLayout(
         detect=_detect,
         configure=_configure,

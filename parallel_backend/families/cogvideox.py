@@ -138,6 +138,7 @@ def _rotary(step: StepInputs, config: Config) -> tuple[torch.Tensor, torch.Tenso
 COGVIDEOX = Family(
     name="cogvideox",
     model_class="CogVideoXTransformer3DModel",
+    native_classes=("CogVideoX_T2V", "CogVideoX_I2V", "CogVideoX_Inpaint"),
     file=FileLayout(
         detect=lambda shapes: _embeds_by(4, shapes),
         configure=_configure,

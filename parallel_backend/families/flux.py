@@ -89,6 +89,7 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
 FLUX = Family(
     name="flux",
     model_class="FluxTransformer2DModel",
+    native_classes=("Flux", "FluxInpaint", "FluxSchnell"),
     file=FileLayout(
         detect=lambda shapes: all(key in shapes for key in _NEEDED),
         configure=_configure,

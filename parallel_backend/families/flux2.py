@@ -103,6 +103,7 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 FLUX2 = Family(
     name="flux2",
     model_class="Flux2Transformer2DModel",
+    native_classes=("Flux2",),
     file=FileLayout(
         detect=lambda shapes: all(key in shapes for key in _NEEDED),
         configure=_configure,

@@ -163,6 +163,7 @@ def _rotary(step: StepInputs, config: Config) -> tuple[torch.Tensor, torch.Tenso
 HUNYUAN_DIT = Family(
     name="hunyuan-dit",
     model_class="HunyuanDiT2DModel",
+    native_classes=("HunyuanDiT", "HunyuanDiT1"),
     file=FileLayout(
         detect=lambda shapes: "mlp_t5.0.weight" in shapes and "blocks.0.attn1.Wqkv.weight" in shapes,
         configure=_configure,

@@ -165,6 +165,7 @@ def _blocks(name: str, rotary: str) -> BlockList:
 HUNYUAN_VIDEO = Family(
     name="hunyuan-video",
     model_class="HunyuanVideoTransformer3DModel",
+    native_classes=("HunyuanVideo", "HunyuanVideoI2V", "HunyuanVideoSkyreelsI2V"),
     file=FileLayout(
         detect=lambda shapes: f"{REFINER}0.norm1.weight" in shapes,
         configure=_configure,

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 
 from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
+from parallel_backend.families.base.family import (
+    CacheScope,
+    Family,
+    FileLayout,
+    Forward,
+    HeaderConfig,
+    Inputs,
+    Sizes,
+    Source,
+)
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import TABLE_BY_HEADS
@@ -33,6 +42,31 @@ FRAME_RATE = 25.0
 PATCHING = Patching(side=1, video=True, along="frames")
 """In bands of frames: a token is 32 x 32 pixels, so frames are more than rows, and the class has tokens in this order."""
 
+HEADER = HeaderConfig(  # what ComfyUI's LTXVModel reads, beside `settings`
+    values={
+        "image_model": lambda _config: ("ltxv",),
+        "in_channels": lambda config: (config["in_channels"],),
+        "num_attention_heads": lambda _config: (HEADS,),
+        "attention_head_dim": lambda config: (config["attention_head_dim"],),
+        "cross_attention_dim": lambda config: (config["cross_attention_dim"],),
+        "caption_channels": lambda config: (config["caption_channels"],),
+        "num_layers": lambda config: (config["num_layers"],),
+        "positional_embedding_theta": lambda _config: (10000.0,),
+        "positional_embedding_max_pos": lambda _config: ((20, 2048, 2048),),
+        "vae_scale_factors": lambda _config: (PIXELS,),
+        "use_middle_indices_grid": lambda _config: (False,),
+        "timestep_scale_multiplier": lambda _config: (TIME,),
+        "rope_type": lambda _config: ("interleaved",),
+        "frequencies_precision": lambda _config: ("float32",),
+        "caption_proj_before_connector": lambda _config: (False,),
+        "caption_projection_first_linear": lambda _config: (True,),
+        "cross_attention_adaln": lambda _config: (False,),
+        "use_prompt_adaln_single": lambda _config: (True,),
+        "use_keyframes_abs_pos_embedding": lambda _config: (False,),
+        "ff_bias": lambda _config: (True,),
+    },
+    others=True,
+)
 _OUTSIDE = {  # diffusers module <- original module
     "proj_in": "patchify_proj",
     "time_embed.emb.timestep_embedder.linear_1": "adaln_single.emb.timestep_embedder.linear_1",
@@ -151,10 +185,12 @@ class Patchifier:
 LTX_VIDEO = Family(
     name="ltx-video",
     model_class="LTXVideoTransformer3DModel",
+    native_classes=("LTXV",),
     file=FileLayout(
         detect=lambda shapes: "patchify_proj.weight" in shapes and "adaln_single.linear.weight" in shapes,
         configure=_configure,
         key_map=_key_map,
+        header=HEADER,
         settings={"causal_temporal_positioning": lambda config: config["num_layers"] > SMALL},
     ),
     blocks=Blocks(

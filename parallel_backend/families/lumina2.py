@@ -115,6 +115,7 @@ def _blocks(name: str, joined: bool) -> BlockList:
 LUMINA2 = Family(
     name="lumina2",
     model_class="Lumina2Transformer2DModel",
+    native_classes=("Lumina2",),
     file=FileLayout(
         detect=lambda shapes: has_keys(shapes, "adaLN_modulation.1"),
         configure=_configure,

@@ -90,6 +90,7 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
 PIXART = Family(
     name="pixart",
     model_class="PixArtTransformer2DModel",
+    native_classes=("PixArtAlpha", "PixArtSigma"),
     file=FileLayout(
         detect=_detect,
         configure=_configure,

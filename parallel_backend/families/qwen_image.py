@@ -100,6 +100,7 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 QWEN_IMAGE = Family(
     name="qwen-image",
     model_class="QwenImageTransformer2DModel",
+    native_classes=("QwenImage",),
     file=FileLayout(
         detect=_detect,
         configure=_configure,

@@ -90,6 +90,7 @@ def _tokens(_width: int, rows: Rows) -> int:
 SANA = Family(
     name="sana",
     model_class="SanaTransformer2DModel",
+    native_classes=(),
     file=FileLayout(
         detect=lambda shapes: "t_block.1.weight" in shapes and "blocks.0.mlp.depth_conv.conv.weight" in shapes,
         configure=_configure,
@@ -125,5 +126,4 @@ SANA = Family(
     tensor_plan={},
     patching=Patching(side=1),
     unsupported=("pipe", "tensor", "patch"),
-    in_comfyui=False,
 )

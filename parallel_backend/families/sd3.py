@@ -103,6 +103,7 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
 SD3 = Family(
     name="sd3",
     model_class="SD3Transformer2DModel",
+    native_classes=("SD3",),
     file=FileLayout(
         detect=lambda shapes: all(key in shapes for key in _NEEDED),
         configure=_configure,

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 
 from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
+from parallel_backend.families.base.family import (
+    CacheScope,
+    Family,
+    FileLayout,
+    Forward,
+    HeaderConfig,
+    Inputs,
+    Sizes,
+    Source,
+)
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
 from parallel_backend.families.parts.conditioning import count_blocks, text
@@ -30,6 +39,30 @@ VARIANTS = {  # a key -> the model that has it, which is another class in ComfyU
     "patch_embedding_global.weight": "WanDancer",
     "ref_conv.weight": "Wan Fun Control with a reference picture",
 }
+HEADER = HeaderConfig(  # arguments of ComfyUI's WanModel, and what its supported_models asks for
+    values={
+        "image_model": lambda _config: ("wan2.1",),
+        "model_type": lambda _config: ("t2v", "i2v"),  # the same transformer
+        "causal_ar": lambda _config: (False,),
+        "dim": lambda config: (config["num_attention_heads"] * HEAD,),
+        "num_heads": lambda config: (config["num_attention_heads"],),
+        "ffn_dim": lambda config: (config["ffn_dim"],),
+        "freq_dim": lambda config: (config["freq_dim"],),
+        "text_dim": lambda config: (config["text_dim"],),
+        "text_len": lambda _config: (PROMPT,),
+        "in_dim": lambda config: (config["in_channels"],),
+        "out_dim": lambda config: (config["out_channels"],),
+        "num_layers": lambda config: (config["num_layers"],),
+        "patch_size": lambda config: (config["patch_size"],),
+        "window_size": lambda _config: ((-1, -1),),
+        "qk_norm": lambda _config: (True,),
+        "cross_attn_norm": lambda config: (config["cross_attn_norm"],),
+        "eps": lambda _config: (1e-6,),
+        "flf_pos_embed_token_number": lambda config: (config["pos_embed_seq_len"],),
+        "in_dim_ref_conv": lambda _config: (None,),
+    },
+    others=False,
+)
 _OUTSIDE = {  # diffusers module <- original module
     "patch_embedding": "patch_embedding",
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
@@ -139,10 +172,12 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
 WAN = Family(
     name="wan",
     model_class="WanTransformer3DModel",
+    native_classes=("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
     file=FileLayout(
         detect=lambda shapes: "head.modulation" in shapes and "blocks.0.self_attn.q.weight" in shapes,
         configure=_configure,
         key_map=_key_map,
+        header=HEADER,
         ignored=(r".*\.norm_added_q\.weight",),
         max_settings={"rope_max_seq_len": 1 << 16},
     ),

@@ -106,6 +106,7 @@ def _joined(name: str, over: str, prologue: bool = False) -> BlockList:
 Z_IMAGE = Family(
     name="z-image",
     model_class="ZImageTransformer2DModel",
+    native_classes=("ZImage",),
     file=FileLayout(
         detect=lambda shapes: has_keys(shapes, MODULATION),
         configure=_configure,

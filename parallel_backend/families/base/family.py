@@ -33,6 +33,22 @@ class Source:
 
 
 @dataclass(frozen=True)
+class HeaderConfig:
+    """What the header of a single file may say of a model that its tensors do not show.
+
+    ComfyUI hands the JSON object `config`, `transformer` of a safetensors header to its own class, and tells some models
+    apart by nothing else. A file whose header asks for something else than this family computes is refused.
+    """
+
+    values: Mapping[str, Callable[[Config], tuple[Any, ...]]]
+    """Entry -> the values that this family computes with, lists as tuples. All that ComfyUI's class reads, without
+    `FileLayout.settings`."""
+
+    others: bool
+    """Entries of other names are allowed: ComfyUI's class takes no notice of them. Otherwise they are refused."""
+
+
+@dataclass(frozen=True)
 class FileLayout:
     """How checkpoints of the family are recognised and read. Read by checkpoints/.
 
@@ -58,6 +74,9 @@ class FileLayout:
     settings: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
     """Entries of the configuration that the class's constructor does not take -> their value where neither a single file's
     header (JSON `config`, as in Lightricks' files) nor a folder's config.json says it."""
+
+    header: HeaderConfig | None = None
+    """What a single file's header may say. None: ComfyUI does not read it for models of this kind."""
 
     max_settings: Mapping[str, int] = field(default_factory=dict)
     """Settings that the constructor makes tables from -> the largest value that is built. Others have a common limit."""
@@ -194,6 +213,10 @@ class Family:
     model_class: str
     """Class of diffusers."""
 
+    native_classes: tuple[str, ...]
+    """Classes of ComfyUI's supported_models whose transformer this family computes. A file that ComfyUI takes for another
+    one is refused. Empty where ComfyUI has no such model."""
+
     file: FileLayout
     blocks: Blocks
     sizes: Sizes
@@ -208,9 +231,6 @@ class Family:
 
     unsupported: tuple[str, ...] = ()
     """Mesh axes on which the family cannot have more than one rank. "pipe" stands for bands too."""
-
-    in_comfyui: bool = True
-    """ComfyUI has a native model of this kind, in whose MODEL the remote one takes its place."""
 
     native_values: Callable[[Config], Mapping[str, Any]] = lambda _config: {}
     """Attributes, no tensors, of ComfyUI's native model that its BaseModel reads -> their values."""

@@ -1,0 +1,70 @@
+"""What a single file's header says of its model: a file that is not what its tensors look like is refused by name."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.families import FAMILIES
+from tests.families.cases import flux, ltx_video, wan
+
+CASES = {"wan": wan.CASES[0], "ltx-video": ltx_video.CASES[0], "flux": flux.CASES[0]}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """(family, what the header says) -> a file of the family under that header."""
+    folder = tmp_path_factory.mktemp("headers")
+    tensors = {}
+
+    def make(family: str, said: dict):
+        if family not in tensors:
+            case = CASES[family]
+            tensors[family] = load_file(case.save(case.model(), folder / f"{family}.safetensors"))
+        path = folder / "said.safetensors"
+        save_file(tensors[family], path, {"config": json.dumps({"transformer": said})})
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "words"),
+    [
+        ("wan", {"model_type": "animate2"}, 'its model_type is "animate2".*model_type "t2v" or "i2v" only'),
+        ("wan", {"model_type": "flow_rvs"}, 'its model_type is "flow_rvs"'),
+        ("wan", {"model_type": ["t2v"]}, 'its model_type is .*"t2v"'),
+        ("wan", {"causal_ar": True}, "its causal_ar is true.*causal_ar false only"),
+        ("wan", {"num_heads": 7}, "its num_heads is 7"),
+        ("wan", {"of_next_year": 0}, "its of_next_year is 0.*does not know what that is"),
+        ("ltx-video", {"positional_embedding_theta": 1000.0}, "its positional_embedding_theta is 1000.0"),
+        ("ltx-video", {"rope_type": "split"}, 'its rope_type is "split"'),
+    ],
+)
+def test_another_model_than_the_tensors_show_is_refused(files, family, said, words):
+    with pytest.raises(ValueError, match=f"^model_name: said.safetensors says in its header that {words}"):
+        open_checkpoint(files(family, said))
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("wan", {"model_type": "i2v", "causal_ar": False}),
+        ("ltx-video", {"causal_temporal_positioning": True, "qk_norm": "rms_norm", "_class_name": "Transformer3DModel"}),
+        ("flux", {"model_type": "whatever"}),  # ComfyUI reads no header for it
+    ],
+)
+def test_what_changes_nothing_is_allowed(files, family, said):
+    assert open_checkpoint(files(family, said)).family.name == family
+
+
+@pytest.mark.parametrize("family", ["wan", "ltx-video"])
+def test_all_that_the_weights_show_may_be_said(files, family):
+    config = open_checkpoint(files(family, {})).config
+    values = {entry: known(config) for entry, known in FAMILIES[family].file.header.values.items()}
+    for last in (0, -1):
+        said = {entry: possible[last] for entry, possible in values.items()}
+        checkpoint = open_checkpoint(files(family, said))
+        assert checkpoint.config == config
+        assert checkpoint.stated == json.loads(json.dumps(said))
