@@ -1,4 +1,4 @@
-"""The node Parallel Doctor: says which degrees are fastest on this machine for a model and a picture, and why."""
+"""Parallel Doctor: which degrees are fastest on this machine, for this model and picture, and why."""
 
 import comfy.utils
 
@@ -6,16 +6,15 @@ from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import on_ray
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.doctor import HostFree, examine
-from parallel_backend.planning.doctor_report import describe
 from parallel_backend.planning.planner import Plan, plan
-from parallel_backend.planning.planner_report import beside
+from parallel_backend.planning.report import compare, describe_rehearsed
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.rank.free_memory import host_memory
 
 from .model.diffusion_model import RemoteDiffusionModel, remote_stub
 from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import calibrated
-from .ui.devices import all_gpus, is_auto, named_devices
+from .ui.devices import gpus, is_auto, named_devices, why_hidden
 from .ui.host import check_cancelled
 from .ui.input_checks import validate
 from .ui.widgets import CATEGORY, cfg_scale
@@ -26,16 +25,16 @@ def doctor_devices(text: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
 
     ValueError for a device that is not there.
     """
-    return (all_gpus() or stub.devices) if is_auto(text) else named_devices(text)
+    return (gpus() or stub.devices) if is_auto(text) else named_devices(text)
 
 
 def memory_to_share(devices: tuple[str, ...]) -> HostFree:
-    """How to read the free memory that CPU ranks share. On a Ray cluster it is not known."""
+    """That of the machine that CPU ranks are on, so far as it is known: not for those on a Ray cluster."""
     return (lambda: None) if any(map(on_ray, devices)) else (lambda: host_memory()[0])
 
 
 def advised_config(rehearsed: Plan, stub: RemoteDiffusionModel) -> ParallelConfig:
-    """Parallel configuration of the advised mode, or of one device if nothing fits."""
+    """The advised mode's; one device's, where nothing fits."""
     if rehearsed.best is None:
         return ParallelConfig(attention=stub.key.attention, comm_overlap=stub.comm_overlap)
     degrees = rehearsed.best.mode.degrees
@@ -92,7 +91,7 @@ class ParallelDoctor:
         if positive is not None:
             text_tokens = max(cond[0].shape[1] for cond in positive)
         shape = tuple(latent_image["samples"].shape)
-        if checkpoint.family.patching.video and len(shape) == 4:  # a picture for a video model is one frame
+        if checkpoint.family.patching.video and len(shape) == 4:  # a picture for a model of videos, as samplers take it
             shape = (*shape[:2], 1, *shape[2:])
         entries = shape[0] * (1 if cfg == 1.0 else 2)
         workload = workload_of(checkpoint, key.dtype, chosen[0], shape, entries, steps, text_tokens)
@@ -103,5 +102,7 @@ class ParallelDoctor:
             rehearsed = examine(
                 pool, checkpoint, workload, key.attention, memory_to_share(chosen), check_cancelled, progress.update_absolute
             )
-        text = f"{describe(rehearsed)}\n\n{beside(planned, rehearsed)}"
+        text = f"{describe_rehearsed(rehearsed)}\n\n{compare(planned, rehearsed)}"
+        if len(set(chosen)) == 1 and (hidden := why_hidden()):
+            text += f"\n\nOther GPUs:{hidden}"
         return {"ui": {"text": [text]}, "result": (text, advised_config(rehearsed, stub))}

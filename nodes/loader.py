@@ -12,15 +12,17 @@ from parallel_backend.client.registry import ModelKey
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.degrees import DTYPES, Degrees
 from parallel_backend.core.devices import names_ray
-from parallel_backend.core.validate import check_attention, resolve_dtype
+from parallel_backend.core.dtypes import resolve_dtype
+from parallel_backend.core.validate import check_attention
 from parallel_backend.quickstart.model import WEIGHTS
 
 from .model.patcher import make_model
 from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
 from .sampling.pipefusion import apply_pipefusion
-from .ui.devices import choose_devices, possible_devices
+from .ui.devices import choose_devices, half_dtypes, possible_devices, why_hidden
 from .ui.input_checks import coerce, short, validate
+from .ui.node_text import say
 from .ui.widgets import CATEGORY, degree
 
 BUNDLED = "quickstart-digits (bundled)"
@@ -169,6 +171,8 @@ class ParallelDiTLoader:
                     "'as set'; Parallel Doctor says which are fastest there."
                 )
             degrees, chosen = Degrees(), possible_devices(devices)
+            if len(set(chosen)) == 1 and (hidden := why_hidden()):
+                say(f"Parallel DiT: degrees auto has one device only.{hidden}")
         else:
             degrees = Degrees(
                 batch=split_batch_degree,
@@ -182,7 +186,8 @@ class ParallelDiTLoader:
             chosen = choose_devices(devices, degrees)
         checkpoint = open_checkpoint(model_path(model_name))
         checkpoint.check_degrees(degrees)
-        dtype = resolve_dtype(weight_dtype, checkpoint.dtype, chosen)
+        halves = checkpoint.family.half_dtypes
+        dtype = resolve_dtype(weight_dtype, checkpoint.dtype, chosen, halves, half_dtypes(chosen))
         check_attention(config.attention, chosen, dtype)
         if compile:
             check_compile(chosen)

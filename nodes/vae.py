@@ -17,7 +17,7 @@ from parallel_backend.core.devices import device_kind
 from parallel_backend.core.spans import Span, split
 from parallel_backend.processes.pool import Pool
 
-from .ui.devices import all_gpus, is_auto, named_devices
+from .ui.devices import gpus, is_auto, named_devices
 from .ui.host import check_cancelled
 from .ui.input_checks import validate
 from .ui.node_text import say
@@ -87,8 +87,8 @@ def find_ranks(devices: str) -> Pool | None:
     """Ranks on the named devices, started if they do not run. None: `auto` finds a single device."""
     if not is_auto(devices):
         return registry().pool_for(named_devices(devices), check_cancelled)
-    running, gpus = registry().pool_for(None, check_cancelled), all_gpus()
-    return running if running is not None or len(gpus) < 2 else registry().pool_for(gpus, check_cancelled)
+    running, all_gpus = registry().pool_for(None, check_cancelled), gpus()
+    return running if running is not None or len(all_gpus) < 2 else registry().pool_for(all_gpus, check_cancelled)
 
 
 def why_not_cut(vae: comfy.sd.VAE, latent: torch.Tensor) -> str | None:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from parallel_backend.checkpoints.checkpoint import open_checkpoint  # noqa: E402
 from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
-from parallel_backend.core.validate import resolve_dtype  # noqa: E402
+from parallel_backend.core.dtypes import resolve_dtype  # noqa: E402
 from parallel_backend.processes.pool import Pool  # noqa: E402
 from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
 from parallel_backend.quickstart.digits import read_digits  # noqa: E402
@@ -60,7 +60,7 @@ def devices_for(ranks: int) -> tuple[str, ...]:
 def run(pool: Pool, mode: Mode, steps: int, cfg: float) -> Result:
     """Sample the four prompts once, after two steps that warm the ranks up."""
     checkpoint = open_checkpoint(WEIGHTS)
-    dtype = resolve_dtype("default", checkpoint.dtype, pool.devices)
+    dtype = resolve_dtype("default", checkpoint.dtype, pool.devices, checkpoint.family.half_dtypes)
     model = RemoteTransformer(pool, checkpoint, mode.degrees, dtype, "auto", lambda: None)
     prompt = digit_prompts(torch.tensor(PROMPTS), cfg)
     noise = torch.randn(len(PROMPTS), 16, 32, 32, generator=torch.Generator().manual_seed(0))

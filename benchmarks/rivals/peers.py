@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 import warnings
 from dataclasses import replace
@@ -24,7 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.harness.measuring import REHEARSAL, Outcome, run_plain
 from benchmarks.harness.subjects import Subject
-from parallel_backend.rank.comm.process_group import LOOPBACK, join, leave
+from parallel_backend.rank.comm.interfaces import loopback_interface
+from parallel_backend.rank.comm.process_group import join, leave
 from parallel_backend.rank.comm.rendezvous import Rendezvous
 
 from . import diffusers_cpu
@@ -135,7 +135,7 @@ class XditRanks:
         if subject.cfg > 1:
             inputs |= {f"negative_{name}": tensor for name, tensor in prompt.negative.items()}
         save_file(inputs, place / "inputs.safetensors")
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK.get(sys.platform, "")}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface()}
         self._processes = []
         for rank in range(RANKS):
             settings = {

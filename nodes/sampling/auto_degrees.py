@@ -18,7 +18,7 @@ from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibrat
 from parallel_backend.planning.calibration import calibrate, fingerprint
 from parallel_backend.planning.calibration_file import cached
 from parallel_backend.planning.planner import choose, plan
-from parallel_backend.planning.planner_report import said
+from parallel_backend.planning.report import choice
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.free_memory import host_memory
@@ -108,7 +108,7 @@ class AutoDegrees:
         found = choose(plan(costs, range(1, len(devices) + 1)))
         if found.lacks:
             log.warning("Parallel DiT: degrees auto: nothing fits these devices by its estimate; trying what needs least.")
-        text = f"Parallel DiT: degrees auto: {said(found, costs.machine)}"
+        text = f"Parallel DiT: degrees auto: {choice(found, costs.machine)}"
         say(text)
         log.info("%s", text)
         mode = found.mode

@@ -1,57 +1,58 @@
-"""The `devices` widget: which device each rank gets."""
+"""The `devices` widget in this ComfyUI: see core/device_choice.py, which is told here what ComfyUI runs on."""
 
+import comfy.cli_args
+import comfy.model_management
 import torch
 
+from parallel_backend.core import device_choice
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.devices import names_ray, ray_devices
-from parallel_backend.core.validate import check_devices, check_ranks
+from parallel_backend.core.device_choice import Host, gpus_of, is_auto
+from parallel_backend.core.devices import device_kind, on_ray
+from parallel_backend.core.dtypes import HALVES, native_halves
 
-from .input_checks import short
+__all__ = ["choose_devices", "gpus", "half_dtypes", "host", "is_auto", "named_devices", "possible_devices", "why_hidden"]
+
+
+def host() -> Host:
+    """What this ComfyUI runs on, and the options that it was started with."""
+    args = comfy.cli_args.args
+    chosen = getattr(args, "cuda_device", None)
+    option = comfy.cli_args.parser._option_string_actions.get("--cuda-device")  # a number only, before 2026-08
+    return Host(
+        kind=comfy.model_management.get_torch_device().type,
+        cuda_device=None if chosen is None else str(chosen),
+        takes_all=option is not None and option.type is str,
+    )
+
+
+def gpus() -> tuple[str, ...]:
+    """The GPUs that `auto` means; none where ComfyUI runs on something else."""
+    return gpus_of(host())
 
 
 def choose_devices(text: str, degrees: Degrees) -> tuple[str, ...]:
-    """The device of each rank. `auto`: the first CUDA devices, or CPU ranks where there is none."""
-    check_ranks(degrees)
-    if names_ray(text):
-        devices = ray_devices(text, degrees.world)
-        check_devices(degrees, devices)
-        return devices
-    available = torch.cuda.device_count()
-    if is_auto(text):
-        if available == 0:
-            return ("cpu",) * degrees.world
-        if available < degrees.world:
-            raise ValueError(
-                f"devices: {degrees} needs {degrees.world} GPUs, this machine has {available}. Lower the degrees so "
-                f"that their product is at most {available}, or name the devices (a GPU may be named more than once)."
-            )
-        return all_gpus()[: degrees.world]
-    devices = named_devices(text)
-    check_devices(degrees, devices)
-    return devices
-
-
-def is_auto(text: str) -> bool:
-    """The `devices` widget leaves the choice to the pack."""
-    return text.strip().lower() in ("auto", "")
-
-
-def all_gpus() -> tuple[str, ...]:
-    return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    return device_choice.choose_devices(text, degrees, host())
 
 
 def named_devices(text: str) -> tuple[str, ...]:
-    """The devices of a list such as cuda:0,cuda:1 or ray:cuda,cuda. ValueError for one that this machine does not have."""
-    if names_ray(text):
-        return ray_devices(text)
-    devices = tuple(part.strip() for part in text.split(","))
-    known = {"cpu", *all_gpus()}
-    for name in devices:
-        if name not in known:
-            raise ValueError(f"devices: {short(name)} is no device of this machine, which has {', '.join(sorted(known))}.")
-    return devices
+    return device_choice.named_devices(text, host())
 
 
 def possible_devices(text: str) -> tuple[str, ...]:
-    """Devices that degrees `auto` may use. Where `devices` is auto: every GPU, or one CPU rank, which has all cores."""
-    return (all_gpus() or ("cpu",)) if is_auto(text) else named_devices(text)
+    return device_choice.possible_devices(text, host())
+
+
+def why_hidden() -> str:
+    return device_choice.why_hidden(host())
+
+
+def half_dtypes(devices: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of HALVES that all GPUs among the devices compute in, as ComfyUI finds and as its user has set (--force-fp16 and
+    others). GPUs of a Ray cluster are not asked and count as able. A ComfyUI under --cpu knows nothing of GPUs.
+    """
+    local = [name for name in devices if device_kind(name) == "cuda" and not on_ray(name)]
+    if host().kind != "cuda":
+        return tuple(half for half in HALVES if all(half in native_halves(name) for name in local))
+    management = comfy.model_management
+    uses = {"bf16": management.should_use_bf16, "fp16": management.should_use_fp16}
+    return tuple(half for half in HALVES if all(uses[half](torch.device(name)) for name in local))

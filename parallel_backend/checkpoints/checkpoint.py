@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.dtypes import TORCH_DTYPES
+from parallel_backend.core.dtypes import TORCH_DTYPES, compute_name, storage_name
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES, Family
@@ -25,7 +25,7 @@ from parallel_backend.families.base.family import Source
 
 from .fp8_scales import attach_scales
 from .limits import MAX_CONFIG_BYTES, check_settings, check_sizes, check_stated
-from .packed_formats import FP8_KINDS, GGUF_BLOCKS
+from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
 from .tensor_files import GGUF, SAFETENSORS, Entry, read_header, read_stated_config
 
 PREFIXES = ("model.diffusion_model.", "model.model.", "")
@@ -100,17 +100,19 @@ class Checkpoint:
         return shape if source.rows is None else (len(source.rows), *shape[1:])
 
     def storage(self, target: str, dtype_name: str) -> str | None:
-        """Format in which a rank keeps the weight of a linear layer: fp8_e4m3fn, fp8_e5m2, a type of GGUF_BLOCKS, or None.
+        """Format in which a rank keeps the weight of a linear layer: one of FP8_KINDS, HALF_KINDS, GGUF_BLOCKS, or None.
 
         None: the compute dtype. weight_dtype fp8_e4m3fn rounds other weights to fp8, but not in a quantised file, whose
-        maker left some weights in full precision.
+        maker left some weights in full precision. `dtype_name`: see core/dtypes.py.
         """
         entry = self.entries[self.key_map[target].key]
         fp8 = dtype_name.startswith("fp8")
         if entry.dtype in GGUF_BLOCKS or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):
             return entry.dtype
-        most = self._most.dtype
-        return dtype_name if fp8 and most not in GGUF_BLOCKS and most not in FP8_KINDS else None
+        most, kept = self._most.dtype, storage_name(dtype_name)
+        if kept in HALF_KINDS:
+            return kept if kept != compute_name(dtype_name) else None
+        return kept if fp8 and most not in GGUF_BLOCKS and most not in FP8_KINDS else None
 
     def nbytes(self, target: str, dtype_name: str) -> int:
         """Bytes of the whole parameter on a rank. Matrices count as weights of linear layers."""
@@ -119,8 +121,9 @@ class Checkpoint:
         if storage in GGUF_BLOCKS:
             values, size = GGUF_BLOCKS[storage]
             return _numel(shape) // values * size
-        plain = "bf16" if dtype_name.startswith("fp8") else dtype_name
-        return _numel(shape) * (1 if storage else TORCH_DTYPES[plain].itemsize)
+        if storage in HALF_KINDS:
+            return _numel(shape) * 2
+        return _numel(shape) * (1 if storage else TORCH_DTYPES[compute_name(dtype_name)].itemsize)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -1,4 +1,5 @@
-"""Packed weight formats: 8-bit floats with or without a scale, and GGUF's blocks. Packed weights are expanded to compute.
+"""Packed weight formats: 8-bit floats with or without a scale, 16-bit floats, and GGUF's blocks. Packed weights are expanded
+to compute.
 
 A packed weight [rows, bytes] uint8 can be cut between any rows, and between columns where `byte_span` allows it.
 """
@@ -26,6 +27,8 @@ class Packing(Protocol):
 
 
 FP8_KINDS = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+HALF_KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 GGUF_BLOCKS = {
     "Q4_0": (32, 18),
@@ -69,6 +72,20 @@ class Fp8:
 
 
 @dataclass(frozen=True)
+class Half:
+    """16-bit floats as they are, for devices that do not compute in them."""
+
+    kind: str
+
+    def columns(self, row_bytes: int) -> int:
+        return row_bytes // 2
+
+    def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, n] uint8 -> [rows, n / 2] in `dtype`."""
+        return packed.view(HALF_KINDS[self.kind]).to(dtype)
+
+
+@dataclass(frozen=True)
 class Blocks:
     """GGUF's block formats. Every row is a whole number of blocks."""
 
@@ -94,6 +111,13 @@ class Blocks:
         for place, blocks in zip(places, packed.view(-1, size).split(CHUNK_VALUES // values), strict=True):
             place.copy_(_expand_blocks(self.kind)(blocks, values, size, torch.float32))
         return out
+
+
+def packing_of(storage: str, scale: torch.Tensor | None = None) -> Packing:
+    """For what `Checkpoint.storage` says. `scale`: see Fp8."""
+    if storage in GGUF_BLOCKS:
+        return Blocks(storage)
+    return Half(storage) if storage in HALF_KINDS else Fp8(storage, scale)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch
 from parallel_backend.core.spans import Shard, Span
 
 from .checkpoint import Checkpoint, to_original
-from .packed_formats import FP8_KINDS, GGUF_BLOCKS, Blocks, Fp8, Packing
+from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Blocks, Packing, packing_of
 from .tensor_files import Entry, open_file
 
 
@@ -54,11 +54,11 @@ class Reader:
     def packed(self, target: str, storage: str, shard: Shard | None, device: torch.device) -> tuple[torch.Tensor, Packing]:
         """The part `shard` of a matrix as [rows, n] uint8, and how to expand it. Rounded if the file has another format."""
         entry = self._entry(target)
-        if entry.dtype != storage:
-            assert storage in FP8_KINDS
-            return self.values(target, FP8_KINDS[storage], shard, device).view(torch.uint8), Fp8(storage)
+        if entry.dtype != storage or storage in HALF_KINDS:
+            kind = (FP8_KINDS | HALF_KINDS)[storage]
+            return self.values(target, kind, shard, device).view(torch.uint8), packing_of(storage)
         scale = None if entry.scale is None else self._scale(target, shard, device)
-        packing = Blocks(storage) if storage in GGUF_BLOCKS else Fp8(storage, scale)
+        packing = packing_of(storage, scale)
         row = Span(0, torch.Size(entry.shape[1:]).numel())
         dim, spans, rows = self._cut(target, shard)
         spans = spans if dim == 0 else [packing.byte_span(span) for span in spans]

@@ -1,7 +1,8 @@
 """What is to be added to a checkpoint's tensors (LoRA and its kin), and what of it each rank is sent."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.family import Source
-from parallel_backend.wire.loading import Adapt, DropAdapters, Rescale
+from parallel_backend.processes.pool import Poll, Pool, wait_for
+from parallel_backend.wire.loading import Adapt, Adapted, AdaptersSent, DropAdapters, Loaded, Rescale
 
 
 @dataclass(frozen=True)
@@ -112,3 +114,38 @@ class Deltas:
                 f"model: what is to be added to {delta.key} does not fit {self._checkpoint.path.name}. Use a LoRA that was "
                 "made for this model."
             )
+
+
+class Adaptation:
+    """What the ranks of one model compute with beside the checkpoint's own weights. Thread-safe.
+
+    `loaded`: each rank's reply to Load, in rank order.
+    """
+
+    def __init__(self, pool: Pool, checkpoint: Checkpoint, loaded: Sequence[Loaded]):
+        self.bytes = [0] * len(loaded)
+        """By rank, of what is added."""
+        self._pool = pool
+        self._deltas = Deltas(checkpoint, [reply.parameters for reply in loaded], pool.send)
+        self._name: Hashable | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def present(self) -> bool:
+        """Something is added to the weights."""
+        return self._name is not None
+
+    def replace(self, name: Hashable | None, deltas: Iterable[Delta], check: Callable[[], None], poll: Poll) -> None:
+        """Have the ranks compute with these deltas in place of the last ones. See RemoteTransformer.adapt.
+
+        `check` raises once the model is on the ranks no more.
+        """
+        with self._lock:
+            check()
+            if name == self._name:
+                return
+            self._name = object()  # equal to no name, until the ranks say that all is in place
+            self._deltas.replace(deltas, poll)
+            replies = wait_for(self._pool.ask(AdaptersSent(), Adapted), poll)
+            self.bytes = [reply.adapter_bytes for reply in replies]
+            self._name = name

@@ -4,13 +4,18 @@ A rank adds up what each micro-step hands on, without waiting for the device; no
 found an output that is not finite.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 import torch
 
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.dtypes import compute_name
 from parallel_backend.core.finite import NAMED, all_finite
-from parallel_backend.wire.diagnosis import NotFiniteFound
+from parallel_backend.processes.pool import Pool, RankError
+from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound
+
+from .call import Call, fail
 
 
 class NotFiniteError(RuntimeError):
@@ -69,13 +74,13 @@ def explanation(
     if adapters:
         return f"{text}The LoRA's own values are not finite in {', '.join(adapters[:NAMED])}: remove it."
     if weights:
-        small = "weight_dtype fp16 is too small for them, use bf16 or fp32; or " if dtype == "fp16" else ""
+        small = "weight_dtype fp16 is too small for them, use bf16 or fp32; or " if compute_name(dtype) == "fp16" else ""
         return (
             f"{text}The model's own weights are not finite in {', '.join(weights[:NAMED])}: {small}the file is damaged, "
             "download it again."
         )
     advice = []
-    if dtype == "fp16":
+    if compute_name(dtype) == "fp16":
         advice.append("weight_dtype fp16 overflows in many models: use bf16 or fp32")
     if adapted:
         advice.append("lower the LoRA's strength")
@@ -84,3 +89,31 @@ def explanation(
     if not advice:
         advice.append("use weight_dtype fp32 (of fp8 files another version), or another sampler or scheduler")
     return f"{text}What may help: {'; '.join(advice)}."
+
+
+class CauseSearch:
+    """Fails calls whose output is not finite, with what the ranks know of it. `adapted`: whether there is a LoRA now."""
+
+    def __init__(self, pool: Pool, degrees: Degrees, dtype: str, adapted: Callable[[], bool]):
+        self._pool, self._degrees, self._dtype, self._adapted = pool, degrees, dtype, adapted
+
+    def fail(self, call: Call, seq: int, first_seq: int) -> None:
+        """Micro-step `seq` of the call gave values that are not finite. Returns at once; `call.future` fails later.
+
+        The values may have begun in an earlier call of the same run, in K/V that this one read. In a call outside of a run
+        they began in its own micro-steps, which are numbered from `first_seq` on.
+        """
+
+        def end(asked: Future) -> None:
+            error = asked.exception()
+            if error is None:
+                adapted, controlled = self._adapted(), bool(call.residuals)
+                text = explanation(asked.result(), seq, self._degrees, self._pool.devices, self._dtype, adapted, controlled)
+                error = NotFiniteError(text)
+            fail(call.future, error)
+
+        try:
+            question = FindNotFinite(call.run, 0 if call.run else first_seq)
+            self._pool.ask(question, NotFiniteFound).add_done_callback(end)
+        except RankError as error:
+            fail(call.future, error)

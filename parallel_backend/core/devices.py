@@ -1,6 +1,7 @@
 """What devices are called: cpu and cuda:0 on this machine, ray:cpu and ray:cuda for one somewhere on a Ray cluster."""
 
 import importlib.util
+import sys
 
 RAY = "ray"
 PREFIX = "ray:"
@@ -18,7 +19,9 @@ def device_kind(device: str) -> str:
 
 
 def in_its_process(device: str) -> str:
-    """What torch calls it in the process of its rank."""
+    """What torch calls it in the process of its rank, which on Windows sees no other GPU (rank_environment.only_gpu)."""
+    if sys.platform == "win32" and device.startswith("cuda"):
+        return "cuda:0"
     return IN_AN_ACTOR.get(device, device)
 
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import torch
 
-from .degrees import DTYPES, WIDGETS, Degrees
+from .degrees import WIDGETS, Degrees
 from .devices import device_kind, on_ray
+from .dtypes import HALVES, compute_name
 
 FLASH_CAPABILITY = (8, 0)
 """Compute capability that flash-attn needs: Ampere."""
@@ -78,23 +79,11 @@ def check_model(
         )
 
 
-def resolve_dtype(name: str, stored: str, devices: tuple[str, ...]) -> str:
-    """The dtype that weight_dtype `name` stands for.
-
-    `default` is fp32 on CPU ranks, elsewhere the file's dtype `stored`, or fp32 if that is none of DTYPES.
-    """
-    if name != "default":
-        return name
-    if not all(device_kind(device) == "cuda" for device in devices):
-        return "fp32"
-    return stored if stored in DTYPES else "fp32"
-
-
 def flash_possible(device: str, dtype: str) -> bool:
     """Whether flash-attn is installed and supports `device` and weights of `dtype`."""
     return (
         device.startswith("cuda")
-        and dtype in ("bf16", "fp16", "fp8_e4m3fn")
+        and compute_name(dtype) in HALVES
         and bool(importlib.util.find_spec("flash_attn"))
         and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
     )

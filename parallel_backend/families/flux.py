@@ -123,6 +123,7 @@ FLUX = Family(
             "norm_out.linear": CacheScope.CALL,
         },
     ),
+    half_dtypes=("bf16", "fp16"),
     tensor_plan={
         DOUBLE: DOUBLE_PLAN | {"norm1.linear": GATHER, "norm1_context.linear": GATHER},
         SINGLE: SINGLE_PLAN | {"norm.linear": GATHER},

@@ -13,8 +13,8 @@ from dataclasses import replace
 from .calibrated_costs import CalibratedCosts
 from .links import Link
 from .planner import plan
-from .planner_report import describe
 from .presets import GB, HARDWARE, MODELS
+from .report import describe_planned
 
 
 def positive(text: str) -> float:
@@ -82,7 +82,7 @@ def costs_of(options: argparse.Namespace) -> CalibratedCosts:
 
 
 def main(given: list[str] | None = None) -> None:
-    sys.stdout.write(describe(plan(costs_of(arguments(given)))) + "\n")
+    sys.stdout.write(describe_planned(plan(costs_of(arguments(given)))) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 from .import_blocker import blocked_imports
 from .parent_watch import end_with_parent
+from .rank_environment import set_rank_environment
 from .rank_log import write_log
 
 
@@ -17,6 +18,7 @@ def main(settings: RankSettings, connection: Connection) -> None:
         end_with_parent(settings.rendezvous.parent)
     if settings.log is not None:
         write_log(settings.log, f"rank {settings.rank} ({settings.devices[settings.rank]})")
+    set_rank_environment(settings.devices[settings.rank])
     # What diffusers' schedulers and pipelines want, and no rank has: a third of its start inside ComfyUI.
     with blocked_imports("scipy", "transformers"):
         import diffusers.utils  # noqa: F401  # looks for what is installed, once for all

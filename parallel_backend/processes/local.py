@@ -148,7 +148,9 @@ class LocalRanks:
         code = self._processes[rank].exitcode
         if code is None:
             return None
-        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if code < 0:
+            return f"was killed by signal {-code}"
+        return f"ended with exit code {code}" + (f" ({code:#x})" if code > 255 else "")  # of Windows, known in hexadecimal
 
     def log_tail(self, rank: int) -> str:
         return tail(self._logs[rank])

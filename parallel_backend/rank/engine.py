@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import psutil
 import torch
 
 from parallel_backend.rank.comm.peers import Peers
@@ -98,6 +99,7 @@ class Engine:
             peak_bytes=_peak_bytes(self.stage.device),
             blocks=self._block_watch.drain(),
             graphs=0 if self.stage.compiler is None else self.stage.compiler.graphs,
+            attention=self.stage.attention.kernel.said,
         )
 
     @torch.inference_mode()
@@ -169,12 +171,12 @@ class Engine:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Device memory at its highest on CUDA, else the process's largest resident set; 0 where that is not known."""
+    """Device memory at its highest on CUDA, else the process's largest resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource  # POSIX only
-    except ImportError:
-        return 0
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # POSIX only
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 import torch
 
 from parallel_backend.wire.diagnosis import RankMemory
@@ -27,12 +28,13 @@ def read_memory(rank: int, device: torch.device, held: int) -> RankMemory:
     return RankMemory(rank, place, free, held, torch.cuda.memory_reserved(device) - held, total)
 
 
-def host_memory() -> tuple[int | None, int | None]:
+def host_memory() -> tuple[int, int]:
     """Bytes of this machine's memory, swap included, that are free for one more process, and of all of it; or of the
-    container's, where that has less. None where it is not known (other systems than Linux).
+    container's, where that has less. On other systems than Linux without swap, which cannot be told from what is in use.
     """
     if sys.platform != "linux":
-        return None, None
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     known = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
     machine = known["MemAvailable"] + known.get("SwapFree", 0), known["MemTotal"]

@@ -12,7 +12,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.rank.attention.context import AttentionContext
-from parallel_backend.rank.attention.kernels import choose_kernel
+from parallel_backend.rank.attention.kernel_choice import choose_kernel
 from parallel_backend.rank.attention.linear_attention import install_linear
 from parallel_backend.rank.attention.parallel_attention import install_parallel_attention
 from parallel_backend.rank.comm.peers import Peers
@@ -79,7 +79,7 @@ class LoadedStage:
         self.model, self.flow = stage.model, stage.flow
         plan.apply(self.model, self.traffic)
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype)
-        kernel = choose_kernel(load.attention, device, load.dtype)
+        kernel = choose_kernel(load.attention, device, load.dtype, family.sizes.head_size(config), degrees.ring > 1)
         codec = codec_for(load.transfer_dtype)
         self.attention = AttentionContext(degrees, axes, kernel, self.traffic, family.forward.drops_mask, codec)
         install_parallel_attention(stage.attention, self.attention)

@@ -119,3 +119,5 @@ class RunStats:
     """In a rehearsal (Load.only), by block "<list>.<index>"."""
     graphs: int = 0
     """Graphs compiled since the model was loaded."""
+    attention: str = ""
+    """Which attention kernel was taken, and why, on a GPU."""

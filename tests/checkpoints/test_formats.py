@@ -15,17 +15,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.checkpoints.packed_formats import CHUNK_VALUES, GGUF_BLOCKS, Blocks, Fp8
+from parallel_backend.checkpoints.packed_formats import CHUNK_VALUES, GGUF_BLOCKS, HALF_KINDS, Blocks, Fp8, Half
 from parallel_backend.checkpoints.reader import reading
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.spans import Shard, Span
-from parallel_backend.core.validate import resolve_dtype
 from parallel_backend.families import FAMILIES
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.linear import PackedLinear, RankLinear
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
 from tests.support import tiny
+from tests.support.fake_cuda import AMPERE, fake_cuda
 
 # Widths in whole blocks of 256; half of the heads are not.
 CONFIG = tiny.FLUX | {
@@ -176,6 +177,8 @@ def make_gguf(path, kind: str, whole: Tensors) -> Tensors:
 SAFETENSORS = {
     "fp8 e4m3": plain(E4M3),
     "fp8 e5m2": plain(E5M2),
+    "bf16": plain(torch.bfloat16),
+    "fp16": plain(torch.float16),
     "scaled, old": scaled_old(E4M3),
     "scaled, old, e5m2": scaled_old(E5M2),
     "scaled, old, by row": scaled_old(E4M3, by_row=True),
@@ -202,7 +205,9 @@ ON_RANKS = (
 
 
 def dtype_of(what: str) -> str:
-    """The weight_dtype that keeps the format: plain fp8 has to be asked for on CPU ranks."""
+    """The weight_dtype that keeps the format: plain fp8 has to be asked for on CPU ranks, halves as on GPUs without them."""
+    if what in HALF_KINDS:
+        return f"{what}/fp32"
     return "fp8_e4m3fn" if what.startswith("fp8") else "fp32"
 
 
@@ -321,7 +326,7 @@ def plan(index: int, ranks: int) -> TensorPlan:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("what", ["fp8 e5m2", "scaled, old", "scaled, new, by row", "GGUF Q8_0", "GGUF Q4_K"])
+@pytest.mark.parametrize("what", ["fp8 e5m2", "bf16", "scaled, old", "scaled, new, by row", "GGUF Q8_0", "GGUF Q4_K"])
 def test_shards_are_cuts_of_the_expanded_weights(files, expected, what, ranks):
     path, _ = files(what)
     checkpoint, whole_model = open_checkpoint(path), expected(what)[0]
@@ -356,13 +361,14 @@ def test_shards_of_any_spans(files):
                     assert value.shape[dim] == sum(map(len, spans))
 
 
-@pytest.mark.parametrize("what", ["fp8 e4m3", "scaled, old", "scaled, new, by row", "GGUF Q8_0", "GGUF Q4_K"])
+@pytest.mark.parametrize("what", ["fp8 e4m3", "fp16", "scaled, old", "scaled, new, by row", "GGUF Q8_0", "GGUF Q4_K"])
 def test_loading_expands_nothing(files, monkeypatch, what):
     def refuse(*_):
         raise AssertionError("expanded while loading")
 
     monkeypatch.setattr(Fp8, "expand", refuse)
     monkeypatch.setattr(Blocks, "expand", refuse)
+    monkeypatch.setattr(Half, "expand", refuse)
     model = tiny.whole_model(files(what)[0], dtype_of(what))
     with pytest.raises(AssertionError, match="expanded while loading"):
         tiny.reference(model, *tiny.inputs(CONFIG))
@@ -398,11 +404,12 @@ def test_weights_of_quantised_files_are_kept_as_they_are_under_every_weight_dtyp
 )
 def test_what_weight_dtype_default_means(files, what, cuda, cpu):
     stored = open_checkpoint(files(what)[0]).dtype
-    assert resolve_dtype("default", stored, ("cuda:0", "cuda:1")) == cuda
+    with fake_cuda(AMPERE, AMPERE):
+        assert resolve_dtype("default", stored, ("cuda:0", "cuda:1")) == cuda
     assert resolve_dtype("default", stored, ("cpu",)) == cpu
 
 
-@pytest.mark.parametrize("what", ["fp8 e4m3", "scaled, old", "GGUF Q4_K", "GGUF mixed"])
+@pytest.mark.parametrize("what", ["fp8 e4m3", "bf16", "scaled, old", "GGUF Q4_K", "GGUF mixed"])
 def test_the_size_on_a_rank_is_known_before_loading(files, what):
     checkpoint = open_checkpoint(files(what)[0])
     foretold = sum(checkpoint.nbytes(target, dtype_of(what)) for target in checkpoint.key_map)

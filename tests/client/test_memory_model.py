@@ -202,8 +202,6 @@ def test_activations(case, made, measured):
 
 def test_the_hosts_memory_is_that_of_the_system():
     free, total = host_memory()
-    if free is None:
-        pytest.skip("not known on this system")
     system = psutil.virtual_memory()
     assert total <= system.total
     assert 0 < free <= system.available + psutil.swap_memory().free + 0.2 * system.total
@@ -442,8 +440,6 @@ def test_a_run_that_cannot_fit_is_refused_and_the_next_one_works(remote, flux_mo
 
 
 def test_a_latent_beyond_all_memory_is_refused_before_anything_is_allocated(remote):
-    if host_memory()[0] is None:
-        pytest.skip("free memory is not known on this system")
     model = remote(Degrees(pipe=2))
     side = 1 << 17
     x = torch.zeros(1).expand(1, 16, side, side)
@@ -544,7 +540,7 @@ def test_out_of_memory_says_what_would_fit_and_leaves_nothing_behind(flux_file, 
         del x, tensors
         assert calls
         assert settle(lambda: still_there(calls + kept), 5.0) == []  # a thread may just be on its way out
-        assert not model._conditionings
+        assert not model._posting._conditionings
         with pytest.raises(RankError, match="The run was expected to take"):  # the model stays unusable, and says why
             model.open_run()
     finally:

@@ -1,7 +1,6 @@
 """What the `devices` widget may say of a Ray cluster, and what follows from it before any rank starts."""
 
 import importlib.util
-import sys
 
 import pytest
 import torch
@@ -10,11 +9,12 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.fingerprint import check_fingerprint, fingerprint
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.devices import device_kind, in_its_process, names_ray, on_ray, ray_devices
-from parallel_backend.core.validate import check_attention, resolve_dtype
+from parallel_backend.core.dtypes import resolve_dtype
+from parallel_backend.core.validate import check_attention
 from parallel_backend.planning.prediction import lacking
 from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.ray_ranks import RayRanks, start_of
-from parallel_backend.rank.comm.process_group import backend_for, interface_towards
+from parallel_backend.rank.comm.process_group import backend_for
 from tests.support import tiny
 
 
@@ -101,8 +101,3 @@ def test_a_model_is_told_from_another_of_its_kind(flux_model, tmp_path):
     check_fingerprint(same, fingerprint(one))
     with pytest.raises(ValueError, match=r"^model_name: .*other\.safetensors is not the same on this machine"):
         check_fingerprint(other, fingerprint(one))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-def test_the_interface_by_which_an_address_is_reached():
-    assert interface_towards(("127.0.0.1", 1)) == "lo"

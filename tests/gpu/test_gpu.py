@@ -25,7 +25,9 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.validate import check_attention, flash_possible
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
-from parallel_backend.rank.attention.kernels import choose_kernel, flash, flash_lse, sdpa, sdpa_lse
+from parallel_backend.rank.attention import kernel_choice
+from parallel_backend.rank.attention.kernel_choice import choose_kernel
+from parallel_backend.rank.attention.kernels import flash, flash_lse, sdpa, sdpa_lse
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from parallel_backend.wire.sampling import RunStats
@@ -249,6 +251,7 @@ def test_ranks_with_devices_of_their_own_talk_through_nccl():
 def test_auto_takes_flash_only_where_it_can_run(monkeypatch, dtype, installed):
     """fp8 is how weights are kept: on a GPU it computes in bf16."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if installed else None)
+    monkeypatch.setattr(kernel_choice, "trial", lambda *_arguments: None)
     possible = installed and dtype != "fp32"
     assert flash_possible(DEVICE, dtype) == possible
     device = torch.device(DEVICE)

@@ -20,7 +20,6 @@ from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import IMAGE, JOINT
 from parallel_backend.planning.doctor import examine, measure
-from parallel_backend.planning.doctor_report import describe, settings
 from parallel_backend.planning.links import SIZES, Link, Links, alike, fit
 from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.modes import Mode, possible
@@ -28,6 +27,7 @@ from parallel_backend.planning.planner import plan
 from parallel_backend.planning.prediction import AROUND, StepCost, cut_model, predict, step_bytes
 from parallel_backend.planning.rehearsal import CallKind, Rehearsed, rehearse
 from parallel_backend.planning.rehearsed_costs import ALONE, RehearsedCosts, banded_call, needed
+from parallel_backend.planning.report import describe_rehearsed, settings
 from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
@@ -245,7 +245,7 @@ def test_more_memory_never_removes_a_mode():
     assert Mode(Degrees(ulysses=4)) in fitting
     found = plan(costs(workload(), machine([1.0] * 4, free=4 * GB)))
     assert found.best is None
-    assert "nothing fits these devices" in describe(found)
+    assert "nothing fits these devices" in describe_rehearsed(found)
 
 
 def test_memory_by_hand():
@@ -298,13 +298,13 @@ def test_two_unequal_gpus():
     assert found.best.mode.degrees.pipe == 2
     ulysses = next(p for p in found.predictions if p.mode.degrees == Degrees(ulysses=2))
     assert ulysses.seconds > found.one_device.seconds  # it waits for the slow one in every block
-    assert "cuda:0" in describe(found)
+    assert "cuda:0" in describe_rehearsed(found)
 
 
 def test_four_gpus_with_slow_links():
     found = plan(costs(workload(entries=1), machine([1.0] * 4, ETHERNET)))
     assert found.best.mode.degrees == Degrees(pipe=4)
-    text = describe(found)
+    text = describe_rehearsed(found)
     assert "P2P access: not between 0-1, 0-2" in text
     assert f"num_pipeline_patch {found.best.mode.bands}" in text
     assert "the fastest that is exact throughout: one device (cuda:0)" in text
@@ -316,7 +316,7 @@ def test_eight_gpus_with_fast_links():
     assert found.best.mode.exact
     assert found.best.mode.degrees.batch == 2  # both prompts side by side cost nothing
     assert found.best.seconds < found.one_device.seconds / 6
-    text = describe(found)
+    text = describe_rehearsed(found)
     assert "P2P access: between all of them" in text
     assert "split_batch_degree 2" in settings(found.best.mode, found.costs.machine)
     assert "split_batch_degree is 8, and a model call has 2 in its batch" in text
@@ -325,14 +325,14 @@ def test_eight_gpus_with_fast_links():
 def test_one_gpu_stays_alone():
     found = plan(costs(workload(), machine([1.0])))
     assert len(found.predictions) == 1
-    assert "advice: stay on one GPU (cuda:0)" in describe(found)
+    assert "advice: stay on one GPU (cuda:0)" in describe_rehearsed(found)
 
 
 def test_gpus_that_gain_nothing_stay_alone():
     """Links so slow that nothing pays, and a picture so small that patches do not either."""
     crawl = Link(0.5, 1e6)
     found = plan(costs(workload(entries=1), machine([1.0] * 2, crawl)))
-    text = describe(found)
+    text = describe_rehearsed(found)
     assert "advice: stay on one GPU (cuda:0)" in text
     assert "the best of the others" in text
     assert settings(found.best.mode, found.costs.machine).splitlines()[0] == (
@@ -354,14 +354,14 @@ def test_a_model_too_large_for_one_device_gets_a_pipeline_and_says_why():
     """23 GB of weights on cards of 20 GB with slow links; fast links would make it tensor parallel."""
     found = plan(costs(workload(entries=1), machine([1.0] * 2, ETHERNET, free=20 * GB)))
     assert found.best.mode.degrees == Degrees(pipe=2)
-    text = describe(found)
+    text = describe_rehearsed(found)
     assert "no single device can run this model: one needs 25.0 GB on cuda:0, which has 20.0 GB free" in text
     assert re.search("ulysses_degree 2 [(]exact[)]; does not fit: needs 25.0 GB on cuda:[01], which has 20.0 GB free", text)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_report_names_every_mode(world):
-    text = describe(plan(costs(workload(), machine([1.0] * world))))
+    text = describe_rehearsed(plan(costs(workload(), machine([1.0] * world))))
     for widget in ("pipefusion", "ulysses", "ring", "tensor_parallel", "patch"):
         assert f"{widget}_degree {world}" in text
     assert ("split_batch_degree 2 (exact)" if world == 2 else f"split_batch_degree is {world}") in text
@@ -462,7 +462,7 @@ def test_seconds_are_of_the_right_size(examined):
         assert prediction.seconds > 0
         if prediction.mode.exact and prediction.mode.device is None:
             assert predict(longer, prediction.mode).seconds == pytest.approx(10 * prediction.seconds)
-    text = describe(found)
+    text = describe_rehearsed(found)
     assert "links one way: 0-1" in text
     assert "transformer_blocks.0 (3 like it)" in text
     assert "single_transformer_blocks.0 (5 like it)" in text
@@ -592,7 +592,7 @@ def test_on_a_gpu(flux_file, once):
     assert found.costs.machine.devices[0].kind == torch.cuda.get_device_name(0)
     assert not found.costs.machine.on_cpus
     assert all(memory.activations > 0 for prediction in found.predictions for memory in prediction.memory)
-    assert f"{torch.cuda.get_device_name(0)}, " in describe(found)
+    assert f"{torch.cuda.get_device_name(0)}, " in describe_rehearsed(found)
 
 
 def test_ranks_on_one_device_share_its_memory():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_backend.rank.attention.kernels import choose_kernel
+from parallel_backend.rank.attention.kernel_choice import choose_kernel
 from parallel_backend.rank.attention.ring import merge
 
 KERNEL = choose_kernel("auto", torch.device("cpu"), "fp32")

@@ -52,7 +52,7 @@ def load(pools):
 
     yield load
     for model in used:
-        if model._error is None:
+        if model._posting.alive:
             model.adapt(None, (), lambda: None)
 
 
@@ -239,7 +239,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(load, files, del
 
 def test_a_rank_is_sent_only_what_it_has_and_only_once(load, files, monkeypatch):
     model, state = load(files["flux"], Degrees(pipe=2)), load_file(files["flux"])
-    sent, send = {0: set(), 1: set()}, model._deltas._send
+    sent, send = {0: set(), 1: set()}, model._adaptation._deltas._send
 
     def spy(rank, message):
         if isinstance(message, m.Adapt):
@@ -247,7 +247,7 @@ def test_a_rank_is_sent_only_what_it_has_and_only_once(load, files, monkeypatch)
             sent[rank].add(message.parameter)
         send(rank, message)
 
-    monkeypatch.setattr(model._deltas, "_send", spy)
+    monkeypatch.setattr(model._adaptation._deltas, "_send", spy)
     deltas = lora(state)
     model.adapt("a LoRA", deltas, lambda: None)
     blocks = [{name for name in names if "blocks." in name} for names in sent.values()]
@@ -267,8 +267,10 @@ def test_a_rank_is_sent_only_what_it_has_and_only_once(load, files, monkeypatch)
 def test_another_strength_sends_no_factors(load, files, monkeypatch, degrees, tmp_path):
     path, given = files["flux"], tiny.inputs(CONFIGS["flux"])
     model, deltas = load(path, degrees), lora(load_file(path))
-    sent, send = [], model._deltas._send
-    monkeypatch.setattr(model._deltas, "_send", lambda rank, message: (sent.append(message), send(rank, message)))
+    sent, send = [], model._adaptation._deltas._send
+    monkeypatch.setattr(
+        model._adaptation._deltas, "_send", lambda rank, message: (sent.append(message), send(rank, message))
+    )
     # One layer's strength by itself: a scale that went to another layer would show.
     scaled = [replace(delta, scale=0.3 * delta.scale * (index % 3)) for index, delta in enumerate(deltas)]
     check(model, deltas, path, "flux", given, tmp_path)

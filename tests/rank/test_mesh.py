@@ -11,7 +11,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.comm.link_probe import probe_links
 from parallel_backend.rank.comm.mesh import make_mesh
 from parallel_backend.rank.comm.process_group import leave
-from parallel_backend.rank.comm.transfers import staged
+from parallel_backend.rank.comm.staging import staged
 from tests.support.alone import nobody
 
 TIMEOUT = timedelta(minutes=30)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client import remote_transformer
+from parallel_backend.client import not_finite
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.not_finite import NotFiniteError, check_conditioning, explanation
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -177,8 +177,8 @@ def test_a_damaged_file_is_named_with_rank_and_tensor(pools, damaged_file, flux_
 
 def test_each_of_two_bands_is_told_where_it_began(pools, damaged_file, monkeypatch):
     """Both have outputs that are not finite, and the first one's question must not leave the second without an answer."""
-    model, fail, errors = pools.load(damaged_file, Degrees(pipe=2)), remote_transformer.fail, []
-    monkeypatch.setattr(remote_transformer, "fail", lambda future, error: (errors.append(error), fail(future, error)))
+    model, fail, errors = pools.load(damaged_file, Degrees(pipe=2)), not_finite.fail, []
+    monkeypatch.setattr(not_finite, "fail", lambda future, error: (errors.append(error), fail(future, error)))
     run = model.open_run()
     x, timestep, tensors = tiny.inputs(tiny.FLUX)
     patching = model.family.patching
@@ -231,7 +231,7 @@ def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(flux_file, 
         again = in_bands(model)
         assert torch.equal(again[0], expected[0])
         assert [rank.buffer_bytes for rank in again[1]] == [rank.buffer_bytes for rank in expected[1]]
-        assert not model._conditionings or len(model._conditionings) <= 1
+        assert len(model._posting._conditionings) <= 1
     finally:
         ranks.close()
 
@@ -300,5 +300,5 @@ def test_a_late_finding_harms_nobody(remote, flux_model):
     conditioning = model.conditioning(patching.grid(given[0].shape), given[2])
     call = model.call(patching.pack(given[0]), given[1], conditioning, run=0)
     call.future.set_result(None)
-    model._find_cause(call, 1, 1)
+    model._causes.fail(call, 1, 1)
     assert tiny.relative(model.predict(*given, nobody), tiny.reference(flux_model, *given)) < 1e-5

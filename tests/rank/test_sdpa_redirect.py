@@ -1,4 +1,4 @@
-"""Processors that call torch's SDPA themselves reach the seam with all that it must know."""
+"""Processors that call torch's SDPA themselves reach ParallelAttention with all that it needs."""
 
 import inspect
 
@@ -11,7 +11,7 @@ from parallel_backend.rank.attention.sdpa_redirect import SdpaProcessor
 
 
 class Recorder:
-    """A seam that computes attention as torch does."""
+    """Stands in for ParallelAttention: computes attention as torch does."""
 
     def __init__(self):
         self.calls = []
@@ -22,19 +22,19 @@ class Recorder:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale).transpose(1, 2)
 
 
-def behind_seam(processor) -> tuple[SdpaProcessor, Recorder]:
+def redirected(processor) -> tuple[SdpaProcessor, Recorder]:
     wrapped = SdpaProcessor(processor)
     wrapped._parallel_config = Recorder()
     return wrapped, wrapped._parallel_config
 
 
-def test_the_seam_gets_the_call_with_tokens_first_and_its_mask():
+def test_parallel_attention_gets_the_call_with_tokens_first_and_its_mask():
     layer = Attention(query_dim=24, heads=3, dim_head=8, processor=AttnProcessor2_0()).requires_grad_(False)
     x, mask = torch.randn(2, 5, 24), torch.randn(2, 1, 5)
     expected = layer(x, attention_mask=mask)
-    layer.processor, seam = behind_seam(layer.processor)
+    layer.processor, attention = redirected(layer.processor)
     assert torch.allclose(layer(x, attention_mask=mask), expected, atol=1e-6)
-    ((shape, scale, seen),) = seam.calls
+    ((shape, scale, seen),) = attention.calls
     assert shape == (2, 5, 3, 8)
     assert scale is None
     assert seen.shape == (2, 3, 1, 5)
@@ -43,21 +43,21 @@ def test_the_seam_gets_the_call_with_tokens_first_and_its_mask():
 def test_arguments_that_only_this_processor_knows_reach_it():
     """diffusers drops those that it does not find in the processor's signature."""
     processor = HunyuanAttnProcessor2_0()
-    wrapped, _ = behind_seam(processor)
+    wrapped, _ = redirected(processor)
     assert inspect.signature(wrapped.__call__) == inspect.signature(processor.__call__)
     assert "image_rotary_emb" in inspect.signature(wrapped.__call__).parameters
 
 
 @pytest.mark.parametrize("option", [{"dropout_p": 0.1}, {"is_causal": True}, {"enable_gqa": True}])
-def test_options_that_the_seam_cannot_forward_are_noticed(option):
-    wrapped, _ = behind_seam(lambda x: F.scaled_dot_product_attention(x, x, x, **option))
-    with pytest.raises(AssertionError, match="the seam"):
+def test_options_that_parallel_attention_cannot_take_are_noticed(option):
+    wrapped, _ = redirected(lambda x: F.scaled_dot_product_attention(x, x, x, **option))
+    with pytest.raises(AssertionError, match="parallel attention"):
         wrapped(torch.randn(1, 2, 3, 4))
 
 
 def test_calls_outside_the_layer_are_torchs_own():
-    wrapped, seam = behind_seam(lambda x: x + 1)
+    wrapped, attention = redirected(lambda x: x + 1)
     wrapped(torch.zeros(1, 2, 3, 4))
     x = torch.randn(1, 2, 3, 4)
     F.scaled_dot_product_attention(x, x, x)
-    assert not seam.calls
+    assert not attention.calls

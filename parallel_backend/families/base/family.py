@@ -232,6 +232,10 @@ class Family:
     unsupported: tuple[str, ...] = ()
     """Mesh axes on which the family cannot have more than one rank. "pipe" stands for bands too."""
 
+    half_dtypes: tuple[str, ...] = ("bf16",)
+    """Of core.dtypes.HALVES those that the model can be computed in, the best first, as ComfyUI has them
+    (supported_inference_dtypes)."""
+
     native_values: Callable[[Config], Mapping[str, Any]] = lambda _config: {}
     """Attributes, no tensors, of ComfyUI's native model that its BaseModel reads -> their values."""
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.core.validate import FLASH_CAPABILITY, flash_possible
+from parallel_backend.core.validate import FLASH_CAPABILITY
 
 
 class Attend(Protocol):
@@ -32,15 +32,8 @@ class Kernel:
     name: str
     attend: Attend
     attend_lse: AttendLse
-
-
-def choose_kernel(attention: str, device: torch.device, dtype: str) -> Kernel:
-    """`auto`: flash-attn where it is installed and possible, else torch SDPA. ValueError for `flash` where it is not."""
-    if attention in ("auto", "flash") and flash_possible(str(device), dtype):
-        return Kernel("flash", flash, flash_lse)
-    if attention == "flash":  # on a machine that the client could not ask
-        raise ValueError("attention is 'flash', but flash-attn is not installed here or cannot serve this device and dtype.")
-    return Kernel("sdpa", sdpa, sdpa_lse)
+    said: str = ""
+    """What a run's report says of it. Empty: nothing."""
 
 
 def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -27,9 +27,9 @@ class SdpaProcessor:
 
 
 class SdpaRedirect(TorchFunctionMode):
-    def __init__(self, seam: Any):
+    def __init__(self, attention: Any):
         super().__init__()
-        self.seam = seam
+        self._attention = attention
 
     def __torch_function__(self, func: Callable, _types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,8 +49,8 @@ class SdpaRedirect(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """SDPA's arguments and result: [B, H, s, D] -> [B, H, s, D]."""
-        assert dropout_p == 0.0, "the seam has no dropout"
-        assert not is_causal, "the seam has no causal attention"
-        assert not enable_gqa, "the seam needs as many key heads as query heads"
+        assert dropout_p == 0.0, "parallel attention has no dropout"
+        assert not is_causal, "parallel attention has no causal attention"
+        assert not enable_gqa, "parallel attention needs as many key heads as query heads"
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        return self.seam.attend(query, key, value, scale, attn_mask).transpose(1, 2)
+        return self._attention.attend(query, key, value, scale, attn_mask).transpose(1, 2)

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from .mesh import Axis
-from .transfers import Traffic, Transfer, staged
+from .staging import host_buffer, staged, to_device, to_host
+from .transfers import Traffic, Transfer
 
 
 @dataclass
@@ -22,14 +23,15 @@ class Exchange:
 
     def wait(self) -> torch.Tensor:
         self.transfer.wait()
-        return self.target.to(self.device)
+        return to_device(self.target, self.device)
 
 
 def start_all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic) -> Exchange:
     """[sum(send)] -> [sum(receive)]: send[i] values go to rank i of the axis, receive[i] values come from it."""
     traffic.bytes_sent[axis.name] += (sum(send) - send[axis.index]) * x.element_size()
-    source = x.cpu() if staged(x, axis.group) else x
-    target = source.new_empty(sum(receive))
+    on_host = staged(x, axis.group)
+    source = to_host(x) if on_host else x
+    target = host_buffer((sum(receive),), x.dtype, x.device) if on_host else x.new_empty(sum(receive))
     transfer = traffic.start(
         lambda: dist.all_to_all_single(target, source, list(receive), list(send), group=axis.group, async_op=True)
     )
@@ -43,7 +45,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
     """
     traffic.bytes_sent[axis.name] += 2 * (axis.size - 1) * x.nbytes // axis.size
     x = x.contiguous()
-    target = x.cpu() if staged(x, axis.group) else x
+    target = to_host(x) if staged(x, axis.group) else x
     traffic.start(lambda: dist.all_reduce(target, group=axis.group, async_op=True)).wait()
     return target if target is x else x.copy_(target)
 
@@ -64,7 +66,7 @@ class Gathering:
 
     def wait(self) -> list[torch.Tensor]:
         self.wait_pending()
-        return [part.to(self.device) for part in self.parts]
+        return [to_device(part, self.device) for part in self.parts]
 
 
 def start_gather(own: torch.Tensor, lengths: Sequence[int], dim: int, axis: Axis, traffic: Traffic) -> Gathering:
@@ -74,15 +76,16 @@ def start_gather(own: torch.Tensor, lengths: Sequence[int], dim: int, axis: Axis
     parts apart: whoever wants them in one tensor knows best where.
     """
     own = own.contiguous()
-    source = own.cpu() if staged(own, axis.group) else own
+    on_host = staged(own, axis.group)
+    source = to_host(own) if on_host else own
     parts, operations = [], []
     for index, length in enumerate(lengths):
         if index == axis.index:
-            parts.append(source)
+            parts.append(own)
             continue
-        shape = list(source.shape)
+        shape = list(own.shape)
         shape[dim] = length
-        parts.append(source.new_empty(shape))
+        parts.append(host_buffer(shape, own.dtype, own.device) if on_host else own.new_empty(shape))
         peer = axis.ranks[index]
         if source.numel():
             operations.append(dist.P2POp(dist.isend, source, peer, axis.group))
@@ -106,16 +109,17 @@ class Shift:
         if self.transfer is not None:
             self.transfer.wait()
             self.transfer = None
-        return self.received.to(self.device)
+        return to_device(self.received, self.device)
 
 
 def start_shift(x: torch.Tensor, length: int, dim: int, axis: Axis, traffic: Traffic) -> Shift:
     """Start sending x to the next rank of the axis, and receiving from the one before a tensor with `length` along `dim`."""
     x = x.contiguous()
-    source = x.cpu() if staged(x, axis.group) else x
-    shape = list(source.shape)
+    on_host = staged(x, axis.group)
+    source = to_host(x) if on_host else x
+    shape = list(x.shape)
     shape[dim] = length
-    received = source.new_empty(shape)
+    received = host_buffer(shape, x.dtype, x.device) if on_host else x.new_empty(shape)
     operations = []
     if source.numel():
         operations.append(dist.P2POp(dist.isend, source, axis.ranks[(axis.index + 1) % axis.size], axis.group))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from parallel_backend.core.devices import in_its_process
 from parallel_backend.wire.messages import LinksProbed
 
-from .transfers import staged
+from .staging import host_buffer, staged, to_device, to_host
 
 WARM_UP, ROUND_TRIPS = 2, 5
 
@@ -34,10 +34,11 @@ def probe_links(rank: int, devices: tuple[str, ...], sizes: tuple[int, ...]) -> 
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         name = torch.cuda.get_device_name(device)
+        sees_others = torch.cuda.device_count() > 1
         peers = {
             other: torch.cuda.can_device_access_peer(device, theirs)
             for other, theirs in enumerate(devices)
-            if theirs.startswith("cuda") and theirs != devices[rank]
+            if theirs.startswith("cuda") and theirs != devices[rank] and sees_others
         }
     together = _all_at_once(max(sizes), rank, len(devices), device)
     return LinksProbed(rank, name, free, total, links, peers, together)
@@ -52,11 +53,11 @@ def _to_and_fro(size: int, peer: int, first: bool, device: torch.device) -> tupl
         started = _now(device)
         for sending in (first, not first):
             if sending:
-                _transfer(dist.isend, ours.cpu() if on_host else ours, peer)
+                _transfer(dist.isend, to_host(ours) if on_host else ours, peer)
             elif on_host:
-                theirs = torch.empty_like(ours, device="cpu")
+                theirs = host_buffer(ours.shape, ours.dtype, device)
                 _transfer(dist.irecv, theirs, peer)
-                ours.copy_(theirs)
+                ours = to_device(theirs, device)
             else:
                 _transfer(dist.irecv, ours, peer)
         seconds = _now(device) - started
@@ -82,11 +83,12 @@ def _all_at_once(size: int, rank: int, world: int, device: torch.device) -> floa
     best = float("inf")
     for trip in range(WARM_UP + ROUND_TRIPS):
         started = _now(device)
-        source, target = (ours.cpu(), torch.empty_like(ours, device="cpu")) if on_host else (ours, theirs)
+        source = to_host(ours) if on_host else ours
+        target = host_buffer(ours.shape, ours.dtype, device) if on_host else theirs
         part = (world - 1) * size
         dist.all_to_all_single(target[:part], source[:part], counts, counts)
         if on_host:
-            theirs.copy_(target)
+            theirs = to_device(target, device)
         seconds = _now(device) - started
         if trip >= WARM_UP:
             best = min(best, seconds)

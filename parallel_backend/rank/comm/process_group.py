@@ -2,24 +2,26 @@
 
 import contextlib
 import os
-import socket
-import sys
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.wire.rank_settings import P2P_DISABLE
 
+from .interfaces import interface_towards, loopback_interface
 from .rendezvous import Rendezvous
 
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-"""Interface name by `sys.platform`. Gloo would otherwise listen on the address that the host name resolves to, NCCL on the
-first interface that is not loopback."""
+GLOO_INTERFACE, NCCL_INTERFACE = INTERFACE_VARIABLES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+"""Environment variables that name the interface which each library listens on. What the user has set in them stays."""
+
+NO_GLOO_DEVICE = "unsupported gloo device"
+"""What torch says where its Gloo was built without a transport for this system."""
 
 
-SIOCGIFADDR = 0x8915
-"""Linux's request for an interface's address: its name in 16 bytes, and the address at byte 20 of the answer."""
+class GlooError(RuntimeError):
+    """This torch's Gloo cannot run here."""
 
 
 def backend_for(devices: tuple[str, ...]) -> str:
@@ -35,39 +37,41 @@ def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: t
     No device is bound to the group: NCCL's communicators are then made one by one when first used, as self_test.py does.
     Bound, all transfers between two ranks would share one of them and wait for each other (pytorch #154132).
     """
-    interface = interface_towards(rendezvous.address) if rendezvous.address else LOOPBACK.get(sys.platform)
+    if rendezvous.address:
+        interface = interface_towards(rendezvous.address)
+    else:
+        interface = None if all(name in os.environ for name in INTERFACE_VARIABLES) else loopback_interface()
     if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it is the name's beginning
+        os.environ.setdefault(GLOO_INTERFACE, interface)
+        os.environ.setdefault(NCCL_INTERFACE, f"={interface}")  # without "=" it is the name's beginning
     os.environ.setdefault("NCCL_DEBUG", "WARN")  # goes to standard output, and with it into the rank's log
     if not p2p:
         os.environ[P2P_DISABLE] = "1"
-    dist.init_process_group(
-        backend_for(devices),
-        store=rendezvous.store,
-        rank=rank,
-        world_size=len(devices),
-        timeout=timeout,
+    try:
+        dist.init_process_group(
+            backend_for(devices),
+            store=rendezvous.store,
+            rank=rank,
+            world_size=len(devices),
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        if NO_GLOO_DEVICE in str(error).lower():
+            raise GlooError(gloo_advice(str(error))) from error
+        raise
+
+
+def gloo_advice(said: str) -> str:
+    """What to do where Gloo cannot run; `said`: torch's own words.
+
+    Windows wheels of torch 2.8 and 2.9 have a Gloo without a transport (pytorch issue 150381, OneTrainer issue 1122); pull
+    request 170491 of December 2025 mends it.
+    """
+    return (
+        f"several ranks without NCCL need Gloo, and that of torch {torch.__version__} cannot run here ({said}). On Windows "
+        "torch 2.8 and 2.9 came without what it needs: install a later one, from 2.11 on, or run ComfyUI in WSL2, which has "
+        "NCCL. One rank runs as it is (all degrees 1)"
     )
-
-
-def interface_towards(address: tuple[str, int]) -> str | None:
-    """The network interface by which this machine reaches an IPv4 address; None where that cannot be asked: not on Linux."""
-    if sys.platform != "linux":
-        return None
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect(address)  # sends nothing
-        own = socket.inet_aton(asked.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(asked, SIOCGIFADDR, name.encode().ljust(40, b"\0"))
-            except OSError:  # it has no IPv4 address
-                continue
-            if found[20:24] == own:
-                return name
-    return None
 
 
 def leave() -> None:

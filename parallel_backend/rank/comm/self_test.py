@@ -16,6 +16,7 @@ import torch.distributed as dist
 from parallel_backend.wire.rank_settings import P2P_DISABLE
 
 from .mesh import Axis, Link
+from .staging import transfer_device
 
 VALUES = {"cuda": 1 << 18, "cpu": 1 << 10}
 """float32 values of each transfer, by device. 1 MB is more than NCCL sends by its protocol for short messages."""
@@ -47,20 +48,21 @@ def advice(backend: str, p2p: bool) -> str:
 
 def try_axis(axis: Axis, device: torch.device) -> None:
     """A sum over the axis (the world, where it has no group). Collective over it. ValueError if the sum is wrong."""
-    values = torch.full((VALUES[device.type],), axis.index + 1.0, device=device)
+    at = transfer_device(device, axis.group)
+    values = torch.full((VALUES[device.type],), axis.index + 1.0, device=at)
     dist.all_reduce(values, group=axis.group)
     _check(values, torch.full((len(values),), axis.size * (axis.size + 1) / 2))
 
 
 def try_link(link: Link, device: torch.device) -> None:
     """A transfer over the link, the way it is used. Collective over its ends. ValueError if something else arrives."""
-    pattern = torch.arange(VALUES[device.type], dtype=torch.float32)
+    pattern, at = torch.arange(VALUES[device.type], dtype=torch.float32), transfer_device(device, link.group)
     if link.sends:
-        dist.isend(pattern.to(device), link.peer, group=link.group).wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        dist.isend(pattern.to(at), link.peer, group=link.group).wait()
+        if at.type == "cuda":
+            torch.cuda.synchronize(at)
     else:
-        received = torch.zeros(len(pattern), device=device)
+        received = torch.zeros(len(pattern), device=at)
         dist.irecv(received, link.peer, group=link.group).wait()
         _check(received, pattern)
 

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from .mesh import Link
-from .transfers import Traffic, Transfer, staged
+from .staging import host_buffer, staged, to_device, to_host, transfer_device
+from .transfers import Traffic, Transfer
 
 PIPE = "pipe"
 """The mesh axis by which the bytes are counted."""
@@ -31,8 +32,10 @@ class StageLink:
     def post_receive(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start receiving the next tensor; its shape is known from the micro-step, no handshake."""
         link = self.before
-        on_host = self.device.type == "cuda" and dist.get_backend(link.group) == "gloo"
-        buffer = torch.empty(*shape, dtype=dtype, device="cpu" if on_host else self.device)
+        if transfer_device(self.device, link.group) == self.device:
+            buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            buffer = host_buffer(shape, dtype, self.device)
         transfer = self.traffic.start(lambda: dist.irecv(buffer, link.peer, group=link.group))
         self._posted.append((buffer, transfer))
 
@@ -40,14 +43,14 @@ class StageLink:
         """The oldest posted receive, complete."""
         buffer, transfer = self._posted.pop(0)
         transfer.wait()
-        return buffer.to(self.device)
+        return to_device(buffer, self.device)
 
     def send(self, tensor: torch.Tensor, overlap: bool) -> None:
         """Start sending to the next stage. Waits first for the send before the last, so at most two are under way."""
         self.await_sends(keep=1)
         link, tensor = self.after, tensor.contiguous()
         if staged(tensor, link.group):
-            tensor = tensor.cpu()
+            tensor = to_host(tensor)
         self._sent.append((tensor, self.traffic.start(lambda: dist.isend(tensor, link.peer, group=link.group))))
         self.traffic.bytes_sent[PIPE] += tensor.nbytes
         if not overlap:

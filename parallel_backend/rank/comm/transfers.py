@@ -144,8 +144,3 @@ class Transfer:
         self._traffic.waited.add(waiting, done)
         self._traffic.recorder.add(TRANSFER, self._step, self._started, done)
         self._traffic.recorder.add(WAIT, self._traffic.recorder.step, waiting, done)
-
-
-def staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Gloo moves host memory only: CUDA tensors go through a copy. A rank that is alone has no group, and moves nothing."""
-    return tensor.is_cuda and dist.is_initialized() and dist.get_backend(group) == "gloo"

@@ -43,7 +43,7 @@ WORKERS = 8
 class Places:
     """The modules behind one block's operations, by name in the block."""
 
-    seams: dict[str, ParallelAttention] = field(default_factory=dict)
+    attentions: dict[str, ParallelAttention] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
 
@@ -57,7 +57,7 @@ _places: ContextVar[Places] = ContextVar("places of the block under way")
 )
 def attend(query, key, value, order, name, scale):
     """ParallelAttention.attend of the block's attention module `name`: three [B, s, H, D] -> [B, s, H, D]."""
-    return _places.get().seams[name].attend(query, key, value, scale).contiguous()
+    return _places.get().attentions[name].attend(query, key, value, scale).contiguous()
 
 
 @attend.register_fake
@@ -82,8 +82,8 @@ def _(x, order, name, width):
 class GraphAttention:
     """Stands in for a ParallelAttention inside a graph. Not a dataclass: torch would compare the layer's number too."""
 
-    def __init__(self, seam: ParallelAttention, name: str, order: torch.Tensor):
-        self.name, self.order, self.drops_mask = name, order, seam.context.drops_mask
+    def __init__(self, attention: ParallelAttention, name: str, order: torch.Tensor):
+        self.name, self.order, self.drops_mask = name, order, attention.context.drops_mask
 
     def attend(
         self,
@@ -163,12 +163,12 @@ class Compiler:
         places = Places()
         for name, module in block.named_modules():
             processor = getattr(module, "processor", None)
-            if isinstance(seam := getattr(processor, "_parallel_config", None), ParallelAttention):
-                places.seams[name] = seam
+            if isinstance(attention := getattr(processor, "_parallel_config", None), ParallelAttention):
+                places.attentions[name] = attention
                 if isinstance(processor, SdpaProcessor):
                     module.processor = object.__new__(_traceable(type(processor.processor)))
                     vars(module.processor).update(vars(processor.processor))
-                module.processor._parallel_config = GraphAttention(seam, name, self._order)
+                module.processor._parallel_config = GraphAttention(attention, name, self._order)
             elif name and self._stays_outside(module, processor):
                 places.modules[name] = module
                 module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))

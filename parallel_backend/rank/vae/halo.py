@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from parallel_backend.rank.comm.mesh import Axis
-from parallel_backend.rank.comm.transfers import Traffic, Transfer, staged
+from parallel_backend.rank.comm.staging import host_buffer, staged, to_device, to_host
+from parallel_backend.rank.comm.transfers import Traffic, Transfer
 
 
 @dataclass
@@ -24,15 +25,17 @@ class Halo:
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.transfer.wait()
         above, below = self.received
-        return above.to(self.device), below.to(self.device)
+        return to_device(above, self.device), to_device(below, self.device)
 
 
 def start_halo(x: torch.Tensor, axis: Axis, traffic: Traffic) -> Halo:
     """Start sending the first and the last row of x [B, C, rows, W] to the ranks before and after, and receiving theirs."""
     sent = x[:, :, :1].contiguous(), x[:, :, -1:].contiguous()
     if staged(x, axis.group):
-        sent = sent[0].cpu(), sent[1].cpu()
-    received = torch.zeros_like(sent[0]), torch.zeros_like(sent[1])
+        received = tuple(host_buffer(row.shape, row.dtype, row.device).zero_() for row in sent)
+        sent = to_host(sent[0]), to_host(sent[1])
+    else:
+        received = torch.zeros_like(sent[0]), torch.zeros_like(sent[1])
     operations = []
     for own, other, index in zip(sent, received, (axis.index - 1, axis.index + 1), strict=True):
         if 0 <= index < axis.size:

@@ -1,4 +1,6 @@
-"""The report of Parallel Doctor."""
+"""What is said of a plan: the Doctor's report, the planner's table, and the choice in a line."""
+
+from collections.abc import Mapping
 
 from parallel_backend.core.degrees import AXES, WIDGETS
 
@@ -12,17 +14,53 @@ SHOWN = 10
 """Modes that are listed, beside those of a single degree, which are listed however slow they are."""
 
 
-def describe(plan: Plan) -> str:
+def describe_rehearsed(plan: Plan) -> str:
+    """The Doctor's report. `plan` is of RehearsedCosts."""
     costs = plan.costs
     parts = [
         _workload(costs),
         _machine(costs.machine),
         _blocks(costs),
-        _table(plan),
+        _table(plan, "predicted seconds"),
         _impossible(plan),
         _advice(plan),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def describe_planned(plan: Plan) -> str:
+    """The machine in a line, the best modes, and which to choose. `plan` is of CalibratedCosts."""
+    return "\n".join([summary(plan.costs.machine), _table(plan, "planned seconds"), *_choices(plan)])
+
+
+def compare(planned: Plan, rehearsed: Plan) -> str:
+    """The planner's table, beside what the Doctor rehearsed for the same workload."""
+    seconds = {found.mode: found.seconds for found in rehearsed.predictions}
+    seconds |= {planned.one_device.mode: rehearsed.one_device.seconds}
+    head = f"what degrees auto goes by, from a calibration of a few seconds: {summary(planned.costs.machine)}"
+    return "\n".join([head, _table(planned, "planned seconds, rehearsed seconds", seconds), *_choices(planned)])
+
+
+def choice(found: Prediction, machine: Machine) -> str:
+    """The choice in a line, for a node and the log."""
+    names = ", ".join(machine.names[device] for device in found.mode.devices)
+    if found.mode.device is not None:
+        return f"one device, {names}, planned {found.seconds:.1f} s"
+    return f"{found.mode.degrees} on {names}, planned {found.seconds:.1f} s"
+
+
+def summary(machine: Machine) -> str:
+    """The machine's figures, as far as one line holds them."""
+    links = machine.links
+    text = f"{len(machine.devices)} x {machine.devices[0].kind}"
+    if links.between:
+        slowest = min(links.between.values(), key=lambda link: link.bandwidth)
+        text += f", links {slowest.bandwidth / 1e9:.3g} GB/s, {slowest.latency * 1e6:.0f} us"
+    if links.crowding > 1:
+        text += f", {links.crowding:.2g} times slower when all send"
+    if links.bridge:
+        text += f", {links.bridge / 1e9:.3g} GB/s each way between groups of {links.socket}"
+    return text
 
 
 def settings(mode: Mode, machine: Machine) -> str:
@@ -86,21 +124,35 @@ def _blocks(costs: RehearsedCosts) -> str:
     return "\n".join(["one block, whole picture, by rank, all at work:", *lines])
 
 
-def _table(plan: Plan) -> str:
+def _table(plan: Plan, columns: str, other: Mapping[Mode, float] | None = None) -> str:
+    """Modes, fastest first. `columns` names the columns of seconds; `other`: those of the second one."""
     one = plan.one_device
     known = "" if one.lacks else ", against one device"
-    lines = [f"predicted seconds{known}, largest memory of a rank, moved in a step over all ranks:"]
+    lines = [f"{columns}{known}, largest memory of a rank, moved in a step over all ranks:"]
     shown = [found for place, found in enumerate(plan.predictions) if place < SHOWN or _single(found.mode)]
     for found in shown:
+        also = "" if other is None else f"{other[found.mode]:9.2f} s"
         faster = "" if one.lacks else f"  {one.seconds / found.seconds:5.2f}x"
         moved = _size(found.moved) if found.moved else "nothing"
         lines.append(
-            f"{found.seconds:9.2f} s{faster}  {_size(found.most_memory):>8}  {moved:>8}  "
+            f"{found.seconds:9.2f} s{also}{faster}  {_size(found.most_memory):>8}  {moved:>8}  "
             f"{_named(found.mode, plan)}{'; does not fit: ' + found.lacks if found.lacks else ''}"
         )
     if left := len(plan.predictions) - len(shown):
         lines.append(f"and {left} more, none of them faster")
     return "\n".join(lines)
+
+
+def _choices(plan: Plan) -> list[str]:
+    best, exact = plan.best, plan.best_exact
+    if best is None:
+        return ["nothing fits these devices"]
+    lines = [f"best: {_named(best.mode, plan)}, {best.seconds:.2f} s"]
+    if exact is None:
+        lines.append("nothing that is exact throughout fits these devices")
+    elif exact is not best:
+        lines.append(f"best that is exact throughout: {_named(exact.mode, plan)}, {exact.seconds:.2f} s")
+    return lines
 
 
 def _single(mode: Mode) -> bool:

@@ -1,0 +1,144 @@
+"""The `devices` widget: which device each rank gets, and what to do where ComfyUI shows too few or runs on none that ranks
+have."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .degrees import Degrees
+from .devices import device_kind, names_ray, ray_devices
+from .validate import check_devices, check_ranks
+
+OTHER_KINDS = {
+    "mps": "an Apple GPU (MPS)",
+    "xpu": "an Intel GPU (XPU)",
+    "npu": "an Ascend NPU",
+    "mlu": "a Cambricon MLU",
+    "privateuseone": "DirectML",
+}
+"""Kinds of devices, as torch calls them, that ComfyUI runs on and ranks do not."""
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class Host:
+    """What ComfyUI runs on, and its options by which it shows GPUs.
+
+    `kind`: torch's name for its device, `cpu` under --cpu. `cuda_device`: of --cuda-device, None where that is not given.
+    `takes_all`: this version has `--cuda-device all`, and without it shows the first GPU only on Windows.
+    """
+
+    kind: str = "cuda"
+    cuda_device: str | None = None
+    takes_all: bool = True
+
+
+def is_auto(text: str) -> bool:
+    """The `devices` widget leaves the choice to the pack."""
+    return text.strip().lower() in ("auto", "")
+
+
+def all_gpus() -> tuple[str, ...]:
+    """The GPUs that this process is shown, of NVIDIA (CUDA) or AMD (ROCm)."""
+    return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+
+
+def gpus_of(host: Host) -> tuple[str, ...]:
+    """The GPUs that `auto` means: none where ComfyUI itself runs on something else."""
+    return all_gpus() if host.kind == "cuda" else ()
+
+
+def choose_devices(text: str, degrees: Degrees, host: Host) -> tuple[str, ...]:
+    """The device of each rank. `auto`: the first GPUs, or CPU ranks where ComfyUI runs on the CPU.
+
+    ValueError, naming the widget, for too few, for ones that are not there, and for a ComfyUI on something else.
+    """
+    check_ranks(degrees)
+    if is_auto(text):
+        gpus = _auto_gpus(host)
+        if gpus is None:
+            return ("cpu",) * degrees.world
+        if len(gpus) < degrees.world:
+            raise ValueError(
+                f"devices: {degrees} needs {degrees.world} GPUs, this machine has {len(gpus)} that ComfyUI shows."
+                f"{why_hidden(host)} Lower the degrees so that their product is at most {len(gpus)}, or name the devices (a "
+                "GPU may be named more than once)."
+            )
+        return gpus[: degrees.world]
+    devices = ray_devices(text, degrees.world) if names_ray(text) else named_devices(text, host)
+    check_devices(degrees, devices)
+    return devices
+
+
+def possible_devices(text: str, host: Host) -> tuple[str, ...]:
+    """Devices that degrees `auto` may use. Where `devices` is auto: every GPU, or one CPU rank, which has all cores."""
+    if not is_auto(text):
+        return named_devices(text, host)
+    return _auto_gpus(host) or ("cpu",)
+
+
+def named_devices(text: str, host: Host) -> tuple[str, ...]:
+    """The devices of a list such as cuda:0,cuda:1 or ray:cuda,cuda. ValueError for one that this machine does not have."""
+    if names_ray(text):
+        return ray_devices(text)
+    devices = tuple(part.strip() for part in text.split(","))
+    known = {"cpu", *all_gpus()}
+    for name in devices:
+        if name in known:
+            continue
+        kind = device_kind(name)
+        if kind in OTHER_KINDS:
+            raise ValueError(f"devices: {name[:40]} is {OTHER_KINDS[kind]}, on which there are no ranks. {_instead()}")
+        hint = why_hidden(host) if kind == "cuda" else ""
+        raise ValueError(
+            f"devices: {_short(name)} is no device of this machine, which has {', '.join(sorted(known))}.{hint}"
+        )
+    return devices
+
+
+def why_hidden(host: Host, environment: Mapping[str, str] = os.environ) -> str:
+    """How to have ComfyUI show the GPUs that it may be hiding, a sentence with a space before it; empty if it hides none.
+
+    How many there are is not known: this process does not see them.
+    """
+    if host.kind != "cuda":
+        return ""
+    options = "--cuda-device all" if host.takes_all else "no --cuda-device"
+    if sys.platform == "win32" and host.takes_all:
+        options += " --disable-pinned-memory"  # ComfyUI names the two together: pinned copies fail there with several GPUs
+    if host.cuda_device not in (None, "all"):
+        given = f"--cuda-device {host.cuda_device}"
+        return f" ComfyUI was started with {given}, which hides all other GPUs: restart it with {options}."
+    variable = next((name for name in VISIBLE if name in environment), None)
+    if variable is None:
+        return ""
+    if sys.platform == "win32" and host.takes_all and host.cuda_device is None and environment[variable] == "0":
+        return f" On Windows ComfyUI shows the first GPU only, unless it is started with {options}."
+    return (
+        f" {variable} is '{environment[variable]}' in ComfyUI's environment, which hides all other GPUs: remove it, or list "
+        "the numbers of all in it, such as 0,1, and restart ComfyUI."
+    )
+
+
+def _auto_gpus(host: Host) -> tuple[str, ...] | None:
+    """None where ComfyUI runs on the CPU. ValueError where it runs on what ranks do not: never silently on CPU ranks."""
+    if host.kind == "cpu":
+        return None
+    if host.kind != "cuda":
+        what = OTHER_KINDS.get(host.kind, host.kind)
+        raise ValueError(f"devices: ComfyUI runs on {what} here, on which there are no ranks. {_instead()}")
+    return gpus_of(host)
+
+
+def _instead() -> str:
+    return (
+        "Ranks run on NVIDIA GPUs (CUDA), on AMD GPUs (ROCm, never tried) and on CPUs. Use ComfyUI's own Load Diffusion "
+        "Model here; or write cpu into devices, once for each rank, which is slow."
+    )
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 60 else f"{name[:60]}...")

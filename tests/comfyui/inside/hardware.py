@@ -1,0 +1,118 @@
+"""What ComfyUI chooses on graphics cards that are not here, beside what the pack chooses. Run by serve.py.
+
+torch.cuda's answers are a stand-in's (tests/support/fake_cuda.py), and ComfyUI, which runs on the CPU, is told that it has a
+GPU. Nothing is computed on it.
+"""
+
+import importlib.util
+import sys
+from types import ModuleType
+from unittest.mock import patch
+
+from boot import PACK, Results, comfy, node, nodes, torch
+
+management = comfy.model_management
+CLASSES = {
+    "flux": "Flux",
+    "chroma": "Chroma",
+    "flux2": "Flux2",
+    "sd3": "SD3",
+    "pixart": "PixArtAlpha",
+    "hunyuan-dit": "HunyuanDiT",
+    "qwen-image": "QwenImage",
+    "z-image": "ZImage",
+    "lumina2": "Lumina2",
+    "wan": "WAN21_T2V",
+    "ltx-video": "LTXV",
+    "hunyuan-video": "HunyuanVideo",
+    "cogvideox": "CogVideoX_T2V",
+    "cogvideox-1.5": "CogVideoX_T2V",
+}
+"""Family -> ComfyUI's class that says what it is computed in."""
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8_e4m3fn"}
+STORED = {name: dtype for dtype, name in NAMES.items() if name != "fp32"}
+PARAMETERS = 12_000_000_000
+GPU = torch.device("cuda:0")
+
+
+def stand_in() -> ModuleType:
+    """By its file: ComfyUI has a package `tests` of its own."""
+    spec = importlib.util.spec_from_file_location("fake_cuda", PACK / "tests" / "support" / "fake_cuda.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fake_cuda"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def comfyuis_choice(supported: list[torch.dtype], stored: torch.dtype) -> str:
+    """What ComfyUI's own loader computes a file in, by the functions that it asks."""
+    kept = management.unet_dtype(GPU, PARAMETERS, supported, stored)
+    return NAMES[management.unet_manual_cast(kept, GPU, supported) or kept]
+
+
+def main(results: Results) -> None:
+    from parallel_backend.core import device_choice
+    from parallel_backend.core.dtypes import HALVES, compute_name, native_halves, resolve_dtype
+    from parallel_backend.families import FAMILIES
+
+    fake = stand_in()
+    package = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
+    devices = sys.modules[f"{package}.ui.devices"]
+    classes = {family: getattr(comfy.supported_models, name, None) for family, name in CLASSES.items()}
+    cards = {name: card for name, card in vars(fake).items() if isinstance(card, fake.Card)}
+    results.case("families", lambda: sorted(family.name for family in FAMILIES.values() if family.native_classes))
+    results.case(
+        "supported",
+        lambda: {
+            family: [
+                [NAMES[dtype] for dtype in kind.supported_inference_dtypes if NAMES[dtype] in HALVES],
+                list(FAMILIES[family].half_dtypes),
+            ]
+            for family, kind in classes.items()
+            if kind is not None
+        },
+    )
+
+    def choices(card) -> dict[str, object]:
+        found: dict[str, object] = {}
+        with (
+            fake.fake_cuda(card),
+            patch.object(management, "cpu_state", management.CPUState.GPU),
+            patch.object(management, "get_torch_device", lambda: GPU),
+        ):
+            found["halves"] = [list(devices.half_dtypes(("cuda:0",))), list(native_halves("cuda:0"))]
+            for family, kind in classes.items():
+                for name, stored in STORED.items() if kind is not None else ():
+                    ours = resolve_dtype(
+                        "default", name, ("cuda:0",), FAMILIES[family].half_dtypes, devices.half_dtypes(("cuda:0",))
+                    )
+                    theirs = comfyuis_choice(list(kind.supported_inference_dtypes), stored)
+                    found[f"{family} {name}"] = [theirs, compute_name(ours)]
+        return found
+
+    for name, card in cards.items():
+        results.case(name, lambda card=card: choices(card))
+
+    def host() -> list[object]:
+        found = devices.host()
+        return [found.kind, found.cuda_device, found.takes_all, list(devices.gpus())]
+
+    results.case("host", host)
+
+    def loaded(kind: str) -> str:
+        with patch.object(management, "get_torch_device", lambda: torch.device(kind)):
+            node("ParallelDiTLoader", "quickstart-digits (bundled)", "default", 2, 1, 1, "auto")
+        return "loaded"
+
+    for kind in ("mps", "xpu", "cuda"):
+        results.case(f"loader on {kind}", lambda kind=kind: loaded(kind))
+
+    def hidden() -> str:
+        with (
+            fake.fake_cuda(fake.AMPERE),
+            patch.object(management, "get_torch_device", lambda: GPU),
+            patch.object(comfy.cli_args.args, "cuda_device", "0"),
+        ):
+            return device_choice.why_hidden(devices.host(), {"CUDA_VISIBLE_DEVICES": "0"})
+
+    results.case("hidden", hidden)

@@ -1,0 +1,60 @@
+"""On cards that are not here the pack computes in what ComfyUI computes in, and says what it cannot run on."""
+
+import pytest
+
+from parallel_backend.families import FAMILIES
+from tests.support import fake_cuda
+
+pytestmark = pytest.mark.comfyui
+
+CARDS = [name for name, card in vars(fake_cuda).items() if isinstance(card, fake_cuda.Card)]
+
+
+@pytest.fixture(scope="module")
+def found(inside):
+    return inside.run("hardware")[0]
+
+
+def test_families_can_be_computed_in_what_comfyui_says(found):
+    assert sorted(found["supported"]) == found["families"]
+    assert {family: ours for family, (_, ours) in found["supported"].items()} == {
+        family: theirs for family, (theirs, _) in found["supported"].items()
+    }
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_files_are_computed_in_what_comfyui_would(found, card):
+    """But for a file in a dtype that both the card and the model can be computed in: that one stays, where ComfyUI takes the
+    one that it likes best (Wan's bf16 files in fp16)."""
+    got = found[card]
+    assert "error" not in got, got
+    halves, by_torch = got.pop("halves")
+    assert by_torch == halves
+    differing = {}
+    for what, (theirs, ours) in got.items():
+        family, stored = what.split()
+        if not (stored in halves and stored in FAMILIES[family].half_dtypes):
+            assert ours == theirs, what
+        elif ours != theirs:
+            differing[what] = theirs
+        assert ours in (*halves, "fp32")
+    assert set(differing.values()) <= {"fp16"}
+
+
+def test_what_this_comfyui_runs_on_and_how_it_was_started(found):
+    kind, cuda_device, takes_all, gpus = found["host"]
+    assert (kind, cuda_device, gpus) == ("cpu", None, [])
+    assert isinstance(takes_all, bool)
+    assert found["hidden"].startswith(
+        " ComfyUI was started with --cuda-device 0, which hides all other GPUs: restart it with"
+    )
+    assert ("--cuda-device all" in found["hidden"]) == takes_all
+
+
+@pytest.mark.parametrize(("kind", "what"), [("mps", "an Apple GPU"), ("xpu", "an Intel GPU")])
+def test_the_loader_refuses_what_it_has_no_ranks_on(found, kind, what):
+    error = found[f"loader on {kind}"]["error"]
+    assert error.startswith(f"ValueError: devices: ComfyUI runs on {what}")
+    assert found["loader on cuda"]["error"].startswith(
+        "ValueError: devices: pipefusion_degree 2 needs 2 GPUs, this machine has 0"
+    )

@@ -1,0 +1,121 @@
+"""What of Windows' branches can be run elsewhere: the product's own code with the platform's name, and what it lacks."""
+
+import ctypes
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from parallel_backend.core import compile_check
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes import parent_watch
+from parallel_backend.processes.local import LocalRanks
+from parallel_backend.rank import allocator, engine
+from parallel_backend.rank.comm import link_probe
+from parallel_backend.rank.comm.process_group import backend_for
+from parallel_backend.rank.free_memory import host_memory
+from tests.support import tiny
+from tests.support.fake_cuda import ADA, fake_cuda
+
+pytestmark = pytest.mark.threads
+
+
+@pytest.fixture(autouse=True)
+def on_windows(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delattr(signal, "SIGUSR1")
+    monkeypatch.setattr(ctypes, "CDLL", None)  # CDLL(None) is an error there
+    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+
+
+def test_memory_is_asked_of_the_system(monkeypatch):
+    free, total = host_memory()
+    assert 0 < free < total == psutil.virtual_memory().total
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=1 << 30)))
+    assert engine._peak_bytes(torch.device("cpu")) == 1 << 30
+
+
+def test_glibc_is_not_looked_for():
+    allocator.keep_freed()
+    allocator.give_back()
+
+
+def test_a_rank_that_hangs_is_not_asked_for_its_stack(monkeypatch):
+    monkeypatch.setattr(os, "kill", None)
+    ranks = LocalRanks.__new__(LocalRanks)
+    ranks._processes = [SimpleNamespace(pid=1)]
+    ranks.dump(0)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (0xC0000005, "ended with exit code 3221225477 (0xc0000005)"),  # an access violation
+        (1, "ended with exit code 1"),
+        (-15, "was killed by signal 15"),  # as Python tells of TerminateProcess
+        (None, None),
+    ],
+)
+def test_how_a_rank_ended(code, said):
+    ranks = LocalRanks.__new__(LocalRanks)
+    ranks._processes = [SimpleNamespace(exitcode=code)]
+    assert ranks.how_ended(0) == said
+
+
+def test_a_rank_ends_with_its_parent(monkeypatch, tmp_path):
+    gone, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(join=gone.wait))
+    monkeypatch.setattr(parent_watch.os, "_exit", lambda _code: ended.set())
+    directory = tmp_path / "ranks"
+    directory.mkdir()
+    parent_watch.end_with_parent(directory)
+    assert not ended.wait(0.05)
+    gone.set()
+    assert ended.wait(10)
+    assert not directory.exists()
+
+
+def test_ranks_are_joined_by_gloo():
+    assert backend_for(("cuda:0", "cuda:1")) == "gloo"
+
+
+def test_links_are_measured_without_looking_at_other_gpus(monkeypatch):
+    """Which a rank's process does not see there: torch would call their numbers invalid."""
+    monkeypatch.setattr(link_probe, "_to_and_fro", lambda size, *_others: (size, 1.0))
+    monkeypatch.setattr(link_probe, "_all_at_once", lambda *_others: 1.0)
+    monkeypatch.setattr(link_probe.dist, "barrier", lambda **_named: None)
+    monkeypatch.setattr(link_probe.dist, "get_backend", lambda: "gloo")
+    with fake_cuda(ADA):
+        found = link_probe.probe_links(1, ("cuda:0", "cuda:1"), (1024,))
+    assert (found.name, found.peers) == (ADA.name, {})
+    monkeypatch.setattr(sys, "platform", "linux")
+    with fake_cuda(ADA, ADA):
+        assert link_probe.probe_links(1, ("cuda:0", "cuda:1"), (1024,)).peers == {0: True}
+
+
+def test_compiling_names_windows_own_triton(monkeypatch):
+    monkeypatch.setattr(compile_check.importlib.util, "find_spec", lambda _name: None)
+    with fake_cuda(ADA), pytest.raises(ValueError, match=r"^compile: .*package triton-windows"):
+        compile_check.check_compile(("cuda:0",))
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    with pytest.raises(ValueError, match=r"^compile: .*compiler cl,"):
+        compile_check.check_compile(("cpu",))
+
+
+def test_a_model_runs_on_two_ranks(remote, flux_model, monkeypatch):
+    """Loading, a run with its report, and unloading."""
+    monkeypatch.setattr(engine, "_peak_bytes", lambda _device: 1 << 30)
+    given = tiny.inputs(tiny.FLUX)
+    model = remote(Degrees(pipe=2), fresh=True)
+    assert tiny.relative(model.predict(*given, lambda: None), tiny.reference(flux_model, *given)) < 1e-5
+    assert {stats.peak_bytes for stats in model.close_run(model.open_run(), lambda: None)} == {1 << 30}
+    remote(Degrees(tensor=2), fresh=True)

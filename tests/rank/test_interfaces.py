@@ -1,0 +1,82 @@
+"""Where Gloo and NCCL are told to listen, on each system, and what is said where Gloo cannot run at all."""
+
+import socket
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from parallel_backend.rank.comm import process_group
+from parallel_backend.rank.comm.interfaces import interface_towards, interface_with, loopback_interface
+
+WINDOWS = {
+    "Ethernet 2": [(-1, "AA-BB-CC-DD-EE-FF"), (socket.AF_INET, "192.168.0.5"), (socket.AF_INET6, "fe80::1")],
+    "vEthernet (WSL)": [(socket.AF_INET, "172.20.0.1")],
+    "Loopback Pseudo-Interface 1": [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")],
+}
+
+
+@pytest.fixture
+def on_windows(monkeypatch):
+    found = {name: [SimpleNamespace(family=f, address=a) for f, a in all_of] for name, all_of in WINDOWS.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(sys, "platform", "win32")
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="this system's own names")
+def test_interfaces_of_this_machine():
+    assert loopback_interface() == interface_towards(("127.0.0.1", 1)) == "lo"
+    assert interface_with("203.0.113.7") is None  # an address for documents
+
+
+def test_interfaces_as_windows_calls_them(on_windows):
+    assert loopback_interface() == "Loopback Pseudo-Interface 1"
+    assert interface_with("192.168.0.5") == "Ethernet 2"
+    assert interface_towards(("127.0.0.1", 1)) == "Loopback Pseudo-Interface 1"
+
+
+@pytest.fixture
+def joining(monkeypatch):
+    """`joining()`: joins a group that is not made; what it was asked for."""
+    made = []
+    monkeypatch.setattr(process_group.dist, "init_process_group", lambda *a, **k: made.append((a, k)))
+    for name in process_group.INTERFACE_VARIABLES:
+        monkeypatch.setenv(name, "removed by the next line")
+        monkeypatch.delenv(name)
+
+    def join():
+        process_group.join(0, ("cpu", "cpu"), SimpleNamespace(address=None, store=None), timedelta(seconds=1))
+        return made
+
+    return join
+
+
+def test_without_a_loopback_interface_nothing_listens_elsewhere(on_windows, joining, monkeypatch):
+    del on_windows["Loopback Pseudo-Interface 1"]
+    with pytest.raises(RuntimeError, match=r"127\.0\.0\.1.*GLOO_SOCKET_IFNAME"):
+        joining()
+    for name in process_group.INTERFACE_VARIABLES:
+        monkeypatch.setenv(name, "Ethernet 2")  # the user's own choice
+    assert joining()
+
+
+@pytest.mark.parametrize("function", ["makeDeviceForInterface", "makeDeviceForHostname"])
+def test_a_gloo_without_a_transport_says_which_torch_to_take(joining, monkeypatch, function):
+    def refuse(*_arguments, **_named):
+        raise RuntimeError(f"{function}(): unsupported gloo device")
+
+    monkeypatch.setattr(process_group.dist, "init_process_group", refuse)
+    with pytest.raises(process_group.GlooError, match=r"unsupported gloo device.*2\.11.*WSL2.*One rank"):
+        joining()
+
+
+def test_other_errors_of_joining_are_not_taken_for_that(joining, monkeypatch):
+    def refuse(*_arguments, **_named):
+        raise RuntimeError("Connection refused")
+
+    monkeypatch.setattr(process_group.dist, "init_process_group", refuse)
+    with pytest.raises(RuntimeError, match=r"^Connection refused$"):
+        joining()
