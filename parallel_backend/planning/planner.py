@@ -33,9 +33,6 @@ class Plan:
     def one_device(self) -> Prediction:
         return next(found for found in self.predictions if found.mode.device is not None)
 
-    def find(self, mode: Mode) -> Prediction | None:
-        return next((found for found in self.predictions if found.mode == mode), None)
-
 
 def plan(costs: Costs, counts: Sequence[int] | None = None) -> Plan:
     """All modes of `counts` devices, the first so many (None: all of them), and of the best single one."""

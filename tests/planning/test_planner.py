@@ -61,6 +61,10 @@ def linked(on: Calibration, links: Links) -> Calibration:
     return replace(on, machine=replace(on.machine, links=links))
 
 
+def of_mode(found: Plan, mode: Mode) -> Prediction:
+    return next(each for each in found.predictions if each.mode == mode)
+
+
 def predict(on: Calibration, what: Workload, mode: Mode) -> Prediction:
     return prediction.predict(CalibratedCosts(on, what), mode)
 
@@ -295,7 +299,7 @@ def test_more_bandwidth_is_never_slower(world, what, link, factor, socket, bridg
 
     slow, fast = (plan(on(times), what) for times in (1.0, factor))
     for found in slow.predictions:
-        again = fast.find(found.mode) if found.mode.device is None else fast.one_device
+        again = of_mode(fast, found.mode) if found.mode.device is None else fast.one_device
         assert 0 < again.seconds <= found.seconds * (1 + 1e-9)
         assert math.isfinite(found.seconds)
 
@@ -389,7 +393,7 @@ def test_auto_takes_pipefusion_only_where_it_is_applied():
 
 def test_auto_never_takes_displaced_patches():
     crawl = plan(devices(2, Link(1e-5, 2e9)), workload(text=512))
-    displaced = crawl.find(Mode(Degrees(patch=2, patch_mode="displaced")))
+    displaced = of_mode(crawl, Mode(Degrees(patch=2, patch_mode="displaced")))
     cheap = replace(crawl, predictions=(replace(displaced, seconds=0.001), *crawl.predictions))
     assert cheap.best.mode.degrees.patch == 2
     assert choose(cheap).mode.degrees.patch == 1
@@ -676,6 +680,6 @@ def test_nonsense_is_refused(given, capsys):
 def test_a_choice_in_a_line():
     found = plan(devices(2), workload())
     assert choice(found.one_device, found.costs.machine).startswith("one device, cuda:0, planned ")
-    ulysses = found.find(Mode(Degrees(ulysses=2)))
+    ulysses = of_mode(found, Mode(Degrees(ulysses=2)))
     assert choice(ulysses, found.costs.machine).startswith("ulysses_degree 2 on cuda:0, cuda:1, planned ")
     assert dataclasses.asdict(ulysses)["lacks"] == ""
