@@ -17,6 +17,7 @@ from parallel_backend.core.devices import device_kind
 from parallel_backend.core.spans import Span, split
 from parallel_backend.processes.pool import Pool
 
+from .model.room import comfyui_gpus
 from .ui.devices import gpus, is_auto, named_devices
 from .ui.host import check_cancelled
 from .ui.input_checks import validate
@@ -154,8 +155,9 @@ def decode_in_bands(vae: comfy.sd.VAE, latent: torch.Tensor, pool: Pool) -> torc
     decoder = RemoteDecoder(pool, f"{vae.patcher.patches_uuid} {id(model)} {dtype}", weights)
     largest = split(Span(0, latent.shape[2]), len(pool.devices))[0]
     needed = int(vae.memory_used_decode((1, latent.shape[1], len(largest), latent.shape[3]), dtype))
-    for device in sorted(name for name in set(pool.devices) if name.startswith("cuda")) if on_gpus else ():
-        comfy.model_management.free_memory(needed, torch.device(device))  # of ComfyUI's own models there
+    for device in comfyui_gpus():
+        if str(device) in pool.devices:
+            comfy.model_management.free_memory(needed, device)
     images, progress = None, comfy.utils.ProgressBar(len(latent))
     for index, entry in enumerate(latent.split(1)):
         entry = unpacked(model, entry.to("cpu", dtype))

@@ -11,6 +11,9 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.pipefusion.banded_run import BandedRun
+from parallel_backend.client.placement.expected_request import expected_request
+from parallel_backend.client.placement.gpu_overheads import context_bytes
+from parallel_backend.client.placement.memory_model import Request
 from parallel_backend.client.registry import ModelKey, registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.devices import device_kind
@@ -23,6 +26,7 @@ from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .controlnet import residuals
 from .lora import NativeWeights, Patch
 from .native_names import NativeNames
+from .room import make_room
 from .step_cache import SamplingCache
 
 HARMLESS = ("crossattn_controlnet",)
@@ -95,9 +99,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         destination.update({prefix + name: tensor for name, tensor in self.weights.tensors.items()})
         return destination
 
-    def transformer(self) -> RemoteTransformer:
-        """The model on its ranks, patched; starts and loads them at first use."""
-        model = registry().model(self.key, check_cancelled, LoadingBar(), self.patcher())
+    def transformer(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
+        """The model on its ranks, patched. At first use they are started and loaded, for a run like `expected()`."""
+        model = registry().model(self.key, check_cancelled, LoadingBar(), self.patcher(), make_room, expected)
         name = self.patches_uuid if self.patches else None
         model.adapt(name, self.weights.deltas(self.patches), check_cancelled)
         return model
@@ -106,10 +110,16 @@ class RemoteDiffusionModel(torch.nn.Module):
         """Bytes that the ranks on this device hold now."""
         return registry().bytes_on(self.key, str(device))
 
+    def release_unused(self, device: torch.device) -> int:
+        """Have ranks free what their allocators keep for later; bytes that came free on this device."""
+        return registry().release_unused(self.key, str(device))
+
     def share_of(self, device: torch.device) -> int:
-        """Bytes that the ranks on this device are going to take if all ranks take the same; stage_split may differ."""
+        """Bytes that the ranks on this device are going to take for loading: equal shares of the weights (stage_split may
+        differ), and their processes' own where they have not started yet."""
         degrees, ranks = self.key.degrees, self.key.devices.count(str(device))
-        return ranks * self.whole_bytes // (degrees.pipe * degrees.tensor)
+        started = registry().runs_on(self.key.devices)
+        return ranks * (self.whole_bytes // (degrees.pipe * degrees.tensor) + (0 if started else context_bytes(str(device))))
 
     @functools.cached_property
     def whole_bytes(self) -> int:
@@ -150,7 +160,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         allowed = self.cache is not None and self.cache.may_forecast(options)
         if band is None:
             cache = None if self.cache is None else self.cache.cache
-            model, overlap = self.transformer(), self.comm_overlap
+            words = 1 if context is None else context.shape[1]
+            model = self.transformer(lambda: expected_request(self.checkpoint, tuple(x.shape), len(x), words))
+            overlap = self.comm_overlap
             return model.predict(x, timestep, tensors, check_cancelled, overlap, added, cache, allowed, **turn)
         exact = float(options["sigmas"].max()) > band.exact_above
         return band.run.predict(band.index, x, timestep, tensors, exact, band.poll, added, allowed, **turn)

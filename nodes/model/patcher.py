@@ -67,8 +67,9 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
         return super().partially_load(device_to, ALL, force_patch_weights)
 
     def partially_unload(self, device_to, memory_to_free=0, *arguments, **named):
-        """Free nothing, so that ComfyUI unloads the whole: ranks hold all of their weights or none."""
-        return 0
+        """Free what the ranks' allocators kept from the last run; bytes. Where that is too little ComfyUI unloads the whole:
+        ranks hold all of their weights or none."""
+        return 0 if self._on_cpu() else self.model.diffusion_model.release_unused(self.load_device)
 
     def detach(self, unpatch_all=True):
         """As ComfyUI's. With `unpatch_all` the model is unloaded; without it another clone takes this one's place.

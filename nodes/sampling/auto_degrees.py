@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,9 +97,7 @@ class AutoDegrees:
 
     def _planned(self, key: ModelKey, sampling: Sampling, warm_up: int) -> ModelKey:
         shape, devices, steps = tuple(sampling.noise.shape), key.devices, max(1, sampling.steps)
-        workload = workload_of(
-            self.checkpoint, key.dtype, devices[0], shape, entries(sampling), steps, text_tokens(sampling)
-        )
+        workload = workload_of(self.checkpoint, key.dtype, devices[0], shape, sampling.entries, steps, sampling.text_tokens)
         if len(devices) == 1:
             return replace(key, degrees=Degrees())
         calibration = calibrated(devices, self.checkpoint, key.dtype, key.attention)
@@ -114,22 +111,6 @@ class AutoDegrees:
         mode = found.mode
         used = tuple(devices[device] for device in mode.devices)
         return replace(key, devices=used, degrees=mode.degrees)
-
-
-def entries(sampling: Sampling) -> int:
-    """Batch entries of a model call: pictures times prompts."""
-    guider = sampling.guider
-    prompts = sum(bool(conds) for conds in guider.conds.values())
-    if math.isclose(getattr(guider, "cfg", 1.0), 1.0):
-        prompts = 1
-    return len(sampling.noise) * max(1, prompts)
-
-
-def text_tokens(sampling: Sampling) -> int:
-    """Tokens of the longest prompt. 1 if there is no prompt."""
-    conds = [cond for conds in sampling.guider.conds.values() for cond in conds or ()]
-    texts = [cond["cross_attn"].shape[1] for cond in conds if cond.get("cross_attn") is not None]
-    return max(texts, default=1)
 
 
 def model_to_plan(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:

@@ -1,5 +1,6 @@
 """Whether a sampling can be cut into bands, and if not, why."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -52,6 +53,21 @@ class Sampling:
     @property
     def steps(self) -> int:
         return len(self.sigmas) - 1
+
+    @property
+    def entries(self) -> int:
+        """Batch entries of a model call: pictures times prompts."""
+        prompts = sum(bool(conds) for conds in self.guider.conds.values())
+        if math.isclose(getattr(self.guider, "cfg", 1.0), 1.0):
+            prompts = 1
+        return len(self.noise) * max(1, prompts)
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of the longest prompt. 1 if there is no prompt."""
+        conds = [cond for conds in self.guider.conds.values() for cond in conds or ()]
+        texts = [cond["cross_attn"].shape[1] for cond in conds if cond.get("cross_attn") is not None]
+        return max(texts, default=1)
 
     def band(
         self,

@@ -14,6 +14,8 @@ from tqdm.auto import tqdm
 
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
+from parallel_backend.client.placement.expected_request import expected_request
+from parallel_backend.client.placement.memory_model import KV_COPIES, Request
 from parallel_backend.client.placement.pipeline_model import choose_bands
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.reports.run_report import RunReport
@@ -95,7 +97,7 @@ class PipeFusion:
         """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
         sampling = Sampling(executor.class_obj, *arguments)
         stub: RemoteDiffusionModel = sampling.guider.inner_model.diffusion_model
-        model = stub.transformer()
+        model = stub.transformer(lambda: self._expected(stub, sampling))
         started = time.perf_counter()
         overlap = self.overlap and stub.comm_overlap
         result, run, reason, cache = None, None, None, stub.cache
@@ -133,6 +135,15 @@ class PipeFusion:
         say("; ".join((f"Parallel DiT: {self.last.summary}", *self.last.notes, *([stub.idle] if stub.idle else []))))
         return result
 
+    def _expected(self, stub: RemoteDiffusionModel, sampling: Sampling) -> Request | None:
+        """What a model that is loaded now has to have room for. None: the latent is not one for this model."""
+        checkpoint, degrees, shape = stub.checkpoint, stub.key.degrees, tuple(sampling.noise.shape)
+        if 0 in shape or len(shape) != (5 if checkpoint.family.patching.video else 4):
+            return None
+        kept = 0 if degrees.pipe == 1 and not degrees.displaced else KV_COPIES if self.extrapolate else 1
+        bands = self.num_pipeline_patch or degrees.pipe
+        return expected_request(checkpoint, shape, sampling.entries, sampling.text_tokens, kept, bands)
+
     def _rows(self, model: RemoteTransformer, sampling: Sampling) -> tuple[Span, ...]:
         """The latent rows of each band; one band where there is no pipeline to fill."""
         patching, shape = model.family.patching, tuple(sampling.noise.shape)
@@ -142,8 +153,9 @@ class PipeFusion:
         planned = sampling.guider.inner_model.diffusion_model.key.planned
         if model.degrees.patch > 1 or (planned and model.degrees.pipe == 1):  # degrees auto took an exact mode over bands
             return (Span(0, height),)
+        grid = patching.grid(shape)
         bands = self.num_pipeline_patch or choose_bands(
-            model.degrees.pipe, -(-height // patching.band_size), sampling.steps, model.stage_costs
+            model.degrees.pipe, grid[patching.band_dim], sampling.steps, model.stage_costs(grid), sampling.entries
         )
         return cut_rows(shape, bands, patching)
 

@@ -1,4 +1,7 @@
-"""Asks the ranks for their memory before a model is loaded and once for each sampling run, and says no in time."""
+"""Asks the ranks for their memory before a model is loaded and once for each sampling run. Refuses what cannot fit."""
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -12,19 +15,33 @@ from parallel_backend.wire.diagnosis import RankMemory, ReadMemory
 from .call import Conditioning
 from .conditioning_cache import CONDITIONINGS_KEPT
 
+MakeRoom = Callable[[str, int], int]
+"""(device of this machine such as cuda:0, bytes that are missing there) -> bytes that have come free. It is for whoever has
+models of its own on that device; called on the thread of whoever loads or samples."""
+
+
+def no_room(device: str, missing: int) -> int:
+    """A MakeRoom for a process that has nothing on the devices."""
+    return 0
+
 
 class MemoryGuard:
-    """For one model on the ranks of `pool`."""
+    """For one model on the ranks of `pool`. `make_room` is asked before anything is refused."""
 
-    def __init__(self, pool: Pool, memory_check: MemoryCheck, family: Family):
-        self.pool, self.memory_check, self.family = pool, memory_check, family
+    def __init__(self, pool: Pool, memory_check: MemoryCheck, family: Family, make_room: MakeRoom = no_room):
+        self.pool, self.memory_check, self.family, self.make_room = pool, memory_check, family, make_room
         self._runs: dict[int, _Run] = {}
         self._found: tuple[DeviceMemory, ...] | None = None  # for exact calls, since `refresh`
         self._admitted: set[Request] = set()
 
+    def make_room_for(self, requests: tuple[Request, ...], poll: Poll) -> None:
+        """Before blocks are timed and cut, which goes by what is free: ask for room for the model and these requests."""
+        if any(device.startswith("cuda") for device in self.pool.devices):
+            self._with_room(requests, self._device_memories(poll), loaded=False)
+
     def check_weights(self, poll: Poll) -> None:
-        """Before loading. ValueError if a rank has no room for its weights."""
-        self.memory_check.check_weights(self._device_memories(poll))
+        """Before loading, once its blocks are cut. ValueError if a rank has no room for its weights."""
+        self.memory_check.check_weights(self._with_room((), self._device_memories(poll), loaded=False))
 
     def refresh(self) -> None:
         """A sampling run begins: what is free may have changed since the last one."""
@@ -42,6 +59,7 @@ class MemoryGuard:
             return
         if self._found is None:
             self._found = self._device_memories(poll)
+        self._found = self._with_room((request,), self._found)
         self.memory_check.check((request,), self._found)
         self._admitted.add(request)
 
@@ -52,7 +70,7 @@ class MemoryGuard:
     def check(self, run: int, conditioning: Conditioning) -> None:
         """Before a call of a run: ValueError if what it keeps and computes with this conditioning too cannot fit.
 
-        Waits for nothing, since other calls may be under way.
+        Does not wait for ranks, since other calls may be under way.
         """
         known = self._runs.get(run)
         if known is None or conditioning.id in known.requests:
@@ -60,7 +78,9 @@ class MemoryGuard:
         known.requests[conditioning.id] = request_of(conditioning, self.family, known.kept, known.bands)
         for dropped in list(known.requests)[:-CONDITIONINGS_KEPT]:
             del known.requests[dropped]
-        self.memory_check.check(tuple(known.requests.values()), known.found)
+        requests = tuple(known.requests.values())
+        known.found = self._with_room(requests, known.found)
+        self.memory_check.check(requests, known.found)
 
     def forget(self, run: int) -> None:
         self._runs.pop(run, None)
@@ -71,6 +91,16 @@ class MemoryGuard:
             return error
         first, *rest = str(error).split("\n", 1)
         return RankError("\n".join((first, advice, *rest)))
+
+    def _with_room(
+        self, requests: tuple[Request, ...], found: tuple[DeviceMemory, ...], loaded: bool = True
+    ) -> tuple[DeviceMemory, ...]:
+        """`found`, with what `make_room` has freed on the GPUs of this machine. `loaded`: see MemoryCheck.missing."""
+        rooms = []
+        for room in found:
+            missing = self.memory_check.missing(requests, room, loaded) if room.device.startswith("cuda") else 0
+            rooms.append(replace(room, free=room.free + self.make_room(room.device, missing)) if missing else room)
+        return tuple(rooms)
 
     def _device_memories(self, poll: Poll) -> tuple[DeviceMemory, ...]:
         return device_memories(self.pool.devices, wait_for(self.pool.ask(ReadMemory(), RankMemory), poll))

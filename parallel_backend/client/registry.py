@@ -21,6 +21,8 @@ from parallel_backend.processes.ray_ranks import start_of
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import P2P_DISABLE, SELF_TEST
 
+from .memory_guard import MakeRoom, no_room
+from .placement.memory_model import Request
 from .remote_transformer import RemoteTransformer
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class Registry:
     def __init__(self):
         self.logs: Callable[[], Path | None] = lambda: None
         """Folder in which logs of ranks to be started are kept, see pool.Pool. None: nowhere."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # make_room may unload another model, on the thread that loads this one
         self._pool: Pool | None = None
         self._key: ModelKey | None = None
         self._model: RemoteTransformer | None = None
@@ -57,11 +59,18 @@ class Registry:
         self._without_p2p: set[tuple[str, ...]] = set()
 
     def model(
-        self, key: ModelKey, poll: Poll, progress: LoadProgress = lambda doing, fraction: None, owner: Any = None
+        self,
+        key: ModelKey,
+        poll: Poll,
+        progress: LoadProgress = lambda doing, fraction: None,
+        owner: Any = None,
+        make_room: MakeRoom = no_room,
+        expected: Callable[[], Request | None] = lambda: None,
     ) -> RemoteTransformer:
         """The model of `key`. Ranks are started and the model is loaded if that is not done yet, or ranks have failed.
 
-        `owner` is kept alive until the next call: the object that frees the weights must outlive them.
+        `owner` is kept alive until the next call: the object that frees the weights must outlive them. `make_room`,
+        `expected()`: for loading, see RemoteTransformer. A loaded model stays as it is, whatever size is expected.
         """
         with self._lock:
             self._drop_other_than(key.devices)
@@ -82,6 +91,8 @@ class Registry:
                     progress,
                     compile=key.compile,
                     transfer_dtype=key.transfer_dtype,
+                    make_room=make_room,
+                    expected=expected(),
                 )
 
             try:
@@ -118,6 +129,26 @@ class Registry:
             except RankError as error:  # the memory is free, and the next use starts new ranks
                 log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
                 self._drop()
+
+    def release_unused(self, key: ModelKey, device: str) -> int:
+        """Have the ranks give back memory that their allocators keep for later. Bytes that came free on `device`.
+
+        Their model, which is that of `key`, stays. Waits for micro-steps that are under way.
+        """
+        with self._lock:
+            if self._model is None or self._key != key or self._pool.error is not None:
+                return 0
+            try:
+                released = wait_for(self._pool.ask(m.ReleaseUnused(), m.UnusedReleased), lambda: None)
+            except RankError as error:  # its memory is free too, which nobody counts here
+                log.warning("%s", str(error))
+                return 0
+            return sum(reply.freed_bytes for reply in released if self._pool.devices[reply.rank] == device)
+
+    def runs_on(self, devices: tuple[str, ...]) -> bool:
+        """There are working ranks on just these devices. Never waits."""
+        pool = self._pool
+        return pool is not None and pool.error is None and pool.devices == devices
 
     def bytes_on(self, key: ModelKey, device: str) -> int:
         """Bytes that ranks hold of the model of `key` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""

@@ -4,6 +4,7 @@ A call is cut into micro-steps (batch entries over replicas, entries of an exact
 posted in order with a small window, and its outputs, shard by shard, are put together again (see micro_step_queue.py).
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterable
 from statistics import fmean
 
@@ -11,8 +12,10 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.fingerprint import fingerprint
-from parallel_backend.client.placement.balance import balance
+from parallel_backend.client.placement.balance import balance, even_stages
 from parallel_backend.client.placement.memory_check import MemoryCheck, devices_for
+from parallel_backend.client.placement.memory_model import Request
+from parallel_backend.client.placement.pipeline_model import StageCost
 from parallel_backend.core.degrees import SEQUENCE_AXES, WIDGETS, Degrees
 from parallel_backend.core.devices import on_ray
 from parallel_backend.core.sequence import SequenceCut
@@ -24,7 +27,7 @@ from parallel_backend.wire import messages as m
 from .call import Call, Conditioning, Residuals
 from .conditioning_cache import ConditioningCache
 from .lora import Adaptation, Delta
-from .memory_guard import MemoryGuard
+from .memory_guard import MakeRoom, MemoryGuard, no_room
 from .not_finite import CauseSearch, check_latent
 from .posting import Posting
 from .runs import Runs
@@ -38,7 +41,8 @@ class RemoteTransformer:
     `stage_split`: 'even' (block counts), 'auto' (measured block costs decide stages and patch shares) or a number of
     blocks for each stage, such as '10,9'. `only`, `compile`, `transfer_dtype`: see loading.Load.
     `stage_blocks`, `patch_shares` and `stage_costs` say what came of it. `progress` is called with `poll`, on the same
-    thread.
+    thread. `make_room`: asked for memory on the ranks' GPUs, before loading and before runs. `expected`: the run that the
+    model is loaded for; the cut goes by it, and stays for runs of other sizes.
     Raises ValueError (naming the widget) where the model cannot be cut so, RankError when a rank fails.
     """
 
@@ -55,6 +59,8 @@ class RemoteTransformer:
         only: tuple[str, ...] = (),
         compile: bool = False,
         transfer_dtype: str = "full",
+        make_room: MakeRoom = no_room,
+        expected: Request | None = None,
     ):
         check_devices(degrees, pool.devices)
         family = checkpoint.family
@@ -69,10 +75,14 @@ class RemoteTransformer:
             progress(f"starting {len(pool.devices)} ranks", 0.0)
         wait_for(pool.ready, poll)
         progress("loading", 0.0)
-        found = balance(pool, checkpoint, degrees, dtype, stage_split, poll)
-        self.stage_blocks, self.patch_shares, self.stage_costs = found.stage_blocks, found.patch_shares, found.stage_costs
-        memory_check = MemoryCheck(checkpoint, degrees, self.stage_blocks, dtype, pool.devices, devices_for(pool.devices))
-        self._memory = MemoryGuard(pool, memory_check, family)
+        even = even_stages(family.blocks.total(checkpoint.config), degrees.pipe)
+        memory_check = MemoryCheck(checkpoint, degrees, even, dtype, pool.devices, devices_for(pool.devices))
+        self._memory = MemoryGuard(pool, memory_check, family, make_room)
+        if not only:
+            self._memory.make_room_for(() if expected is None else (expected,), poll)
+        self._balance = balance(pool, checkpoint, degrees, dtype, stage_split, poll, expected)
+        self.stage_blocks, self.patch_shares = self._balance.stage_blocks, self._balance.patch_shares
+        memory_check.spans = self.stage_blocks
         if not only:
             self._memory.check_weights(poll)
         self.cut = SequenceCut(self.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
@@ -121,6 +131,10 @@ class RemoteTransformer:
         does not fit the checkpoint.
         """
         self._adaptation.replace(name, deltas, self._posting.check, poll)
+
+    def stage_costs(self, grid: tuple[int, ...]) -> tuple[StageCost, ...] | None:
+        """By stage, for a picture with these tokens along its axes; None where nothing was measured."""
+        return self._balance.costs(math.prod(grid) / self.degrees.sequence)
 
     def retire(self) -> None:
         """Calls fail from now on: the ranks are about to free the weights, adapters, conditioning and K/V buffers."""

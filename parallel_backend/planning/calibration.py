@@ -9,6 +9,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.placement.balance import without_noise
+from parallel_backend.client.placement.gpu_overheads import CONTEXT
 from parallel_backend.client.placement.measurements import measured_blocks, measured_links
 from parallel_backend.client.placement.memory_model import joint_text
 from parallel_backend.client.placement.pipeline_model import HOP_SECONDS
@@ -23,9 +24,9 @@ from .machine import Device, machine_of
 
 ROWS = {"cuda": (64, 16), "cpu": (32, 8)}
 """Rows of image tokens that blocks are timed with: a GPU is not filled by less, and a CPU would take minutes for more."""
-CONTEXTS = 1_500_000_000
-"""Bytes of a GPU that the processes on it need for themselves."""
-VERSION = 2
+CONTEXTS = 2 * CONTEXT
+"""Bytes of a GPU that processes on it need for themselves: ComfyUI's and a rank's. The memory model counts libraries."""
+VERSION = 3
 """Version of the calibration. An older file does not count."""
 
 
@@ -39,6 +40,7 @@ def fingerprint(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, atte
         "family": family.name,
         "blocks": [family.sizes.hidden(config), family.sizes.heads(config), *sorted(family.blocks.counts(config))],
         "dtype": dtype,
+        "packed": sorted({kind for name in checkpoint.key_map if (kind := checkpoint.storage(name, dtype))}),
         "attention": attention,
     }
 

@@ -10,7 +10,13 @@ from enum import Enum
 from typing import Protocol
 
 from parallel_backend.client.placement.balance import Balance, divide
-from parallel_backend.client.placement.memory_model import USABLE_MEMORY, MemoryNeed, memory_of
+from parallel_backend.client.placement.memory_model import (
+    USABLE_MEMORY,
+    MemoryNeed,
+    beside_blocks,
+    bytes_by_block,
+    memory_of,
+)
 from parallel_backend.client.placement.pipeline_model import simulate
 from parallel_backend.core.devices import on_ray
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
@@ -107,8 +113,9 @@ def predict(costs: Costs, mode: Mode) -> Prediction:
 
 
 def cut_model(costs: Costs, mode: Mode) -> Balance:
-    """The stages and patches as `stage_split` auto would cut them."""
+    """The stages and patches as `stage_split` auto would cut them for this run."""
     workload, cost = costs.workload, costs.by_device(mode)
+    request = workload.request(mode.exact, mode.bands)
     probes = [
         Probed(
             rank,
@@ -118,8 +125,9 @@ def cut_model(costs: Costs, mode: Mode) -> Balance:
         )
         for rank, device in enumerate(mode.devices)
     ]
-    sizes = [size // mode.degrees.tensor for size in workload.sizes.block_bytes]
-    return divide(mode.degrees, list(workload.blocks), sizes, probes, imagined=True)
+    sizes = bytes_by_block(workload.sizes, mode.degrees, (request,))
+    beside = beside_blocks(workload.sizes, mode.degrees, request)
+    return divide(mode.degrees, list(workload.blocks), sizes, probes, imagined=True, beside=beside)
 
 
 def step_bytes(costs: Costs, mode: Mode, cut: Balance, exact: bool) -> dict[str, tuple[int, ...]]:

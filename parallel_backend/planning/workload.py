@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.client.placement.expected_request import expected_request
 from parallel_backend.client.placement.memory_model import KV_COPIES, ModelSizes, Request, model_sizes
 from parallel_backend.families.base.step_inputs import Shapes
 
@@ -80,10 +81,7 @@ def workload_of(
         )
     names = [f"{name}.{index}" for name, count in family.blocks.counts(config).items() for index in range(count)]
     kinds = _kinds(names, {target: checkpoint.shape(target) for target in checkpoint.key_map})
-    example = family.inputs.example(config, prompt)
-    words = next((example[name].shape[1] for name in family.inputs.token_tensors if name in example), None)
-    looked_at = [example[name] for name in family.inputs.vector_tensors if name in example]
-    padding = family.image_padding(grid)
+    request = expected_request(checkpoint, shape, entries, prompt)
     return Workload(
         name=checkpoint.path.name,
         kind=family.name,
@@ -96,10 +94,10 @@ def workload_of(
         sizes=model_sizes(checkpoint, dtype, device),
         grid=grid,
         rows=grid[family.patching.band_dim],
-        text=padding + (0 if words is None else family.inputs.padded(words)),
+        text=request.text,
         carried=tuple(len(family.blocks.carried(config, boundary)) for boundary in range(len(names) + 1)),
-        padding=padding,
-        looked_at=max((tensor.shape[1] for tensor in looked_at if tensor.ndim == 3), default=0),
+        padding=request.padding,
+        looked_at=request.looked_at,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a block costs on this rank's device: one of each kind, with random weights, timed in the model's own forward."""
+"""Times a block of each kind on this rank's device, in the model's own forward: random weights, packed as the file's are."""
 
 import time
 from collections.abc import Callable
@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, Blocks, Fp8
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.step_inputs import StepInputs
+from parallel_backend.rank.stage.linear import RankLinear
 from parallel_backend.rank.stage.meta_model import meta_model
 from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, Probed
 
@@ -51,13 +53,14 @@ def probe(
     device: torch.device,
     dtype_name: str,
     slowdown: float,
-    rows: tuple[int, int] = (32, 8),
+    rows: tuple[int, int],
 ) -> Probed:
-    """Seconds of one block of each list for the longer and the shorter token grid, and what surrounds the blocks.
+    """Seconds of one block of each list, and of what surrounds the blocks, for the longer and the shorter token grid.
 
-    Weights kept in fp8 are timed in the dtype they compute in. No collective: ranks may differ in what they find.
+    Packed weights are expanded at each use, as in a run: that costs a short sequence as much as a long one. No collective:
+    ranks may differ in what they find.
     """
-    long, short = _measure(checkpoint, device, compute_dtype(dtype_name, device), rows)
+    long, short = _measure(checkpoint, device, dtype_name, rows)
     times = {name: (slowdown * long[name], slowdown * short[name]) for name in long}
     free = None
     if device.type == "cuda":
@@ -67,11 +70,9 @@ def probe(
     return Probed(rank, times, around, free)
 
 
-def _measure(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, rows: tuple[int, int]
-) -> list[dict[str, float]]:
+def _measure(checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows: tuple[int, int]) -> list[dict[str, float]]:
     """For each grid: seconds by block list, and under AROUND of the forward without its blocks."""
-    family, config = checkpoint.family, checkpoint.config
+    family, config, dtype = checkpoint.family, checkpoint.config, compute_dtype(dtype_name, device)
     model = meta_model(family, config)
     lists = [spec.name for spec in family.blocks.lists if not spec.prologue]
     for name in lists:
@@ -82,6 +83,7 @@ def _measure(
             setattr(module, name, nn.Parameter(values, requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
+    _pack(model, checkpoint, dtype_name, device)
 
     watch, found = _Stopwatch(device), []
     for name in lists:
@@ -98,6 +100,24 @@ def _measure(
         blocks = {name: seconds for name, seconds in watch.best.items() if name != AROUND}
         found.append(blocks | {AROUND: max(0.0, watch.best[AROUND] - sum(blocks.values()))})
     return found
+
+
+def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: torch.device) -> None:
+    """Keep the weights of linear layers as a rank keeps the file's. GGUF's are all zeros, since random scales may be NaN."""
+    RankLinear.adopt(model)
+    dtype = compute_dtype(dtype_name, device)
+    for name, module in model.named_modules():
+        target = f"{name}.weight"
+        if not isinstance(module, RankLinear) or target not in checkpoint.key_map:
+            continue
+        storage = checkpoint.storage(target, dtype_name)
+        if storage in FP8_KINDS:
+            module.pack(module.weight.to(FP8_KINDS[storage]).view(torch.uint8), Fp8(storage), dtype)
+        elif storage in GGUF_BLOCKS:
+            values, size = GGUF_BLOCKS[storage]
+            rows, columns = module.weight.shape
+            packed = torch.zeros(rows, columns // values * size, dtype=torch.uint8, device=device)
+            module.pack(packed, Blocks(storage), dtype)
 
 
 def _forward(family, config, model: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:

@@ -120,6 +120,8 @@ class Worker:
             case m.ReadMemory():
                 held = 0 if self.engine is None else self.engine.weight_bytes + self.engine.stage.adapters.nbytes
                 self._reply(read_memory(self.settings.rank, self.device, held))
+            case m.ReleaseUnused():
+                self._reply(m.UnusedReleased(self.settings.rank, self._release_unused()))
             case m.FindNotFinite():
                 nothing = m.NotFiniteFound(self.settings.rank, None, (), ())  # unloaded meanwhile
                 self._reply(nothing if self.engine is None else self.engine.find_not_finite(message))
@@ -170,10 +172,16 @@ class Worker:
             self.engine.close()
         self.engine = self.decoder = None
         gc.collect()  # engine and model refer to each other: without this the old weights stay beside the new ones
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:
+        self._release_unused()
+
+    def _release_unused(self) -> int:
+        """Return memory that nothing uses to the driver, or the system. Bytes that a GPU got back; 0 on a CPU: not known."""
+        if self.device.type != "cuda":
             give_back()
+            return 0
+        before = torch.cuda.memory_reserved(self.device)
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_reserved(self.device)
 
     def _next(self) -> Any:
         """The next message, whose request `_reply` answers from now on."""

@@ -14,7 +14,7 @@ class Probe:
 
     path: str
     dtype: str
-    rows: tuple[int, int] = (32, 8)
+    rows: tuple[int, int]
     """Token rows of a longer and a shorter sequence. 32 rows are a picture of 512 x 512."""
 
 
@@ -73,6 +73,19 @@ class RankMemory:
     cached_bytes: int
     """Free for this rank alone, beside `free_bytes`."""
     total_bytes: int | None
+
+
+@dataclass(frozen=True)
+class ReleaseUnused:
+    """Client -> rank: give back what your allocator keeps for later."""
+
+
+@dataclass(frozen=True)
+class UnusedReleased:
+    """Rank -> client: done; bytes of its GPU's memory that have come free. On a CPU, where they are not known, 0."""
+
+    rank: int
+    freed_bytes: int
 
 
 @dataclass(frozen=True)

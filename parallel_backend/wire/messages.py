@@ -20,7 +20,9 @@ from .diagnosis import (
     RankMemory,
     ReadMemory,
     ReadTimeline,
+    ReleaseUnused,
     Timeline,
+    UnusedReleased,
 )
 from .encoding import BadMessage as BadMessage
 from .encoding import Encoding
@@ -51,7 +53,7 @@ _TYPES = {
         *(PutDecoder, Decode, Decoded),
         *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),
         *(BeginTimeline, ReadTimeline, Timeline),
-        *(ReadMemory, RankMemory, FindNotFinite, NotFiniteFound),
+        *(ReadMemory, RankMemory, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),
     )
 }
 _ENCODING = Encoding(_TYPES.values())

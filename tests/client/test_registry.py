@@ -1,10 +1,14 @@
 """Which ranks the registry keeps and which it ends, without any."""
 
+import threading
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
-from parallel_backend.client.registry import Registry
+from parallel_backend.client import registry as registry_module
+from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import LinksDown, RankError
 
 DEVICES = ("cpu", "cpu")
@@ -96,3 +100,24 @@ def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begi
     registry._pool.error = LinksDown("the self-test failed")  # as a pool has it
     monkeypatch.setattr(FakePool, "down", {})
     assert registry.pool_for(DEVICES, nobody).self_test.p2p
+
+
+def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkeypatch):
+    """ComfyUI then unloads a MODEL that the ranks had before, on the thread that loads."""
+    keys = [ModelKey(Path(name), "fp32", DEVICES, Degrees(pipe=2), "sdpa") for name in ("before", "now")]
+
+    class Loading:
+        def __init__(self, *_arguments, make_room, **_named):
+            self.freed = make_room("cuda:0", 1)
+
+    def make_room(device: str, missing: int) -> int:
+        registry.unload(keys[0])
+        return 7 + registry.release_unused(keys[0], device)
+
+    monkeypatch.setattr(registry_module, "RemoteTransformer", Loading)
+    monkeypatch.setattr(registry_module, "open_checkpoint", lambda path: None)
+    found = []
+    load = threading.Thread(target=lambda: found.append(registry.model(keys[1], nobody, make_room=make_room)), daemon=True)
+    load.start()
+    load.join(30)
+    assert [model.freed for model in found] == [7]

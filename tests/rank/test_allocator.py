@@ -7,12 +7,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallel_backend.rank import worker as worker_module
 from parallel_backend.rank.worker import Worker
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.rank_settings import RankSettings
+from tests.support.fake_cuda import ADA, GB, fake_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,3 +101,13 @@ def test_messages_at_equal_intervals_are_no_rest(worker):
     assert made._next() == m.Unload()
     assert not made.given_back
     assert made._interval < 60.0
+
+
+def test_a_gpu_gets_back_what_the_allocator_kept(worker):
+    made = worker()
+    made.device = torch.device("cuda:0")
+    with fake_cuda(ADA) as cuda:
+        cuda.hold(5 * GB)
+        cuda.hold(-2 * GB)
+        assert made._release_unused() == 2 * GB
+        assert cuda.free() == ADA.memory - 3 * GB

@@ -120,7 +120,7 @@ LINKS = m.LinksProbed(1, "a device", 2**30, 2**34, {}, {0: True}, 0.1)
 def blocks(**changes) -> list[int]:
     """Which rank was refused when the second one of two measured so."""
     pool = Answering(replace(BLOCKS, rank=0), replace(BLOCKS, **changes))
-    measured_blocks(pool, m.Probe("", "fp32"), ["a", "b", "b"], lambda: None)
+    measured_blocks(pool, m.Probe("", "fp32", (32, 8)), ["a", "b", "b"], lambda: None)
     return pool.refused
 
 

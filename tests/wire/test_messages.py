@@ -65,6 +65,8 @@ MESSAGES = [
     m.ReadMemory(),
     m.RankMemory(1, "ü GPU-1", 2**40, 5, 0, None),
     m.RankMemory(0, "", None, 0, 0, 2**40),
+    m.ReleaseUnused(),
+    m.UnusedReleased(1, 2**40),
     m.FindNotFinite(2, 2**40),
     m.NotFiniteFound(1, 2**40, ("a.weight",), ()),
     m.NotFiniteFound(0, None, (), ("a", "b")),

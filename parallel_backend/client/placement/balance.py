@@ -1,9 +1,9 @@
-"""Who gets how much: blocks to stages and bands to patch ranks, from measured block costs or as the user says."""
+"""Which blocks each stage gets, and which share of the picture each patch rank: from measured costs, or as the user says."""
 
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import fmean
 
@@ -14,7 +14,23 @@ from parallel_backend.processes.pool import Poll, Pool
 from parallel_backend.wire import messages as m
 
 from .measurements import measured_blocks
+from .memory_model import USABLE_MEMORY, Request, beside_blocks, block_bytes, block_lists, bytes_by_block, model_sizes
 from .pipeline_model import StageCost
+
+log = logging.getLogger(__name__)
+
+ROUNDING = 1e-9
+"""Sums of seconds that differ by less than this part of them are equal: the order of adding moves the last digits."""
+ALIKE = 1.2
+"""Devices whose times differ by less than this factor count as equal: so much is noise."""
+WEIGHTS_SHARE = 0.85
+"""Part of a device's free memory that weights may take where no run is known. The rest is for a run."""
+QUARTER = 0.25
+"""The shorter of the two timed sequences, as a part of the longer one."""
+CPU_ROWS = 32
+"""Rows of image tokens that CPU ranks time blocks with, whatever the run: more of a large model would take minutes."""
+GPU_ROWS = 32, 512
+"""The fewest and the most that GPUs do. Fewer do not fill one, and more would take an old one many seconds."""
 
 
 def cut_blocks(
@@ -50,27 +66,24 @@ def cut_blocks(
     return tuple(reversed(spans))
 
 
-log = logging.getLogger(__name__)
-
-ROUNDING = 1e-9
-"""Sums of seconds that differ by less than this part of them are equal: the order of adding moves the last digits."""
-ALIKE = 1.2
-"""Devices whose times differ by less than this factor count as equal: so much is noise."""
-WEIGHTS_SHARE = 0.85
-"""Part of a device's free memory that weights may take. The rest is for activations and K/V buffers."""
-QUARTER = 0.25
-
-
 @dataclass(frozen=True)
 class Balance:
-    """`stage_blocks`: per stage, of all block lists counted through. `patch_shares`: per patch rank, sum 1.
-
-    `stage_costs`: per stage, what the schedule model needs (pipeline_model.py); None where nothing was measured.
-    """
+    """How a model is cut."""
 
     stage_blocks: tuple[Span, ...]
+    """Blocks of each stage, all block lists counted through."""
     patch_shares: tuple[float, ...]
+    """Share of the picture of each patch rank; their sum is 1."""
     stage_costs: tuple[StageCost, ...] | None
+    """By stage, for the timed number of tokens. None: nothing was measured."""
+    timed_tokens: int = 1
+    """Image tokens of the longer sequence that blocks were timed with, on each rank."""
+
+    def costs(self, tokens: float) -> tuple[StageCost, ...] | None:
+        """By stage, for an image of which each rank has so many tokens."""
+        if self.stage_costs is None:
+            return None
+        return tuple(cost.scaled(tokens / self.timed_tokens) for cost in self.stage_costs)
 
 
 def check_stage_split(stage_split: str, stages: int, blocks: int) -> tuple[Span, ...] | None:
@@ -90,26 +103,69 @@ def check_stage_split(stage_split: str, stages: int, blocks: int) -> tuple[Span,
     return tuple(Span(start, stop) for start, stop in pairwise(edges))
 
 
-def balance(pool: Pool, checkpoint: Checkpoint, degrees: Degrees, dtype: str, stage_split: str, poll: Poll) -> Balance:
-    """Measure where there is something to divide and the user left it to us; this takes the ranks' present model away."""
-    family, config = checkpoint.family, checkpoint.config
-    lists = [name for name, count in family.blocks.counts(config).items() for _ in range(count)]
+def balance(
+    pool: Pool,
+    checkpoint: Checkpoint,
+    degrees: Degrees,
+    dtype: str,
+    stage_split: str,
+    poll: Poll,
+    expected: Request | None = None,
+) -> Balance:
+    """Cut the model. Where `stage_split` is auto and there is something to cut, ranks time its blocks and lose their model.
+
+    `expected`: the run that the model is loaded for. Blocks are timed with its number of tokens, and stages leave room for
+    what it keeps and computes.
+    """
+    lists = block_lists(checkpoint)
     by_hand = check_stage_split(stage_split, degrees.pipe, len(lists))
     even = (1 / degrees.patch,) * degrees.patch
     if by_hand is not None or stage_split.strip().lower() == "even" or degrees.pipe == degrees.patch == 1:
-        sizes = [1] * len(lists)
-        blocks = by_hand or cut_blocks([sizes] * degrees.pipe, sizes, [None] * degrees.pipe)
-        return Balance(blocks, even, None)
-    probes = measured_blocks(pool, m.Probe(str(checkpoint.path), dtype), lists, poll)
-    return divide(degrees, lists, block_bytes(checkpoint, lists, dtype, degrees.tensor), probes)
+        return Balance(by_hand or even_stages(len(lists), degrees.pipe), even, None)
+    rows = timed_rows(expected, degrees, on_gpus=all("cuda" in device for device in pool.devices))
+    probes = measured_blocks(pool, m.Probe(str(checkpoint.path), dtype, rows), lists, poll)
+    sizes, beside = block_bytes(checkpoint, lists, dtype, degrees.tensor), None
+    if expected is not None:
+        model = model_sizes(checkpoint, dtype, pool.devices[0])
+        sizes = bytes_by_block(model, degrees, (expected,))
+        beside = beside_blocks(model, degrees, expected)
+    found = divide(degrees, lists, sizes, probes, beside=beside)
+    return replace(found, timed_tokens=rows[0] * m.PROBE_COLUMNS)
+
+
+def timed_rows(expected: Request | None, degrees: Degrees, on_gpus: bool) -> tuple[int, int]:
+    """Rows of image tokens that blocks are timed with: those of a rank's whole call, as far as possible, and a quarter."""
+    rows = CPU_ROWS
+    if on_gpus:
+        fewest, most = GPU_ROWS
+        tokens = 0 if expected is None else expected.image / degrees.sequence
+        rows = min(max(fewest, 4 * math.ceil(tokens / (4 * m.PROBE_COLUMNS))), most)
+    return rows, round(QUARTER * rows)
+
+
+def even_stages(blocks: int, stages: int) -> tuple[Span, ...]:
+    """Stages of equal numbers of blocks, as far as they divide: about what measuring equal devices comes to."""
+    return stages_by_size([1] * blocks, stages)
+
+
+def stages_by_size(sizes: Sequence[int], stages: int) -> tuple[Span, ...]:
+    """Stages of which the largest is as small as possible: what `stage_split` auto comes to where memory is short."""
+    return cut_blocks([sizes] * stages, sizes, [None] * stages)
 
 
 def divide(
-    degrees: Degrees, lists: list[str], sizes: list[int], probes: Sequence[m.Probed], imagined: bool = False
+    degrees: Degrees,
+    lists: list[str],
+    sizes: list[int],
+    probes: Sequence[m.Probed],
+    imagined: bool = False,
+    beside: int | None = None,
 ) -> Balance:
-    """Balance for blocks of these lists and sizes in bytes, from what each rank (in rank order) measured.
+    """The cut for blocks of these lists, by what each rank (in rank order) measured.
 
-    `imagined`: nothing is about to be loaded so, hence nobody is warned.
+    `sizes`: bytes that each block takes on a rank. `beside`: bytes that a rank takes beside its blocks; None where no run is
+    known, and blocks may have WEIGHTS_SHARE of what is free. `imagined`: nothing is about to be loaded so, hence nobody is
+    warned.
     """
     probes = without_noise(lists, probes)
 
@@ -123,12 +179,13 @@ def divide(
     for index, block in ((0, 0), (last, -1)):  # embedding and head, half each
         costs[index][block] += stages[index].ends[0] / 2
     free = [[p.free_bytes for p in probes if degrees.coordinate(p.rank).pipe == index] for index in range(degrees.pipe)]
-    room = [None if None in given else int(WEIGHTS_SHARE * min(given)) for given in free]
+    room = [None if None in given else _room_for_blocks(min(given), beside) for given in free]
     blocks = cut_blocks(costs, sizes, room)
     if blocks is None:
         if not imagined:
-            log.warning("Parallel DiT: the weights hardly fit the devices' free memory; stages are cut by speed alone.")
-        blocks = cut_blocks(costs, sizes, [None] * degrees.pipe)
+            log.warning("Parallel DiT: the model hardly fits the devices' free memory; stages are cut by memory alone.")
+        fullness = [[0.0 if limit is None else size / max(1, limit) for size in sizes] for limit in room]
+        blocks = cut_blocks(fullness, sizes, [None] * degrees.pipe)
     speeds = [1 / _whole_model(lists, slowest("patch", index)) for index in range(degrees.patch)]
     return Balance(
         blocks,
@@ -137,19 +194,8 @@ def divide(
     )
 
 
-def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: int) -> list[int]:
-    """Bytes of each block on one rank."""
-    sizes = dict.fromkeys(((name, index) for index, name in _numbered(lists)), 0)
-    for target in checkpoint.key_map:
-        name, _, rest = target.partition(".")
-        if name in lists:
-            sizes[name, int(rest.partition(".")[0])] += checkpoint.nbytes(target, dtype) // tensor
-    return list(sizes.values())
-
-
-def _numbered(lists: list[str]) -> list[tuple[int, str]]:
-    """Each block's index in its own list."""
-    return [(lists[:place].count(name), name) for place, name in enumerate(lists)]
+def _room_for_blocks(free: int, beside: int | None) -> int:
+    return int(WEIGHTS_SHARE * free) if beside is None else int(USABLE_MEMORY * free) - beside
 
 
 def _whole_model(lists: list[str], probed: m.Probed) -> float:

@@ -1,4 +1,4 @@
-"""Which changes of a widget make a run take less memory, by the same prediction that found it too large."""
+"""Changes of one widget that make a run fit, by the same memory model that found it too large."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,8 +8,8 @@ from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import factors
 
-from .balance import cut_blocks
-from .memory_model import ModelSizes, Request, memory_of, model_sizes
+from .balance import cut_blocks, stages_by_size
+from .memory_model import ModelSizes, Request, bytes_by_block, memory_of, model_sizes
 
 RANKS_TRIED = 16
 WAYS = 2
@@ -18,15 +18,17 @@ WAYS = 2
 
 @dataclass(frozen=True)
 class Capacity:
-    """Bytes that ranks may fill, weights included: of each rank's device, in their order. `together`: it is one memory, of
-    which these are equal shares. Devices beyond those that are known count as the smallest of them.
+    """Bytes that ranks may fill, weights included.
+
+    `by_rank`: on each rank's device, in their order. Further devices count as the smallest of them. `together`: all ranks
+    share one memory, and these are equal shares of it.
     """
 
     by_rank: tuple[float, ...]
     together: bool
 
     def holds(self, sizes: list[int]) -> bool:
-        """`sizes`: of what each rank has."""
+        """Whether ranks that need these `sizes` in bytes fit."""
         if self.together:
             return sum(sizes) <= sum(self.by_rank)
         limits = [*self.by_rank, *[min(self.by_rank)] * (len(sizes) - len(self.by_rank))]
@@ -39,19 +41,24 @@ def changes(
     device: str,
     sizes: ModelSizes,
     degrees: Degrees,
+    spans: tuple[Span, ...],
     requests: tuple[Request, ...],
     capacity: Capacity,
     devices: int,
 ) -> list[str]:
-    """In the words of the widgets. `devices`: how many there are. Empty if no single change helps."""
+    """Each change in the words of its widget; empty if no single one helps.
+
+    `spans`: the blocks of each stage at present. `devices`: how many there are.
+    """
     if not capacity.by_rank:
         return []
-    spans = even_stages(len(sizes.block_bytes), degrees.pipe)
 
     def fits(changed: tuple[Request, ...]) -> bool:
         return _fits(sizes, degrees, spans, changed, capacity)
 
     ways = [str(other) for other in _degrees(sizes, degrees, requests, capacity, devices)]
+    if (split := _stages_that_fit(sizes, degrees, spans, requests, capacity)) is not None:
+        ways.append(f"stage_split {','.join(str(len(span)) for span in split)}")
     if not dtype.startswith("fp8"):
         packed = model_sizes(checkpoint, "fp8_e4m3fn", device)
         if _fits(packed, degrees, spans, requests, capacity) and not fits(requests):
@@ -78,11 +85,6 @@ def changes(
     return ways
 
 
-def even_stages(blocks: int, stages: int) -> tuple[Span, ...]:
-    sizes = [1] * blocks
-    return cut_blocks([sizes] * stages, sizes, [None] * stages)
-
-
 def _fits(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...], capacity: Capacity
 ) -> bool:
@@ -96,8 +98,7 @@ def _degrees(
     capacity: Capacity,
     devices: int,
 ) -> list[Degrees]:
-    """Those that fit and are nearest to the present ones: few widgets to change, few devices, stages before the rest."""
-    blocks = len(sizes.block_bytes)
+    """Degrees that fit, nearest to the present ones first: few widgets to change, few devices, stages before the rest."""
     fitting = []
     for world in range(1, min(devices, RANKS_TRIED) + 1):
         for parts in factors(world, len(AXES)):
@@ -109,13 +110,30 @@ def _degrees(
                 sizes.check(other)
             except ValueError:
                 continue
-            if _fits(sizes, other, even_stages(blocks, other.pipe), requests, capacity):
+            if _fits(sizes, other, stages_by_size(bytes_by_block(sizes, other, requests), other.pipe), requests, capacity):
                 fitting.append(other)
     fitting.sort(key=lambda other: (_changed(degrees, other), other.world, -other.pipe, -other.ulysses))
     chosen: dict[tuple[str, ...], Degrees] = {}
-    for other in fitting:  # of several that change the same widgets the first is enough
+    for other in fitting:  # one for each set of widgets is enough
         chosen.setdefault(tuple(axis for axis in AXES if getattr(other, axis) > getattr(degrees, axis)), other)
     return list(chosen.values())[:WAYS]
+
+
+def _stages_that_fit(
+    sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...], capacity: Capacity
+) -> tuple[Span, ...] | None:
+    """Other stages of the same degrees that fit: each as full as the others. None if there are none."""
+    if capacity.together or degrees.pipe == 1 or len(capacity.by_rank) != degrees.world:
+        return None
+    stage_of = [degrees.coordinate(rank).pipe for rank in range(degrees.world)]
+    limits = [
+        min(limit for limit, own in zip(capacity.by_rank, stage_of, strict=True) if own == stage)
+        for stage in range(degrees.pipe)
+    ]
+    blocks = bytes_by_block(sizes, degrees, requests)
+    fullness = [[size / max(1.0, limit) for size in blocks] for limit in limits]
+    found = cut_blocks(fullness, blocks, [None] * degrees.pipe)
+    return found if found != spans and _fits(sizes, degrees, found, requests, capacity) else None
 
 
 def _changed(one: Degrees, two: Degrees) -> int:

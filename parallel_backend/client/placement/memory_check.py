@@ -1,11 +1,12 @@
-"""Whether a model, or a run of it, fits its ranks' devices: asked before anything is allocated, and answered in the words of
-the widgets that would change it.
+"""Whether a model, or a run of it, fits its ranks' devices. Asked before anything is allocated; the answer names the widgets
+that would change it.
 
-What is certain (weights, keys and values, the hidden states that every block has) is refused where it is more than what is
-free; the estimate of all that blocks have at once is only warned about, since it may be off by half.
+Weights, keys and values, and the hidden states that every block has are certain: a run that has no room for them is refused.
+The whole estimate may be off by half: where only that does not fit, a warning is logged.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,12 +23,15 @@ from .memory_model import USABLE_MEMORY, MemoryNeed, Request, memory_of, model_s
 log = logging.getLogger(__name__)
 
 TARGET_SHARE = 0.75
-"""Of what a run was thought to take that ran out of memory: what to change it to."""
+"""A run that ran out of memory is told what would take this part of its estimate."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """A memory that `ranks` share, on `device`: bytes `free` to them, None where unknown, and `held` by their model."""
+    """One memory that `ranks` share, on `device`; all figures are bytes.
+
+    `free`: free to these ranks, None where unknown. `held`: taken by their model. `total`: None where unknown.
+    """
 
     device: str
     ranks: tuple[int, ...]
@@ -48,7 +52,7 @@ class DeviceMemory:
 
 
 def device_memories(devices: Sequence[str], answers: Sequence[RankMemory]) -> tuple[DeviceMemory, ...]:
-    """What the ranks, in their order, said of their memory."""
+    """`answers`: what the ranks said of their memory, in their order. Ranks of equal places share one DeviceMemory."""
     places: dict[str, list[RankMemory]] = {}
     for answer in answers:
         places.setdefault(answer.place, []).append(answer)
@@ -66,9 +70,10 @@ def device_memories(devices: Sequence[str], answers: Sequence[RankMemory]) -> tu
 
 
 class MemoryCheck:
-    """For one model on its ranks. `spans`: the blocks of each stage. `device_count`: devices that this machine has.
+    """For one model on its ranks. `device_count`: devices that this machine has.
 
-    `last`: what was asked last, for an error that comes later.
+    `spans`: the blocks of each stage. They may be set anew once blocks are measured. `last`: what was asked last, for an
+    error that comes later.
     """
 
     def __init__(
@@ -90,6 +95,18 @@ class MemoryCheck:
         """By rank."""
         ranks = range(self.degrees.world)
         return [memory_of(self.sizes, self.degrees, self.spans, rank, requests) for rank in ranks]
+
+    def missing(self, requests: tuple[Request, ...], room: DeviceMemory, loaded: bool) -> int:
+        """Bytes that a GPU lacks for its ranks by the whole estimate; 0 where it lacks none, or its free bytes are unknown.
+
+        `loaded`: the model is in place, and the requests come beside it. Otherwise it takes the place of what ranks hold.
+        """
+        if room.free is None:
+            return 0
+        needed = self.memory(requests)
+        own = [needed[rank] for rank in room.ranks]
+        size = sum(one.run if loaded else one.total for one in own)
+        return max(0, math.ceil(size / USABLE_MEMORY) - room.free - (0 if loaded else room.held))
 
     def check_weights(self, found: Sequence[DeviceMemory]) -> None:
         """Before loading, in place of what the ranks hold now. ValueError if the weights are more than there is room for."""
@@ -113,7 +130,7 @@ class MemoryCheck:
             if room.free is None:
                 continue
             own = [needed[rank] for rank in room.ranks]
-            certain, likely = sum(one.certain for one in own), sum(one.total - one.weights for one in own)
+            certain, likely = sum(one.certain for one in own), sum(one.run for one in own)
             if certain > room.free:
                 raise ValueError(f"latent_image: {self._said(own, room)} {self._instead(requests, _usable(found))}")
             if likely > USABLE_MEMORY * room.free and requests != self._warned:
@@ -121,15 +138,16 @@ class MemoryCheck:
                 log.warning("Parallel DiT: %s %s", self._said(own, room), self._instead(requests, _usable(found)))
 
     def advice(self) -> str:
-        """For a run that was let through and ran out of memory all the same: what it was thought to take, and what takes
-        a quarter less. Empty if nothing was asked yet.
+        """For a run that ran out of memory although it was let through: its estimate, and what takes a quarter less.
+
+        Empty if nothing was asked yet.
         """
         if self.last is None:
             return ""
         requests, found = self.last
         needed = self.memory(requests)
         each = "; ".join(
-            f"{room.device} {self._parts([needed[rank] for rank in room.ranks], weights=True)}"
+            f"{room.device} {self._parts([needed[rank] for rank in room.ranks], loaded=True)}"
             + ("" if room.free is None else f", {_size(room.free + room.held)} was there for it")
             for room in found
         )
@@ -137,18 +155,21 @@ class MemoryCheck:
         return f"The run was expected to take: {each}. {self._instead(requests, less)}"
 
     def _said(self, own: Sequence[MemoryNeed], room: DeviceMemory) -> str:
-        size = sum(one.total - one.weights for one in own)
+        size = sum(one.run for one in own)
         weights = sum(one.weights for one in own)
         return (
             f"this run needs about {_size(size)} more on {room.name} ({self._parts(own)}), where {_size(room.free)}"
             f"{_place(room)} is free beside {_size(weights)} of weights."
         )
 
-    def _parts(self, own: Sequence[MemoryNeed], weights: bool = False) -> str:
+    def _parts(self, own: Sequence[MemoryNeed], loaded: bool = False) -> str:
+        """`loaded`: with what is there from loading on."""
         sizes = {
-            "of weights": sum(one.weights for one in own) if weights else 0,
+            "of weights": sum(one.weights for one in own) if loaded else 0,
             "for keys and values": sum(one.buffers + one.arriving for one in own),
-            "to compute": sum(one.activations for one in own),
+            "to compute": sum(one.activations + one.staging for one in own),
+            "for NCCL": sum(one.communicators for one in own) if loaded else 0,
+            "for the GPU's libraries": sum(one.workspaces for one in own),
         }
         return ", ".join(f"{_size(size)} {what}" for what, size in sizes.items() if size)
 
@@ -157,7 +178,15 @@ class MemoryCheck:
         shares = tuple(limit / len(room.ranks) for room, limit in limits for _ in room.ranks)
         capacity = Capacity(shares, together=len(limits) == 1 and not limits[0][0].of_gpu)
         ways = changes(
-            self.checkpoint, self.dtype, self.devices[0], self.sizes, self.degrees, requests, capacity, self.device_count
+            self.checkpoint,
+            self.dtype,
+            self.devices[0],
+            self.sizes,
+            self.degrees,
+            self.spans,
+            requests,
+            capacity,
+            self.device_count,
         )
         if not ways:
             return "No single change makes it fit: use more devices, or larger ones."

@@ -1,25 +1,27 @@
-"""The one memory model: what weights, keys and values, and computing take on a rank. The planner and the doctor go by it,
-and so does whoever asks before loading or running (memory_check.py).
+"""The one memory model: what weights, keys and values, computing and a GPU's libraries take on a rank.
 
-Weights and K/V buffers are counted, the rest is an estimate: ACTIVATIONS.
+The planner and Parallel Doctor go by it, and so does the check before a model is loaded and before a run (memory_check.py).
+Weights and K/V buffers are counted. The rest is an estimate: ACTIVATIONS here, what libraries take in gpu_overheads.py.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.communicators import communicators
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import IMAGE, JOINT
 
-from .balance import block_bytes
+from .gpu_overheads import COMMUNICATOR, STAGED, WORKSPACES
 
 USABLE_MEMORY = 0.95
-"""Share of free memory that an estimate may fill: allocators round sizes up and leave gaps between them."""
+"""Share of free memory that an estimate may fill. The rest is the allocator's slack: torch's rounds large sizes up to 2 MB
+(CUDACachingAllocator), and gaps stay between tensors. How much that is on a GPU is not measured."""
 KV_COPIES = 2
 """Sets of K/V buffers where keys that are a step old are moved on along the line through two."""
 ACTIVATIONS = {True: 20, False: 16}
@@ -44,19 +46,35 @@ class MemoryNeed:
     buffers: int
     """Keys and values that are kept from call to call."""
     activations: int
-    """Everything else at the peak."""
+    """Other tensors at the peak of a micro-step."""
     arriving: int = 0
     """Keys of other ranks that displaced patches have under way from call to call."""
     least: int = 0
     """The part of the activations that is there for certain."""
+    staging: int = 0
+    """Hidden states that a GPU has on their way to and from the neighbouring stages."""
+    communicators: int = 0
+    """NCCL's buffers, which come with the model."""
+    workspaces: int = 0
+    """Of a GPU's matrix products, from the first one on."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.buffers + self.arriving + self.activations
+        return self.loaded + self.run
+
+    @property
+    def loaded(self) -> int:
+        """What is there from loading to unloading."""
+        return self.weights + self.communicators
+
+    @property
+    def run(self) -> int:
+        """What a run takes beside that, at the most."""
+        return self.buffers + self.arriving + self.activations + self.staging + self.workspaces
 
     @property
     def certain(self) -> int:
-        """What a run cannot do without, beside the weights."""
+        """The part of `run` that it cannot do without."""
         return self.buffers + self.arriving + self.least
 
 
@@ -84,6 +102,10 @@ class ModelSizes:
     """Text tokens run through the blocks."""
     unsupported: tuple[str, ...] = ()
     """Mesh axes that the model's family cannot be cut along."""
+    expanded: int = 0
+    """Bytes of the largest packed weight of a linear layer once it is expanded, as it is at each use."""
+    on_gpus: bool = False
+    """Ranks have a GPU's libraries."""
 
     @property
     def weight_bytes(self) -> int:
@@ -145,7 +167,7 @@ class Request:
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """Of ranks on devices like `device`."""
     family, config = checkpoint.family, checkpoint.config
-    lists = [name for name, count in family.blocks.counts(config).items() for _ in range(count)]
+    lists = block_lists(checkpoint)
     parts = [target.split(".") for target in checkpoint.key_map]
     modules = {".".join(names[:count]) for names in parts for count in range(2, len(names))}
 
@@ -160,6 +182,8 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
             prologue += [tokens for block in found for tokens in block]
         else:
             attention += found
+    on_gpus = "cuda" in device
+    computed = compute_dtype(dtype, torch.device("cuda" if on_gpus else "cpu")).itemsize
     return ModelSizes(
         tuple(block_bytes(checkpoint, lists, dtype, 1)),
         ends_bytes(checkpoint, dtype),
@@ -169,10 +193,40 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         family.sizes.key_heads(config),
         family.sizes.head_size(config),
         family.sizes.hidden(config),
-        compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize,
+        computed,
         joint_text(checkpoint),
         family.unsupported,
+        computed * _largest_packed(checkpoint, dtype),
+        on_gpus,
     )
+
+
+def _largest_packed(checkpoint: Checkpoint, dtype: str) -> int:
+    """Values of the largest matrix that ranks keep packed; 0 if they keep none so."""
+    shapes = ((target, checkpoint.shape(target)) for target in checkpoint.key_map)
+    packed = (shape for target, shape in shapes if len(shape) == 2 and checkpoint.storage(target, dtype))
+    return max(map(math.prod, packed), default=0)
+
+
+def block_lists(checkpoint: Checkpoint) -> list[str]:
+    """For each block, all lists counted through, the list that it is in."""
+    counts = checkpoint.family.blocks.counts(checkpoint.config)
+    return [name for name, count in counts.items() for _ in range(count)]
+
+
+def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: int) -> list[int]:
+    """Bytes of each block's weights on one rank. `lists`: see block_lists."""
+    sizes = dict.fromkeys(((name, index) for index, name in _numbered(lists)), 0)
+    for target in checkpoint.key_map:
+        name, _, rest = target.partition(".")
+        if name in lists:
+            sizes[name, int(rest.partition(".")[0])] += checkpoint.nbytes(target, dtype) // tensor
+    return list(sizes.values())
+
+
+def _numbered(lists: list[str]) -> list[tuple[int, str]]:
+    """Each block's index in its own list."""
+    return [(lists[:place].count(name), name) for place, name in enumerate(lists)]
 
 
 def joint_text(checkpoint: Checkpoint) -> bool:
@@ -224,17 +278,44 @@ def memory_of(
     """On one rank, with the weights; `spans`: the blocks of each stage. Buffers of all requests are there at once."""
     at = degrees.coordinate(rank)
     span = spans[at.pipe]
-    buffers = sum(_buffer_bytes(sizes, degrees, span, at, request) for request in requests)
-    # Of this call's keys from other ranks, which the next call reads, the rank's own among them.
-    arriving = sum(_buffer_bytes(sizes, degrees, span, at, request) // request.kept for request in requests if request.kept)
     computing = [_computing(sizes, degrees, span, at, request) for request in requests]
+    tokens = [_step_tokens(sizes, degrees, at, request) for request in requests]
+    staged = STAGED * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
     return MemoryNeed(
         held_weights(sizes.block_bytes, sizes.ends, degrees.tensor, span),
-        buffers,
+        sum(_buffer_bytes(sizes, degrees, span, at, request) for request in requests),
         max((likely for _, likely in computing), default=0),
-        arriving if degrees.displaced else 0,
+        sum(_arriving_bytes(sizes, degrees, span, at, request) for request in requests),
         max((least for least, _ in computing), default=0),
+        math.ceil(staged) if sizes.on_gpus and degrees.pipe > 1 else 0,
+        COMMUNICATOR * communicators(degrees, rank) if sizes.on_gpus else 0,
+        WORKSPACES if sizes.on_gpus and requests else 0,
     )
+
+
+def bytes_by_block(sizes: ModelSizes, degrees: Degrees, requests: tuple[Request, ...]) -> list[int]:
+    """Bytes of each block's weights and of what these requests keep for it, on the rank that keeps most of it."""
+    coordinates = (degrees.coordinate(rank) for rank in range(degrees.world))
+    places = {replace(at, pipe=0, patch=0, ring=0) for at in coordinates}  # along these axes all keep as much
+    found = []
+    for index, size in enumerate(sizes.block_bytes):
+        block = Span(index, index + 1)
+        kept = [
+            sum(
+                _buffer_bytes(sizes, degrees, block, at, request) + _arriving_bytes(sizes, degrees, block, at, request)
+                for request in requests
+            )
+            for at in places
+        ]
+        found.append(size // degrees.tensor + max(kept))
+    return found
+
+
+def beside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) -> int:
+    """Bytes of a run beside the blocks' weights and what it keeps for them, on a rank with all of it."""
+    uncut = (Span(0, len(sizes.block_bytes)),) * degrees.pipe
+    needs = [memory_of(sizes, degrees, uncut, rank, (request,)) for rank in range(degrees.world)]
+    return sum(sizes.ends) + max(need.activations + need.staging + need.communicators + need.workspaces for need in needs)
 
 
 def _buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
@@ -246,17 +327,30 @@ def _buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinat
     return 2 * request.kept * request.entries_on(degrees, at) * sum(tokens[over] for over in layers) * width
 
 
+def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
+    """This call's keys from other ranks, which the next call reads, the rank's own among them."""
+    if not degrees.displaced or not request.kept:
+        return 0
+    return _buffer_bytes(sizes, degrees, span, at, request) // request.kept
+
+
+def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Request) -> tuple[int, int]:
+    """`step_tokens` of the rank's share of the batch."""
+    entries = request.entries_on(degrees, at)
+    text = request.text if sizes.joint else request.padding
+    return step_tokens(request.image, text, entries, degrees.pipe, request.bands if request.kept else 1)
+
+
 def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> tuple[int, int]:
     """Activations: what is certain, and the estimate."""
     entries = request.entries_on(degrees, at)
     if not entries:
         return 0, 0
-    text = request.text if sizes.joint else request.padding
-    bands = request.bands if request.kept else 1
-    whole, band = step_tokens(request.image, text, entries, degrees.pipe, bands)
+    whole, band = _step_tokens(sizes, degrees, at, request)
     token_bytes = sizes.token_bytes
     least = min(whole, band) / degrees.sequence * token_bytes * (LEAST[0] + LEAST[1] / degrees.tensor)
     estimate = activation_bytes(max(whole, band) / degrees.sequence, token_bytes, sizes.joint)
-    if bands > 1:  # the text's keys are projected once for all bands of a call (module_cache.py)
+    estimate += sizes.expanded // degrees.tensor
+    if request.kept and request.bands > 1:  # the text's keys are projected once for all bands of a call (module_cache.py)
         estimate += TEXT_KEYS * entries * request.looked_at * token_bytes * len(span)
     return math.floor(least), estimate

@@ -1,7 +1,7 @@
 """Seconds of a pipelined run: its micro-steps in their order, on stages of known cost. And the number of bands from that."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps, window
 
@@ -28,6 +28,10 @@ class StageCost:
     def seconds(self, share: float) -> float:
         """Seconds of a micro-step with this share of the image."""
         return self.fixed + share * self.whole
+
+    def scaled(self, factor: float) -> "StageCost":
+        """For an image of `factor` times as many tokens. By the same line: attention's growth beyond it is left out."""
+        return replace(self, whole=factor * self.whole)
 
 
 def simulate(
@@ -66,17 +70,24 @@ def simulate(
     return finished
 
 
-def by_share(stage_costs: Sequence[StageCost], bands: int) -> StageSeconds:
-    """Seconds of a micro-step whose bands are equal shares of the image."""
-    return lambda step: [cost.seconds(len(step.covers(bands)) / bands) for cost in stage_costs]
+def by_share(stage_costs: Sequence[StageCost], bands: int, entries: int = 1) -> StageSeconds:
+    """Seconds of a micro-step. Bands share the image equally. A band has all batch entries, an exact micro-step one."""
+
+    def seconds(step: MicroStep) -> list[float]:
+        images = 1.0 if step.band is None else entries * len(step.covers(bands)) / bands
+        return [cost.seconds(images) for cost in stage_costs]
+
+    return seconds
 
 
-def finish_times(exact: Sequence[bool], bands: int, stage_costs: Sequence[StageCost], hop: float = 0.0) -> list[float]:
+def finish_times(
+    exact: Sequence[bool], bands: int, stage_costs: Sequence[StageCost], hop: float = 0.0, entries: int = 1
+) -> list[float]:
     """When each call leaves the last stage, for stages of these costs and transfers that cost nothing.
 
     This is what `num_pipeline_patch` 0 and the bounds in the documentation go by.
     """
-    return simulate(micro_steps(exact, bands), bands, by_share(stage_costs, bands), hop=hop)
+    return simulate(micro_steps(exact, bands), bands, by_share(stage_costs, bands, entries), hop=hop, entries=entries)
 
 
 def band_counts(stages: int, rows: int) -> list[int]:
@@ -84,9 +95,12 @@ def band_counts(stages: int, rows: int) -> list[int]:
     return sorted({min(factor * stages, rows) for factor in BANDS_PER_STAGE})
 
 
-def choose_bands(stages: int, rows: int, steps: int, stage_costs: Sequence[StageCost] | None = None) -> int:
+def choose_bands(
+    stages: int, rows: int, steps: int, stage_costs: Sequence[StageCost] | None = None, entries: int = 1
+) -> int:
     """Number of bands for `num_pipeline_patch` 0: the least with which a run of `steps` is about as fast as it can be.
 
+    `rows`: of the picture's tokens. `stage_costs`: for a picture of this run's size. `entries`: of a call's batch.
     The pipeline is full from one band per stage on, with no slack for the hop. More bands hide the hop and the transfers,
     but make kernels smaller, which shows in the measured costs, and the other bands' keys older. Of `band_counts` the
     smallest is taken that is within AS_FAST of the fastest. No counts in between: the picture depends on the number of
@@ -98,5 +112,6 @@ def choose_bands(stages: int, rows: int, steps: int, stage_costs: Sequence[Stage
     if stage_costs is None:
         return min(max(stages, min(2 * stages, 8)), rows)
     exact = [True] + [False] * (steps - 1)
-    times = {bands: finish_times(exact, bands, stage_costs, HOP_SECONDS)[-1] for bands in band_counts(stages, rows)}
+    counts = band_counts(stages, rows)
+    times = {bands: finish_times(exact, bands, stage_costs, HOP_SECONDS, entries)[-1] for bands in counts}
     return min(bands for bands, seconds in times.items() if seconds <= AS_FAST * min(times.values()))

@@ -84,6 +84,14 @@ def main(results: Results) -> None:
 
     results.case("room for a little more", lambda: after(lambda: make_room(1001.0)))
     results.case("room for a lot more", lambda: after(lambda: make_room(1e12)))
+
+    def what_allocators_keep(freed: int) -> None:
+        """A rank's allocator on the GPU gives `freed` bytes back."""
+        with patch.object(registry(), "release_unused", lambda key, device: freed):
+            make_room(1500.0)
+
+    results.case("room in what allocators keep", lambda: after(lambda: what_allocators_keep(500)))
+    results.case("too little in it", lambda: after(lambda: what_allocators_keep(499)))
     results.case("room that is there", lambda: after(lambda: make_room(999.0)))
     results.case("the node", lambda: after(lambda: node("UnloadParallelDiT")))
 

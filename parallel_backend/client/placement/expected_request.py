@@ -1,0 +1,31 @@
+"""The memory request of a run, from what its sampler knows before the first model call."""
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+
+from .memory_model import Request
+
+
+def expected_request(
+    checkpoint: Checkpoint, shape: tuple[int, ...], entries: int, prompt: int, kept: int = 0, bands: int = 1
+) -> Request:
+    """`shape`: of the latent, with as many axes as the model takes. `entries`: batch entries of a model call, pictures times
+    prompts. `prompt`: tokens of the longest prompt. `kept`, `bands`: see Request.
+
+    Reference pictures are not in it: only a model call has their tokens.
+    """
+    family, config = checkpoint.family, checkpoint.config
+    grid = family.patching.grid(shape)
+    example = family.inputs.example(config, prompt)
+    words = next((example[name].shape[1] for name in family.inputs.token_tensors if name in example), None)
+    looked_at = [example[name] for name in family.inputs.vector_tensors if name in example]
+    padding = family.image_padding(grid)
+    return Request(
+        grid=grid,
+        references=0,
+        text=padding + (0 if words is None else family.inputs.padded(words)),
+        padding=padding,
+        entries=entries,
+        looked_at=max((tensor.shape[1] for tensor in looked_at if tensor.ndim == 3), default=0),
+        kept=kept,
+        bands=bands,
+    )

@@ -1,0 +1,220 @@
+"""Memory on GPUs: what the model counts there, and whoever has models of its own on one is asked to make room in time.
+
+Two cards of 24 GB, Flux of real size in bf16 at 1,024 x 1,024, and a text encoder of ComfyUI's on the first card.
+"""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import Conditioning
+from parallel_backend.client.memory_guard import MemoryGuard
+from parallel_backend.client.placement.balance import divide, even_stages, timed_rows
+from parallel_backend.client.placement.expected_request import expected_request
+from parallel_backend.client.placement.gpu_overheads import COMMUNICATOR, CONTEXT, WORKSPACES
+from parallel_backend.client.placement.memory_check import MemoryCheck
+from parallel_backend.client.placement.memory_model import (
+    KV_COPIES,
+    USABLE_MEMORY,
+    beside_blocks,
+    block_lists,
+    bytes_by_block,
+    memory_of,
+    model_sizes,
+)
+from parallel_backend.core.communicators import communicators
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.token_order import TokenOrder
+from parallel_backend.wire import messages as m
+from tests.support.fake_cuda import ADA, fake_cuda
+from tests.support.real_sizes import save_header
+
+TWO = Degrees(pipe=2)
+DEVICES = ("cuda:0", "cuda:1")
+TEXT_ENCODER = 9_800_000_000
+"""Bytes of T5-XXL in fp16."""
+LATENT, PROMPT = (1, 16, 128, 128), 512
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    return open_checkpoint(save_header(tmp_path_factory.mktemp("flux") / "flux1-dev.safetensors"))
+
+
+def nobody() -> None:
+    pass
+
+
+class Host:
+    """ComfyUI and the ranks, as far as two cards' memory goes. What this process holds on them is ComfyUI's."""
+
+    def __init__(self, cuda, flux, resident: int):
+        self.cuda, self.resident, self.gives = cuda, resident, True
+        self.ranks = [0, 0]  # bytes of each rank's model and run
+        self.asked: list[tuple[str, int]] = []
+        cuda.hold(CONTEXT + resident, 0)
+        for device in range(2):
+            cuda.hold_elsewhere(CONTEXT + COMMUNICATOR, device)  # the rank's, and the world's
+        spans = even_stages(57, 2)
+        self.check = MemoryCheck(flux, TWO, spans, "bf16", DEVICES, 2)
+        pool = SimpleNamespace(devices=DEVICES, ask=self._ask)
+        self.guard = MemoryGuard(pool, self.check, flux.family, self.make_room)
+
+    def load(self) -> None:
+        self.guard.make_room_for((), nobody)
+        self.guard.check_weights(nobody)
+        for rank, need in enumerate(self.check.memory(())):
+            self._take(rank, need.weights + need.communicators - COMMUNICATOR)
+
+    def run(self, number: int = 1) -> None:
+        """A PipeFusion run, until its first call."""
+        conditioning = Conditioning(
+            number, (64, 64), TokenOrder(4096, 64), PROMPT, 1, {"context": torch.zeros(1, PROMPT, 1)}
+        )
+        self.guard.watch(1, 4, True, nobody)
+        self.guard.check(1, conditioning)
+
+    def make_room(self, device: str, missing: int) -> int:
+        self.asked.append((device, missing))
+        index = int(device[-1])
+        before = self.cuda.free(index)
+        if self.gives and index == 0:
+            freed = min(missing, self.resident)  # of a text encoder, as much as is needed
+            self.resident -= freed
+            self.cuda.hold(-freed)
+            self.cuda.empty_cache()
+        return self.cuda.free(index) - before
+
+    def _take(self, rank: int, size: int) -> None:
+        self.cuda.hold_elsewhere(size, rank)
+        self.ranks[rank] += size
+
+    def _ask(self, message, _reply) -> Future:
+        assert message == m.ReadMemory()
+        future: Future = Future()
+        future.set_result(
+            [
+                m.RankMemory(rank, device, self.cuda.free(rank), self.ranks[rank], 0, self.cuda.cards[rank].memory)
+                for rank, device in enumerate(DEVICES)
+            ]
+        )
+        return future
+
+
+def test_a_text_encoder_gives_way_and_nothing_is_refused(flux):
+    with fake_cuda(ADA, ADA) as cuda:
+        host = Host(cuda, flux, TEXT_ENCODER)
+        host.load()
+        host.run()
+        need = host.check.memory((expected_request(flux, LATENT, 1, PROMPT, KV_COPIES, 4),))[0]
+        assert {device for device, _ in host.asked} == {"cuda:0"}  # the other card has room
+        assert 0 < host.resident < TEXT_ENCODER  # and no more of it went than was needed
+        assert cuda.free(0) >= need.run / USABLE_MEMORY - 1
+        host.guard.watch(1, 4, True, nobody)
+        asked = len(host.asked)
+        host.run(2)
+        assert len(host.asked) == asked  # what is free is asked for once
+
+
+def test_the_same_run_is_refused_where_room_is_made_for_the_weights_alone(flux):
+    """The control: so it was while ComfyUI was told of nothing else."""
+    with fake_cuda(ADA, ADA) as cuda:
+        host = Host(cuda, flux, TEXT_ENCODER)
+        host.load()
+        host.gives = False
+        with pytest.raises(ValueError, match=r"latent_image: this run needs about .* GB more on cuda:0") as refused:
+            host.run()
+        assert "67.1 MB for the GPU's libraries" in str(refused.value)
+        assert "200 MB for NCCL" in host.check.advice()
+        assert "stage_split 15,42" in str(refused.value)  # the second card has room for more of the blocks
+
+
+def test_a_run_with_room_asks_for_none(flux):
+    with fake_cuda(ADA, ADA) as cuda:
+        host = Host(cuda, flux, 0)
+        host.load()
+        host.run()
+        assert host.asked == []
+
+
+def test_room_is_asked_for_the_whole_run_where_it_is_known_at_loading(flux):
+    expected = expected_request(flux, LATENT, 1, PROMPT, KV_COPIES, 4)
+    with fake_cuda(ADA, ADA) as cuda:
+        host = Host(cuda, flux, TEXT_ENCODER)
+        host.guard.make_room_for((expected,), nobody)
+        ((device, missing),) = host.asked
+        free = ADA.memory - 2 * CONTEXT - COMMUNICATOR - TEXT_ENCODER
+        assert device == "cuda:0"
+        assert missing == pytest.approx(host.check.memory((expected,))[0].total / USABLE_MEMORY - free, abs=1)
+        host.load()
+        host.run()
+        assert len(host.asked) == 1
+
+
+def test_cpu_ranks_ask_nobody(flux):
+    asked = []
+    check = MemoryCheck(flux, TWO, even_stages(57, 2), "fp32", ("cpu", "cpu"), 2)
+    pool = SimpleNamespace(devices=("cpu", "cpu"), ask=lambda *_: asked.append("the ranks"))
+    MemoryGuard(pool, check, flux.family, lambda *_: asked.append("the host")).make_room_for((), nobody)
+    assert asked == []
+
+
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(pipe=3, ulysses=2), Degrees(tensor=2)], ids=str)
+def test_a_gpus_libraries_count_and_a_cpus_do_not(flux, degrees):
+    request = expected_request(flux, LATENT, 1, PROMPT)
+    spans = even_stages(57, degrees.pipe)
+    for rank in range(degrees.world):
+        gpu, cpu = (
+            memory_of(model_sizes(flux, "bf16", device), degrees, spans, rank, (request,)) for device in ("cuda:0", "cpu")
+        )
+        assert gpu.communicators == COMMUNICATOR * communicators(degrees, rank)
+        assert gpu.workspaces == WORKSPACES
+        assert (gpu.staging > 0) == (degrees.pipe > 1)
+        assert gpu.total == cpu.total + gpu.communicators + gpu.workspaces + gpu.staging
+        assert gpu.total == gpu.loaded + gpu.run
+
+
+def test_a_packed_weight_is_expanded_beside_the_others(flux):
+    request, spans = expected_request(flux, LATENT, 1, PROMPT), even_stages(57, 2)
+    plain, packed = (
+        memory_of(model_sizes(flux, dtype, "cuda:0"), TWO, spans, 0, (request,)) for dtype in ("bf16", "fp8_e4m3fn")
+    )
+    assert packed.activations - plain.activations == 2 * 3072 * 18432  # the modulation of a double block
+
+
+# What blocks are timed with and cut by.
+
+
+@pytest.mark.parametrize(
+    ("side", "degrees", "rows"),
+    [
+        (32, TWO, (32, 8)),  # 256 tokens do not fill a GPU
+        (128, TWO, (128, 32)),  # 1,024 x 1,024
+        (128, Degrees(pipe=2, ulysses=2), (64, 16)),
+        (130, TWO, (136, 34)),  # 65 x 65 tokens: a whole number of rows, and of quarters
+        (1024, TWO, (512, 128)),  # no more
+    ],
+)
+def test_blocks_are_timed_with_the_tokens_of_the_run(flux, side, degrees, rows):
+    expected = expected_request(flux, (1, 16, side, side), 1, PROMPT)
+    assert timed_rows(expected, degrees, on_gpus=True) == rows
+    assert timed_rows(expected, degrees, on_gpus=False) == (32, 8)
+    assert timed_rows(None, degrees, on_gpus=True) == (32, 8)
+
+
+def test_a_stage_leaves_room_for_what_the_run_keeps(flux):
+    """A card of 24 GB and one of 16 GB, equally fast: by weights alone the second one could have half of the blocks."""
+    lists, sizes = block_lists(flux), model_sizes(flux, "bf16", "cuda:0")
+    expected = expected_request(flux, LATENT, 1, PROMPT, KV_COPIES, 4)
+    blocks = {"transformer_blocks": (2.0, 0.6), "single_transformer_blocks": (1.0, 0.3)}
+    probes = [m.Probed(rank, blocks, (0.1, 0.1), free) for rank, free in enumerate((23 * 10**9, 15 * 10**9))]
+    kept = bytes_by_block(sizes, TWO, (expected,))
+    found = {
+        "weights": divide(TWO, lists, list(sizes.block_bytes), probes),
+        "the run": divide(TWO, lists, kept, probes, beside=beside_blocks(sizes, TWO, expected)),
+    }
+    needs = {name: memory_of(sizes, TWO, balance.stage_blocks, 1, (expected,)).total for name, balance in found.items()}
+    assert needs["the run"] <= USABLE_MEMORY * 15 * 10**9 < needs["weights"]

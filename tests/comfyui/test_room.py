@@ -1,0 +1,34 @@
+"""ComfyUI is asked to make room on its GPU for the ranks' model and run, before either is refused."""
+
+import pytest
+
+pytestmark = pytest.mark.comfyui
+
+
+@pytest.fixture(scope="module")
+def found(inside):
+    return inside.run("room")[0]
+
+
+def test_an_idle_model_goes_and_one_in_use_stays(found):
+    got = found["too little"]
+    assert "error" not in got, got
+    assert got["left"] == [0, 100_000_000]
+    assert got["asked"][0] >= got["held"]  # the first one is for loading
+    assert got["difference"] == 0
+
+
+def test_with_room_comfyui_is_not_asked(found):
+    got = found["enough"]
+    assert "error" not in got, got
+    assert got["asked"] == []
+    assert got["left"] == [500_000_000, 100_000_000]
+
+
+def test_what_does_not_fit_all_the_same_is_refused_in_the_widgets_words(found):
+    got = found["nothing idle"]
+    assert got["error"].startswith("ValueError: model_name: the weights of tiny.safetensors take "), got
+
+
+def test_a_gpu_that_comfyui_does_not_use_is_left_alone(found):
+    assert found["another GPU"] == {"freed": 0, "touched": 0}
