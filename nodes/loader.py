@@ -89,7 +89,8 @@ class ParallelDiTLoader:
                     {
                         "default": "default",
                         "tooltip": "default: as in the file on GPUs, fp32 on CPU ranks. fp8_e4m3fn takes about half the "
-                        "memory of bf16.",
+                        "memory of bf16. What a GPU does not compute in, such as bf16 before Ampere, is computed in fp16 or "
+                        "fp32, as in ComfyUI.",
                     },
                 ),
                 "pipefusion_degree": degree(
@@ -186,7 +187,7 @@ class ParallelDiTLoader:
             chosen = choose_devices(devices, degrees)
         checkpoint = open_checkpoint(model_path(model_name))
         checkpoint.check_degrees(degrees)
-        halves = checkpoint.family.half_dtypes
+        halves = checkpoint.family.half_dtypes(checkpoint.config)
         dtype = resolve_dtype(weight_dtype, checkpoint.dtype, chosen, halves, half_dtypes(chosen))
         check_attention(config.attention, chosen, dtype)
         if compile:

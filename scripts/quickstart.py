@@ -60,7 +60,7 @@ def devices_for(ranks: int) -> tuple[str, ...]:
 def run(pool: Pool, mode: Mode, steps: int, cfg: float) -> Result:
     """Sample the four prompts once, after two steps that warm the ranks up."""
     checkpoint = open_checkpoint(WEIGHTS)
-    dtype = resolve_dtype("default", checkpoint.dtype, pool.devices, checkpoint.family.half_dtypes)
+    dtype = resolve_dtype("default", checkpoint.dtype, pool.devices, checkpoint.family.half_dtypes(checkpoint.config))
     model = RemoteTransformer(pool, checkpoint, mode.degrees, dtype, "auto", lambda: None)
     prompt = digit_prompts(torch.tensor(PROMPTS), cfg)
     noise = torch.randn(len(PROMPTS), 16, 32, 32, generator=torch.Generator().manual_seed(0))

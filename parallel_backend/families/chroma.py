@@ -106,6 +106,6 @@ CHROMA = Family(
             "distilled_guidance_layer": CacheScope.CALL,
         },
     ),
-    half_dtypes=("bf16", "fp16"),
+    half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan={DOUBLE: DOUBLE_PLAN, SINGLE: SINGLE_PLAN},
 )

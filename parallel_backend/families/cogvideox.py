@@ -182,7 +182,7 @@ COGVIDEOX = Family(
             "norm_out.linear": CacheScope.CALL,
         },
     ),
-    half_dtypes=("bf16", "fp16"),
+    half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan={BLOCKS: _PLAN},
     patching=Patching(video=True),  # in bands of rows: each has every frame of the motion
     native_values=lambda config: {"in_channels": config["in_channels"], "ofs_proj_dim": config["ofs_embed_dim"]},

@@ -129,7 +129,7 @@ FLUX2 = Family(
         cached_modules={"pos_embed": CacheScope.BAND}
         | dict.fromkeys(("time_guidance_embed", *_MODULATION, "norm_out.linear"), CacheScope.CALL),
     ),
-    half_dtypes=("bf16", "fp16"),
+    half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan=_PLAN,
     patching=PATCHING,
 )

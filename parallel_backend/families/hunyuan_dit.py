@@ -194,6 +194,6 @@ HUNYUAN_DIT = Family(
         | TEXT_KEYS,
         weight_readers=("time_extra_emb.pooler",),
     ),
-    half_dtypes=("fp16", "bf16"),
+    half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={"blocks": block_plan("ff", norms=False) | dict.fromkeys(("norm1.linear", "skip_linear"), GATHER)},
 )

@@ -120,6 +120,6 @@ PIXART = Family(
         output=without_variance,
         cached_modules={"adaln_single": CacheScope.CALL, "caption_projection": CacheScope.PROMPT} | TEXT_KEYS,
     ),
-    half_dtypes=("fp16", "bf16"),
+    half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={BLOCKS: block_plan("ff")},
 )

@@ -137,6 +137,6 @@ SD3 = Family(
             CacheScope.CALL,
         ),
     ),
-    half_dtypes=("fp16", "bf16"),
+    half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={BLOCKS: _PLAN},
 )

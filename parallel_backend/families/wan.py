@@ -211,7 +211,7 @@ WAN = Family(
         whole_latent=True,
         cached_modules={"rope": CacheScope.PROMPT, "condition_embedder": CacheScope.CALL} | TEXT_KEYS,
     ),
-    half_dtypes=("fp16", "bf16"),
+    half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={"blocks": block_plan("ffn")},
     patching=Patching(video=True),  # in bands of rows: a video of one frame, as Wan makes pictures, has some too
 )

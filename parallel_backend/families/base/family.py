@@ -232,8 +232,8 @@ class Family:
     unsupported: tuple[str, ...] = ()
     """Mesh axes on which the family cannot have more than one rank. "pipe" stands for bands too."""
 
-    half_dtypes: tuple[str, ...] = ("bf16",)
-    """Of core.dtypes.HALVES those that the model can be computed in, the best first, as ComfyUI has them
+    half_dtypes: Callable[[Config], tuple[str, ...]] = lambda _config: ("bf16",)
+    """Those of core.dtypes.HALVES that the model can be computed in, the best first, as ComfyUI has them
     (supported_inference_dtypes)."""
 
     native_values: Callable[[Config], Mapping[str, Any]] = lambda _config: {}

@@ -12,23 +12,8 @@ from unittest.mock import patch
 from boot import PACK, Results, comfy, node, nodes, torch
 
 management = comfy.model_management
-CLASSES = {
-    "flux": "Flux",
-    "chroma": "Chroma",
-    "flux2": "Flux2",
-    "sd3": "SD3",
-    "pixart": "PixArtAlpha",
-    "hunyuan-dit": "HunyuanDiT",
-    "qwen-image": "QwenImage",
-    "z-image": "ZImage",
-    "lumina2": "Lumina2",
-    "wan": "WAN21_T2V",
-    "ltx-video": "LTXV",
-    "hunyuan-video": "HunyuanVideo",
-    "cogvideox": "CogVideoX_T2V",
-    "cogvideox-1.5": "CogVideoX_T2V",
-}
-"""Family -> ComfyUI's class that says what it is computed in."""
+FLUX_CHANNELS = {"FluxInpaint": 384}
+"""In a token of ComfyUI's class, if they are not 64."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8_e4m3fn"}
 STORED = {name: dtype for dtype, name in NAMES.items() if name != "fp32"}
 PARAMETERS = 12_000_000_000
@@ -58,18 +43,21 @@ def main(results: Results) -> None:
     fake = stand_in()
     package = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
     devices = sys.modules[f"{package}.ui.devices"]
-    classes = {family: getattr(comfy.supported_models, name, None) for family, name in CLASSES.items()}
     cards = {name: card for name, card in vars(fake).items() if isinstance(card, fake.Card)}
-    results.case("families", lambda: sorted(family.name for family in FAMILIES.values() if family.native_classes))
+    kinds = {
+        f"{family.name} {name}": (
+            list(getattr(comfy.supported_models, name).supported_inference_dtypes),
+            family.half_dtypes({"in_channels": FLUX_CHANNELS.get(name, 64)}),
+        )
+        for family in FAMILIES.values()
+        for name in family.native_classes
+        if hasattr(comfy.supported_models, name)
+    }
     results.case(
         "supported",
         lambda: {
-            family: [
-                [NAMES[dtype] for dtype in kind.supported_inference_dtypes if NAMES[dtype] in HALVES],
-                list(FAMILIES[family].half_dtypes),
-            ]
-            for family, kind in classes.items()
-            if kind is not None
+            kind: [[NAMES[dtype] for dtype in theirs if NAMES[dtype] in HALVES], list(ours)]
+            for kind, (theirs, ours) in kinds.items()
         },
     )
 
@@ -81,13 +69,11 @@ def main(results: Results) -> None:
             patch.object(management, "get_torch_device", lambda: GPU),
         ):
             found["halves"] = [list(devices.half_dtypes(("cuda:0",))), list(native_halves("cuda:0"))]
-            for family, kind in classes.items():
-                for name, stored in STORED.items() if kind is not None else ():
-                    ours = resolve_dtype(
-                        "default", name, ("cuda:0",), FAMILIES[family].half_dtypes, devices.half_dtypes(("cuda:0",))
-                    )
-                    theirs = comfyuis_choice(list(kind.supported_inference_dtypes), stored)
-                    found[f"{family} {name}"] = [theirs, compute_name(ours)]
+            native = devices.half_dtypes(("cuda:0",))
+            for kind, (theirs, ours) in kinds.items():
+                for name, stored in STORED.items():
+                    chosen = compute_name(resolve_dtype("default", name, ("cuda:0",), ours, native))
+                    found[f"{kind} {name}"] = [comfyuis_choice(theirs, stored), chosen, name in native and name in ours]
         return found
 
     for name, card in cards.items():
