@@ -19,7 +19,7 @@ from .cases import Case, all_of_them, name
 from .runner import RULES, Trials, rules_of, trials
 
 KILLED = (Degrees(pipe=2), Degrees(ulysses=2), Degrees(pipe=2, tensor=2))
-DELAYS = (0.0, 0.0005, 0.005)
+DELAYS = (0.0, 0.0005, 0.002)
 """Longest delays in seconds, by turns: with none of them the ranks' own timing shows."""
 
 
