@@ -14,7 +14,7 @@ from parallel_backend.client.registry import ModelKey, registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import on_ray
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
-from parallel_backend.planning.calibration import calibrate, fingerprint
+from parallel_backend.planning.calibration import calibrate, calibration_key
 from parallel_backend.planning.calibration_file import cached
 from parallel_backend.planning.planner import choose, plan
 from parallel_backend.planning.report import choice
@@ -66,7 +66,7 @@ def calibrated(
         lists = {name for name, count in checkpoint.family.blocks.counts(checkpoint.config).items() if count}
         return found.machine.names == devices and all(set(cost.blocks) == lists for cost in found.costs)
 
-    found = cached(folder(), fingerprint(devices, checkpoint, dtype, attention), measure, fits)
+    found = cached(folder(), calibration_key(devices, checkpoint, dtype, attention), measure, fits)
     host_free = host_memory()[0] if "cpu" in devices else None
     return replace(found, machine=replace(found.machine, host_free=host_free))
 

@@ -30,7 +30,7 @@ VERSION = 3
 """Version of the calibration. An older file does not count."""
 
 
-def fingerprint(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, attention: str) -> dict[str, object]:
+def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, attention: str) -> dict[str, object]:
     """What a calibration is true for."""
     family, config = checkpoint.family, checkpoint.config
     return {

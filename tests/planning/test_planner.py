@@ -19,7 +19,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.planning import __main__ as command
 from parallel_backend.planning import planner, prediction
 from parallel_backend.planning.calibrated_costs import BlockCost, CalibratedCosts, Calibration, DeviceCost, pairs_of, through
-from parallel_backend.planning.calibration import CONTEXTS, calibrate, calibration_of, fingerprint
+from parallel_backend.planning.calibration import CONTEXTS, calibrate, calibration_key, calibration_of
 from parallel_backend.planning.calibration_file import cached
 from parallel_backend.planning.links import SIZES, Link, Links, alike, links_of
 from parallel_backend.planning.machine import Device, Machine
@@ -595,18 +595,18 @@ def test_a_folder_that_is_a_file_costs_a_measurement(tmp_path, caplog):
 
 def test_the_key_tells_apart_what_matters(flux_file, tmp_path):
     file = open_checkpoint(flux_file)
-    one = fingerprint(("cpu", "cpu"), file, "fp32", "auto")
+    one = calibration_key(("cpu", "cpu"), file, "fp32", "auto")
     assert json.loads(json.dumps(one)) == one
     others = [
-        fingerprint(("cpu",), file, "fp32", "auto"),
-        fingerprint(("cpu", "cpu"), file, "bf16", "auto"),
-        fingerprint(("cpu", "cpu"), file, "fp32", "sdpa"),
+        calibration_key(("cpu",), file, "fp32", "auto"),
+        calibration_key(("cpu", "cpu"), file, "bf16", "auto"),
+        calibration_key(("cpu", "cpu"), file, "fp32", "sdpa"),
     ]
     wider = tiny.FLUX | {"num_attention_heads": 4}
     path = tiny.save_original(tiny.random_flux(wider), wider, tmp_path / "wider.safetensors")
-    others.append(fingerprint(("cpu", "cpu"), open_checkpoint(path), "fp32", "auto"))
+    others.append(calibration_key(("cpu", "cpu"), open_checkpoint(path), "fp32", "auto"))
     assert all(one != other for other in others)
-    assert one == fingerprint(("cpu", "cpu"), file, "fp32", "auto")
+    assert one == calibration_key(("cpu", "cpu"), file, "fp32", "auto")
 
 
 # The plan that is kept.

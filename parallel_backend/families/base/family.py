@@ -15,7 +15,7 @@ from parallel_backend.core.token_order import TokenOrder
 from .blocks import Blocks
 from .patching import Patching
 from .step_inputs import Config, Shapes, StepInputs
-from .tensor_plan import Plan
+from .tensor_plan import LayerCuts
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Family:
     inputs: Inputs
     forward: Forward
 
-    tensor_plan: Plan
+    tensor_plan: LayerCuts
     """Which layers tensor parallelism cuts, and how. Applied by rank/stage/tensor_parallel.py."""
 
     patching: Patching = field(default_factory=Patching)

@@ -54,7 +54,7 @@ GATHER = LayerCut(CutKind.GATHER)
 NORM_BY_HEADS = LayerCut(CutKind.NORM, (HEADS,))
 TABLE_BY_HEADS = LayerCut(CutKind.TABLE, (HEADS,))
 
-Plan = Mapping[str, Mapping[str, LayerCut]]
+LayerCuts = Mapping[str, Mapping[str, LayerCut]]
 """Block list -> layer of its blocks -> how it is cut. A module outside the blocks is a list whose layer is ""."""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel_backend.core.spans import Shard, Span, split
-from parallel_backend.families.base.tensor_plan import CutKind, LayerCut, Plan, cut_side
+from parallel_backend.families.base.tensor_plan import CutKind, LayerCut, LayerCuts, cut_side
 from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
@@ -23,7 +23,7 @@ from parallel_backend.rank.comm.transfers import Traffic
 class TensorPlan:
     """A family's plan for one rank of the tensor axis."""
 
-    plan: Plan
+    plan: LayerCuts
     heads: int
     """Attention heads of the model."""
     head_size: int
