@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, Blocks, Fp8
+from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, packing_of
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.step_inputs import StepInputs
@@ -111,13 +111,15 @@ def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: tor
         if not isinstance(module, RankLinear) or target not in checkpoint.key_map:
             continue
         storage = checkpoint.storage(target, dtype_name)
-        if storage in FP8_KINDS:
-            module.pack(module.weight.to(FP8_KINDS[storage]).view(torch.uint8), Fp8(storage), dtype)
-        elif storage in GGUF_BLOCKS:
+        if storage is None:
+            continue
+        if storage in GGUF_BLOCKS:
             values, size = GGUF_BLOCKS[storage]
             rows, columns = module.weight.shape
             packed = torch.zeros(rows, columns // values * size, dtype=torch.uint8, device=device)
-            module.pack(packed, Blocks(storage), dtype)
+        else:
+            packed = module.weight.to((FP8_KINDS | HALF_KINDS)[storage]).view(torch.uint8)
+        module.pack(packed, packing_of(storage), dtype)
 
 
 def _forward(family, config, model: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:

@@ -288,7 +288,7 @@ def test_the_refusal_has_the_figures_of_the_device_that_lacks_memory(flux_file):
     text = str(refused.value)
     assert text.startswith("latent_image: this run needs about ")
     assert f"{needed[1].buffers / 1e9:.1f} GB for keys and values" in text
-    assert f"{needed[1].activations / 1e9:.1f} GB to compute" in text
+    assert f"{(needed[1].activations + needed[1].staging) / 1e9:.1f} GB to compute" in text
     assert "more on cuda:1 (" in text
     assert "2.0 GB of 24.0 GB is free" in text
     assert "It would fit with " in text

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_backend.client.placement.balance import cut_blocks
+from parallel_backend.client.placement.balance import Balance, cut_blocks
 from parallel_backend.client.placement.pipeline_model import StageCost, choose_bands, finish_times, simulate
 from parallel_backend.core.pipefusion_order import MicroStep, entry_parts, micro_steps, window
 from parallel_backend.core.sequence import SequenceCut
@@ -299,3 +299,18 @@ def test_costly_small_kernels_mean_few_bands_and_a_hop_means_more_than_stages():
     assert choose_bands(4, 64, 20, [StageCost(0.1, 0.1)] * 4) == 4
     assert choose_bands(4, 64, 20, [StageCost(0.0, 0.04)] * 4) > 4
     assert choose_bands(4, 64, 20, [StageCost(0.0, 10.0)] * 4) == 4  # the hop is nothing beside such a micro-step
+
+
+def test_the_number_of_bands_follows_the_size_of_the_run():
+    """Small micro-steps need the slack of a second band for each stage; larger ones hide the hop without it."""
+    small = Balance((), (), (StageCost(0.0002, 0.004),) * 4, timed_tokens=1024)
+    assert small.costs(4096)[0] == StageCost(0.0002, 0.016)
+    assert [choose_bands(4, 64, 20, small.costs(tokens)) for tokens in (1024, 8192)] == [8, 4]
+    assert [choose_bands(4, 64, 20, small.costs(1024), entries) for entries in (1, 8)] == [8, 4]
+    assert Balance((), (), None).costs(4096) is None
+
+
+def test_an_exact_call_has_its_entries_one_by_one_and_a_band_all_at_once():
+    costs = [StageCost(1.0, 4.0)] * 2
+    assert finish_times([True], 2, costs, entries=3) == pytest.approx([4 * 5.0])  # two stages, three micro-steps of 5 s
+    assert finish_times([False], 2, costs, entries=3) == pytest.approx([3 * 7.0])  # two bands of 1 + 3 * 2 s

@@ -20,9 +20,9 @@ from .pipeline_model import StageCost
 log = logging.getLogger(__name__)
 
 ROUNDING = 1e-9
-"""Sums of seconds that differ by less than this part of them are equal: the order of adding moves the last digits."""
+"""Sums of seconds count as equal if they differ by less than this part: the order of adding moves the last digits."""
 ALIKE = 1.2
-"""Devices whose times differ by less than this factor count as equal: so much is noise."""
+"""Devices count as equally fast if their times differ by less than this factor, which is noise."""
 WEIGHTS_SHARE = 0.85
 """Part of a device's free memory that weights may take where no run is known. The rest is for a run."""
 QUARTER = 0.25
@@ -87,7 +87,7 @@ class Balance:
 
 
 def check_stage_split(stage_split: str, stages: int, blocks: int) -> tuple[Span, ...] | None:
-    """The stages that the widget's text gives by hand; None for 'auto' and 'even'. ValueError if it makes no sense."""
+    """Stages from the widget's text, such as '30,27'. None for 'auto' and 'even'. ValueError for anything else."""
     if stage_split.strip().lower() in ("auto", "even"):
         return None
     try:
@@ -203,7 +203,7 @@ def _whole_model(lists: list[str], probed: m.Probed) -> float:
 
 
 def without_noise(lists: list[str], probes: Sequence[m.Probed]) -> list[m.Probed]:
-    """Ranks that are about as fast as each other get the same figures, so that equal devices get equal parts."""
+    """The probes, with the same figures for all ranks if these are about equally fast: equal devices get equal parts."""
     totals = [_whole_model(lists, p) for p in probes]
     if max(totals) > ALIKE * min(totals):
         return list(probes)
@@ -213,7 +213,7 @@ def without_noise(lists: list[str], probes: Sequence[m.Probed]) -> list[m.Probed
 
 
 def _stage_cost(blocks: list[tuple[float, float]]) -> StageCost:
-    """A line through the two measured sizes."""
+    """The line through the seconds of the two timed sequences. `blocks`: (longer, shorter) of each block of the stage."""
     whole, quarter = (sum(block[i] for block in blocks) for i in range(2))
     slope = max(0.0, (whole - quarter) / (1 - QUARTER))
     return StageCost(max(0.0, whole - slope), slope)

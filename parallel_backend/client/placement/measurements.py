@@ -1,4 +1,4 @@
-"""What ranks measure of themselves, asked for, and looked at before anything is divided by it."""
+"""Asks ranks for measurements. Figures that cannot be true end the ranks, since later code divides by them."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,10 @@ Found = TypeVar("Found", Probed, LinksProbed)
 
 
 def measured_blocks(pool: Pool, probe: Probe, lists: Iterable[str], poll: Poll) -> list[Probed]:
-    """By rank; takes the ranks' model away. `lists`: the model's lists of blocks. RankError for times that cannot be."""
+    """Seconds of the model's blocks, by rank. The ranks lose their model. `lists`: names of the model's block lists.
+
+    RankError for times that cannot be true.
+    """
     names = set(lists)
 
     def sound(found: Probed) -> bool:
@@ -28,7 +31,10 @@ def measured_blocks(pool: Pool, probe: Probe, lists: Iterable[str], poll: Poll) 
 
 
 def measured_links(pool: Pool, sizes: Sequence[int], poll: Poll) -> list[LinksProbed]:
-    """By rank, for transfers of `sizes` bytes; takes the ranks' model away. RankError for what cannot be."""
+    """Seconds of transfers of `sizes` bytes over each link, by rank. The ranks lose their model.
+
+    RankError for figures that cannot be true.
+    """
     world = len(pool.devices)
 
     def sound(found: LinksProbed) -> bool:

@@ -13,7 +13,7 @@ from .memory_model import ModelSizes, Request, bytes_by_block, memory_of, model_
 
 RANKS_TRIED = 16
 WAYS = 2
-"""Degrees that are named at most."""
+"""The most degrees that are named."""
 
 
 @dataclass(frozen=True)

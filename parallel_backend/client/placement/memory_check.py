@@ -45,7 +45,7 @@ class DeviceMemory:
 
     @property
     def name(self) -> str:
-        """In a message."""
+        """How a message calls it."""
         if self.of_gpu:
             return self.device
         return "this machine" if len(self.ranks) == 1 else f"this machine, for {len(self.ranks)} ranks"
@@ -92,7 +92,7 @@ class MemoryCheck:
         self._warned: tuple[Request, ...] | None = None
 
     def memory(self, requests: tuple[Request, ...]) -> list[MemoryNeed]:
-        """By rank."""
+        """What each rank needs with these requests, in the order of ranks."""
         ranks = range(self.degrees.world)
         return [memory_of(self.sizes, self.degrees, self.spans, rank, requests) for rank in ranks]
 
@@ -109,7 +109,7 @@ class MemoryCheck:
         return max(0, math.ceil(size / USABLE_MEMORY) - room.free - (0 if loaded else room.held))
 
     def check_weights(self, found: Sequence[DeviceMemory]) -> None:
-        """Before loading, in place of what the ranks hold now. ValueError if the weights are more than there is room for."""
+        """Before loading; the model takes the place of what ranks hold. ValueError if its weights have no room."""
         self.last = (), tuple(found)
         needed = self.memory(())
         for room in found:
@@ -123,7 +123,7 @@ class MemoryCheck:
                 )
 
     def check(self, requests: tuple[Request, ...], found: tuple[DeviceMemory, ...]) -> None:
-        """Before a run, the weights in place. ValueError if it cannot fit; a warning, once, if it is not likely to."""
+        """Before a run, once the model is loaded. ValueError if the run cannot fit. One warning if it probably does not."""
         self.last = requests, found
         needed = self.memory(requests)
         for room in found:
@@ -163,7 +163,7 @@ class MemoryCheck:
         )
 
     def _parts(self, own: Sequence[MemoryNeed], loaded: bool = False) -> str:
-        """`loaded`: with what is there from loading on."""
+        """Sizes in words. `loaded`: with what is there from loading on."""
         sizes = {
             "of weights": sum(one.weights for one in own) if loaded else 0,
             "for keys and values": sum(one.buffers + one.arriving for one in own),
@@ -174,7 +174,7 @@ class MemoryCheck:
         return ", ".join(f"{_size(size)} {what}" for what, size in sizes.items() if size)
 
     def _instead(self, requests: tuple[Request, ...], limits: Sequence[tuple[DeviceMemory, float]]) -> str:
-        """`limits`: bytes that the ranks of each room may have."""
+        """What would fit, in words. `limits`: bytes that the ranks of each room may have."""
         shares = tuple(limit / len(room.ranks) for room, limit in limits for _ in room.ranks)
         capacity = Capacity(shares, together=len(limits) == 1 and not limits[0][0].of_gpu)
         ways = changes(
@@ -198,7 +198,7 @@ def _usable(found: Sequence[DeviceMemory]) -> list[tuple[DeviceMemory, float]]:
 
 
 def devices_for(used: tuple[str, ...]) -> int:
-    """How many there are for other degrees: all GPUs of this machine where ranks are on those, else as many as are used."""
+    """How many devices other degrees could use: all GPUs of this machine where all ranks are on some, else those in use."""
     local = all(device.startswith("cuda") for device in used)
     return max(len(used), torch.cuda.device_count() if local else 0)
 

@@ -1,0 +1,38 @@
+"""Blocks are timed with weights packed as the file has them."""
+
+import pytest
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
+from parallel_backend.checkpoints.packed_formats import Blocks, Fp8, Half
+from parallel_backend.families import FAMILIES
+from parallel_backend.rank.block_probe import probe
+from tests.checkpoints.test_formats import make_gguf
+from tests.support import tiny
+
+
+@pytest.fixture
+def expanded(monkeypatch) -> set[str]:
+    """Formats that were expanded."""
+    kinds: set[str] = set()
+    for packing in (Fp8, Half, Blocks):
+
+        def noting(self, packed, dtype, expand=packing.expand):
+            kinds.add(self.kind)
+            return expand(self, packed, dtype)
+
+        monkeypatch.setattr(packing, "expand", noting)
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("file", "dtype", "kinds"), [("bf16", "fp32", set()), ("bf16", "fp8_e4m3fn", {"fp8_e4m3fn"}), ("Q8_0", "fp32", {"Q8_0"})]
+)
+def test_packed_weights_are_expanded_while_blocks_are_timed(flux_file, flux_model, tmp_path, expanded, file, dtype, kinds):
+    path = flux_file
+    if file != "bf16":
+        path = tmp_path / "model.gguf"
+        make_gguf(path, file, to_original(FAMILIES["flux"], tiny.FLUX, flux_model.state_dict()))
+    found = probe(0, open_checkpoint(path), torch.device("cpu"), dtype, 1.0, (4, 1))
+    assert expanded == kinds
+    assert all(seconds > 0 for times in found.blocks.values() for seconds in times)
