@@ -16,8 +16,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch.distributed
 import torch.multiprocessing
 
+from parallel_backend.core.devices import device_kind
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.rank_settings import SELF_TEST, RankSettings, SelfTest
 
@@ -100,6 +102,14 @@ class LocalRanks:
     """
 
     def __init__(self, start: StartSettings):
+        """RuntimeError if this torch has nothing by which ranks speak to each other."""
+        if not torch.distributed.is_available():
+            raise RuntimeError(
+                f"Parallel DiT: torch {torch.__version__} was built without torch.distributed, which ranks need. AMD's "
+                "wheels for Windows had none before June 2026: install a newer torch, or run ComfyUI in WSL2."
+            )
+        if torch.version.hip and "cuda" in map(device_kind, start.devices):
+            log.warning("Parallel DiT: ranks on AMD GPUs (ROCm) have never been tried. What happens is worth an issue")
         self.directory = Path(tempfile.mkdtemp(prefix="parallel-dit-"))
         self.channels: list[Channel] = []
         self.names = start.devices

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +27,10 @@ from parallel_backend.core.validate import check_attention, flash_possible
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.rank.attention import kernel_choice
-from parallel_backend.rank.attention.kernel_choice import choose_kernel
+from parallel_backend.rank.attention.kernel_choice import FLASH, SDPA, choose_kernel, trial
 from parallel_backend.rank.attention.kernels import flash, flash_lse, sdpa, sdpa_lse
 from parallel_backend.rank.comm.process_group import backend_for
+from parallel_backend.rank.comm.staging import host_buffer, to_device, to_host
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from parallel_backend.wire.sampling import RunStats
 from tests.checkpoints.test_formats import encode
@@ -282,6 +284,29 @@ def attention_in_fp64(q, k, v, mask) -> tuple[torch.Tensor, torch.Tensor]:
         scores = scores.masked_fill(~mask.cpu()[:, None, None], -torch.inf)
     weights = scores.softmax(-1).nan_to_num(0.0)  # no key: no weight
     return torch.einsum("bqhk,bkhd->bqhd", weights, v), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_torchs_kernels_pass_the_trial(dtype, size):
+    """With the log-sum-exp that the ring needs."""
+    assert trial(SDPA, torch.device(DEVICE), dtype, size) is None
+
+
+@needs_flash
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_flash_attn_passes_the_trial(dtype):
+    assert trial(FLASH, torch.device(DEVICE), dtype, 128) is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="page-locked memory is left alone there")
+def test_copies_for_gloo_are_page_locked_and_come_back_whole():
+    device, x = torch.device(DEVICE), torch.arange(1 << 20, device=DEVICE).view(1024, 1024).T
+    copy = to_host(x)
+    assert copy.is_pinned() and copy.is_contiguous()
+    assert torch.equal(to_device(copy, device), x)
+    del copy
+    assert host_buffer(x.shape, x.dtype, device).is_pinned()
 
 
 MASKS = {"all seen": None, "some seen": (20, 55), "none seen in one entry": (0, 31)}

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import psutil
@@ -16,13 +17,13 @@ import torch
 from parallel_backend.core import compile_check
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes import parent_watch
-from parallel_backend.processes.local import LocalRanks
+from parallel_backend.processes.local import LocalRanks, StartSettings
 from parallel_backend.rank import allocator, engine
 from parallel_backend.rank.comm import link_probe
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.free_memory import host_memory
 from tests.support import tiny
-from tests.support.fake_cuda import ADA, fake_cuda
+from tests.support.fake_cuda import ADA, RDNA3, fake_cuda
 
 pytestmark = pytest.mark.threads
 
@@ -100,6 +101,21 @@ def test_links_are_measured_without_looking_at_other_gpus(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     with fake_cuda(ADA, ADA):
         assert link_probe.probe_links(1, ("cuda:0", "cuda:1"), (1024,)).peers == {0: True}
+
+
+def test_a_torch_that_ranks_cannot_use_is_named_before_any_starts(monkeypatch):
+    """As AMD's wheels for Windows were."""
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"built without torch\.distributed.*newer torch.*WSL2"):
+        LocalRanks(StartSettings(("cuda:0",), 1, timedelta(minutes=1), (1.0,)))
+
+
+def test_rocm_is_said_to_be_untried(monkeypatch, caplog):
+    monkeypatch.setattr(LocalRanks, "_start", lambda *_arguments: None)
+    for card, times in ((ADA, 0), (RDNA3, 1)):
+        with fake_cuda(card):
+            LocalRanks(StartSettings(("cuda:0",), 1, timedelta(minutes=1), (1.0,))).kill()
+        assert caplog.text.count("ROCm) have never been tried") == times
 
 
 def test_compiling_names_windows_own_triton(monkeypatch):
