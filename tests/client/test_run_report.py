@@ -1,5 +1,6 @@
 """The report's figures are sums over the ranks."""
 
+import dataclasses
 from types import SimpleNamespace
 
 from parallel_backend.client.reports.run_report import RunReport
@@ -46,6 +47,11 @@ def test_it_says_which_calls_were_exact():
     displaced = report(Degrees(patch=2, patch_mode="displaced"))
     assert displaced.what == "1 model calls exact (warm-up), 3 in displaced patches with keys one step old"
     assert "never see each other" in report(Degrees(patch=2, patch_mode="naive")).what
+
+
+def test_what_is_to_be_known_of_the_ranks_is_below_the_summary():
+    text = str(dataclasses.replace(report(), notes=("P2P off",)))
+    assert text.splitlines()[:2] == [report().summary, "P2P off"]
 
 
 def test_a_run_that_moved_nothing():

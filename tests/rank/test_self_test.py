@@ -1,12 +1,17 @@
 """The self-test of the links: what it notices, and what it says to try."""
 
+import os
+from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from parallel_backend.rank.comm import self_test
 from parallel_backend.rank.comm.mesh import Axis, Link
+from parallel_backend.rank.comm.process_group import join
+from parallel_backend.rank.comm.rendezvous import Rendezvous
 from parallel_backend.rank.comm.self_test import LinkError, advice, try_axis, try_link
 
 CPU = torch.device("cpu")
@@ -52,3 +57,21 @@ def test_what_to_try(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert "was off already" in advice("nccl", True)
     assert "NCCL" not in advice("gloo", True) and "GLOO_SOCKET_IFNAME" in advice("gloo", True)
+
+
+@pytest.mark.parametrize("p2p", [True, False])
+@pytest.mark.parametrize("debug", [None, "INFO"])
+def test_what_nccl_is_told(tmp_path, p2p, debug):
+    """It warns into the rank's log. No device is bound: all transfers of two ranks would share a communicator."""
+    (tmp_path / "store").touch()
+    second = timedelta(seconds=1)
+    chosen = {} if debug is None else {"NCCL_DEBUG": debug}
+    others = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
+    with (
+        mock.patch.dict(os.environ, others | chosen, clear=True),
+        mock.patch.object(torch.distributed, "init_process_group") as init,
+    ):
+        join(0, ("cpu", "cpu"), Rendezvous(tmp_path / "store", 2, second), second, p2p)
+        assert os.environ["NCCL_DEBUG"] == (debug or "WARN")
+        assert os.environ.get("NCCL_P2P_DISABLE") == (None if p2p else "1")
+    assert init.call_args.kwargs["timeout"] == second and "device_id" not in init.call_args.kwargs
