@@ -18,6 +18,7 @@ def rank(number: int, **bytes_sent: int) -> SimpleNamespace:
         buffer_bytes=5_000_000,
         peak_bytes=2_000_000_000,
         graphs=number,
+        attention="",
     )
 
 
