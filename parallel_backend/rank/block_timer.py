@@ -1,4 +1,4 @@
-"""What single blocks cost in the engine's own micro-steps: for rehearsals, in which a few stand for all."""
+"""Costs of single blocks in the engine's micro-steps, for rehearsals, in which a few blocks stand for all."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -11,10 +11,10 @@ from parallel_backend.wire.sampling import BlockStats
 
 
 class BlockWatch:
-    """Seconds (on CUDA the stream's, see Clock) and bytes of each of the blocks `only`, transfers inside them included."""
+    """Seconds (on CUDA of the stream, see Clock) and bytes of each block in `only`, with its transfers."""
 
     def __init__(self, model: nn.Module, only: Collection[str], traffic: Traffic, slowdown: float):
-        """`slowdown`: see rank_settings.RankSettings; it sleeps after its blocks, and they count as if in them."""
+        """`slowdown`: see RankSettings. A slowed-down rank sleeps after its blocks; that time counts as the blocks'."""
         self.traffic, self.slowdown = traffic, slowdown
         self._seconds = {name: Elapsed(traffic.clock) for name in only}
         self._bytes: dict[str, Counter[str]] = {name: Counter() for name in only}
@@ -23,7 +23,7 @@ class BlockWatch:
             self._watch(name, model.get_submodule(name))
 
     def drain(self) -> dict[str, BlockStats]:
-        """Since the last `drain`."""
+        """Costs by block since the last `drain`."""
         found = {
             name: BlockStats(self.slowdown * self._seconds[name].drain(), dict(self._bytes[name])) for name in self._seconds
         }

@@ -1,4 +1,4 @@
-"""Which micro-step on this rank first gave a NaN or an infinity, and whether weights or adapters hold one."""
+"""Finds the first micro-step on this rank whose result had a NaN or an infinity, and weights and adapters with one."""
 
 import itertools
 from collections import deque
@@ -11,23 +11,23 @@ from parallel_backend.core.finite import NAMED, all_finite, checksum
 from parallel_backend.rank.stage.linear import RankLinear
 
 CHECKSUMS = 256
-"""Micro-steps that a rank can still tell about: many more than are under way."""
+"""Micro-steps whose checksums are kept: many more than are under way."""
 
 
 class FiniteWatch:
-    """Checksums of a rank's last results."""
+    """Checksums of the rank's last results."""
 
     def __init__(self):
         self._sums: deque[tuple[int, int, torch.Tensor]] = deque(maxlen=CHECKSUMS)  # micro-step, its run, checksum
 
     def note(self, seq: int, run: int, result: torch.Tensor) -> None:
-        """Result of micro-step `seq` of `run`: what is sent on, or the output. Never waits for the device."""
+        """Keep the checksum of what micro-step `seq` of `run` sends on, or of its output. Never waits for the device."""
         self._sums.append((seq, run, checksum(result)))
 
     def first(self, run: int, since: int) -> int | None:
         """First micro-step of `run`, from number `since` on, whose result was not finite.
 
-        Nothing is forgotten by asking: each band whose output is not finite asks, and all are told the same.
+        Asking forgets nothing: every band with such an output asks, and all get the same answer.
         """
         return next(
             (seq for seq, of, total in self._sums if of == run and seq >= since and not bool(total.isfinite())), None
@@ -35,12 +35,12 @@ class FiniteWatch:
 
 
 def bad_weights(model: nn.Module) -> tuple[str, ...]:
-    """The first few parameters with values that are not finite; packed ones are not looked into."""
+    """Names of the first few parameters with values that are not finite. Packed ones are not checked."""
     return _first(name for name, parameter in model.named_parameters() if not all_finite(parameter))
 
 
 def bad_adapters(model: nn.Module) -> tuple[str, ...]:
-    """The first few layers with such an adapter."""
+    """Names of the first few layers with an adapter with such values."""
     return _first(
         name
         for name, module in model.named_modules()

@@ -9,7 +9,7 @@ from .conditioning_store import RankConditioning
 
 
 class RunBuffers:
-    """A K/V buffer for each run and conditioning, from its first micro-step until either is dropped."""
+    """K/V buffers by run and conditioning, from the first micro-step until the run or the conditioning is dropped."""
 
     def __init__(self):
         self.buffers: dict[tuple[int, int], KVBuffer] = {}
@@ -21,7 +21,7 @@ class RunBuffers:
         self._runs[run.run] = run
 
     def close_run(self, run: int) -> int:
-        """Drop the run's buffers. Bytes of all buffers at their largest since the last call."""
+        """Drop the run's buffers. Returns the largest size in bytes of all buffers since the last `close_run`."""
         largest, self._largest = self._largest, 0
         self._runs.pop(run, None)
         self._drop(lambda key: key[0] == run)
@@ -34,7 +34,7 @@ class RunBuffers:
         self._drop(lambda key: True)
 
     def begin_step(self, step: Step, conditioning: RankConditioning) -> KVBuffer | None:
-        """The buffer of a micro-step that begins, made now if it is the first; None for a step outside of runs."""
+        """A micro-step begins. Returns its buffer, made now if it is the first of its kind. None outside of runs."""
         if step.run == 0:
             return None
         key = (step.run, step.conditioning)

@@ -1,4 +1,4 @@
-"""What a pipeline stage does for each micro-step, as data that the engine executes."""
+"""Operations of a pipeline stage in each micro-step, as data that the engine executes."""
 
 from enum import Enum
 
@@ -10,7 +10,7 @@ class Op(Enum):
 
 
 def stage_ops(stage: int, stages: int) -> tuple[Op, ...]:
-    """What `stage` does for each micro-step, in order. The engine executes exactly these."""
+    """Operations of `stage` in each micro-step, in order."""
     ops = [Op.COMPUTE]
     if stage > 0:
         ops.insert(0, Op.RECEIVE)
