@@ -4,7 +4,6 @@ A tensor stored in another shape has its real shape in the field `comfy.gguf.ori
 """
 
 import math
-import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from parallel_backend.core.dtypes import TORCH_DTYPES
 
 from .gguf_header import MAX_HEADER_BYTES, StoredTensor, read_gguf_header
+from .mapped_bytes import map_for_reading, mapped_bytes
 from .packed_formats import GGUF_BLOCKS, Blocks
 
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
@@ -84,10 +84,9 @@ class GgufFile:
     def get_slice(self, key: str) -> torch.Tensor:
         if self._map is None:
             with self.path.open("rb") as file:
-                # Copy on write, since torch has no read-only tensors.
-                self._map = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+                self._map = map_for_reading(file)
         kind, shape, start = self._kinds[key].name, self.shape(key), self._tensors[key].start
-        stored = torch.frombuffer(self._map, dtype=torch.uint8, count=self._sizes[key], offset=start)
+        stored = mapped_bytes(self._map, start, self._sizes[key])
         if kind in PLAIN:
             return stored.view(TORCH_DTYPES[PLAIN[kind]]).view(shape)
         if self._whole_blocks(key, kind):

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from .gguf_file import GgufFile
+from .safetensors_file import SafetensorsFile
 
 SAFETENSORS, GGUF = (".safetensors", ".sft"), (".gguf",)
 QUANTISATION = "_quantization_metadata"
@@ -52,7 +53,7 @@ def open_file(path: Path) -> AbstractContextManager[Any]:
 
 
 def _open(path: Path) -> AbstractContextManager[Any]:
-    return GgufFile(path) if path.suffix.lower() in GGUF else safe_open(path, framework="pt")
+    return GgufFile(path) if path.suffix.lower() in GGUF else SafetensorsFile(path)
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -115,7 +116,7 @@ def _format(how: Any) -> str:
 
 def _reading(path: Path, read: Callable[[Any], Any]) -> Any:
     try:
-        with _open(path) as file:
+        with safe_open(path, framework="np") as file:  # for torch it would map more than a header needs
             return read(file)
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, error) from error

@@ -1,0 +1,65 @@
+"""Safetensors files: their values, as views of a read-only map of the file.
+
+The safetensors package checks a file and reads its header. Its own tensors for torch would count as memory, see
+mapped_bytes.py.
+"""
+
+import json
+import struct
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from .mapped_bytes import map_for_reading, mapped_bytes
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_LENGTH = struct.Struct("<Q")
+"""A file begins with the length of its header."""
+
+
+class SafetensorsFile:
+    """An opened file. Its tensors are views of the map: they cannot be written to, and keep it open."""
+
+    def __init__(self, path: Path):
+        """SafetensorError for a file that is damaged or incomplete."""
+        with safe_open(path, framework="np"):
+            pass  # it is checked by now: every tensor lies within the file and has as many bytes as its shape says
+        with path.open("rb") as file:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            self._header = json.loads(file.read(length))
+            self._map: memoryview | None = map_for_reading(file)
+        self._start = _LENGTH.size + length
+
+    def __enter__(self) -> "SafetensorsFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._map = None  # the map is closed with the last tensor in it
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        """ValueError for a format that torch does not have."""
+        entry = self._header[key]
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(f"{key} is stored as {entry['dtype'][:20]}")
+        dtype, (start, stop) = _DTYPES[entry["dtype"]], entry["data_offsets"]
+        if start == stop:
+            return torch.empty(entry["shape"], dtype=dtype)
+        return mapped_bytes(self._map, self._start + start, stop - start).view(dtype).view(entry["shape"])
+
+    get_slice = get_tensor
+    """As safetensors' own: its parts are read when they are used."""

@@ -1,0 +1,51 @@
+"""Values of safetensors files: the same as the package's own, from files that are larger than the memory too."""
+
+import json
+import struct
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from parallel_backend.checkpoints import safetensors_file
+from parallel_backend.checkpoints.safetensors_file import SafetensorsFile
+
+DTYPES = [dtype for dtype in safetensors_file._DTYPES.values() if dtype != torch.bool]
+
+
+def test_values_are_those_of_the_package(tmp_path):
+    path = tmp_path / "all.safetensors"
+    random = torch.Generator().manual_seed(1)
+    tensors = {
+        str(dtype): torch.randint(0, 256, (3, 5, dtype.itemsize), dtype=torch.uint8, generator=random).view(dtype)
+        for dtype in DTYPES
+    }
+    tensors |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(1.5), "empty": torch.empty(0, 4)}
+    save_file(tensors, path, {"format": "pt"})
+    expected = load_file(path)
+    with SafetensorsFile(path) as file:
+        for key, value in expected.items():
+            found = file.get_tensor(key)
+            assert (found.dtype, found.shape) == (value.dtype, value.shape)
+            assert torch.equal(found.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+
+
+def test_a_format_that_torch_lacks_is_named(tmp_path):
+    path = tmp_path / "u64.safetensors"
+    save_file({"counts": torch.zeros(2, dtype=torch.uint64)}, path)
+    with SafetensorsFile(path) as file, pytest.raises(ValueError, match="counts is stored as U64"):
+        file.get_tensor("counts")
+
+
+def test_a_file_may_be_larger_than_the_memory(tmp_path):
+    path, rows = tmp_path / "large.safetensors", 2 * (psutil.virtual_memory().total + psutil.swap_memory().total) // 1024
+    header = {"weight": {"dtype": "BF16", "shape": [rows, 512], "data_offsets": [0, 1024 * rows]}}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + 1024 * rows)  # a hole, which takes no room on the disk
+    with SafetensorsFile(path) as file:
+        part = file.get_slice("weight")[rows - 2 :]
+        assert part.shape == (2, 512)
+        assert not part.any()
