@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel_backend.rank.comm import self_test
-from parallel_backend.rank.comm.mesh import Axis, Link
+from parallel_backend.rank.comm.mesh import Axis, LinkEnd
 from parallel_backend.rank.comm.process_group import join
 from parallel_backend.rank.comm.rendezvous import Rendezvous
 from parallel_backend.rank.comm.self_test import LinkError, advice, try_axis, try_link
@@ -36,10 +36,10 @@ def distributed(change=lambda tensor: None) -> SimpleNamespace:
 def test_right_values_pass(monkeypatch):
     monkeypatch.setattr(self_test, "dist", distributed())
     try_axis(AXIS, CPU)
-    try_link(Link(0, False, None), CPU)
+    try_link(LinkEnd(0, False, None), CPU)
 
 
-@pytest.mark.parametrize("attempt", [lambda: try_axis(AXIS, CPU), lambda: try_link(Link(0, False, None), CPU)])
+@pytest.mark.parametrize("attempt", [lambda: try_axis(AXIS, CPU), lambda: try_link(LinkEnd(0, False, None), CPU)])
 def test_wrong_values_are_seen(monkeypatch, attempt):
     """As direct access between GPUs gives behind an IOMMU."""
     monkeypatch.setattr(self_test, "dist", distributed(lambda tensor: tensor[-2:].zero_()))

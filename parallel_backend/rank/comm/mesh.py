@@ -22,7 +22,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkEnd:
     """One end of the way from a stage to the next. `peer`: global rank at the other end. `sends`: this end is the sender.
 
     `group` has these two ranks and no collectives, so that under NCCL it is one communicator, made at its first transfer.
@@ -38,7 +38,7 @@ class Mesh:
     """This rank's place on the mesh of one model. `links`: to the stages beside its own, in the order of pipe_links."""
 
     axes: dict[str, Axis]
-    links: tuple[Link, ...]
+    links: tuple[LinkEnd, ...]
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -46,7 +46,7 @@ class Mesh:
         own = [axis.group for axis in self.axes.values() if axis.group is not None]
         return own + [link.group for link in self.links]
 
-    def link(self, sends: bool) -> Link | None:
+    def link(self, sends: bool) -> LinkEnd | None:
         """The link to the next stage, or from the one before; None at the pipeline's end."""
         return next((link for link in self.links if link.sends == sends), None)
 
@@ -72,7 +72,7 @@ def make_mesh(degrees: Degrees, rank: int, timeout: timedelta) -> Mesh:
     for ends in pipe_links(degrees):
         group = new_group(ends, "link")
         if rank in ends:
-            links.append(Link(ends[rank == ends[0]], rank == ends[0], group))
+            links.append(LinkEnd(ends[rank == ends[0]], rank == ends[0], group))
     return Mesh(axes, tuple(links))
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from parallel_backend.wire.rank_settings import P2P_DISABLE
 
-from .mesh import Axis, Link
+from .mesh import Axis, LinkEnd
 from .staging import transfer_device
 
 VALUES = {"cuda": 1 << 18, "cpu": 1 << 10}
@@ -54,7 +54,7 @@ def try_axis(axis: Axis, device: torch.device) -> None:
     _check(values, torch.full((len(values),), axis.size * (axis.size + 1) / 2))
 
 
-def try_link(link: Link, device: torch.device) -> None:
+def try_link(link: LinkEnd, device: torch.device) -> None:
     """A transfer over the link, the way it is used. Collective over its ends. ValueError if something else arrives."""
     pattern, at = torch.arange(VALUES[device.type], dtype=torch.float32), transfer_device(device, link.group)
     if link.sends:

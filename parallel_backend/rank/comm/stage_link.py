@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .mesh import Link
+from .mesh import LinkEnd
 from .staging import host_buffer, staged, to_device, to_host, transfer_device
 from .transfers import Traffic, Transfer
 
@@ -19,7 +19,7 @@ class StageLink:
     `before`, `after`: the links to the stages beside this one, None at the pipeline's ends.
     """
 
-    def __init__(self, before: Link | None, after: Link | None, device: torch.device, traffic: Traffic):
+    def __init__(self, before: LinkEnd | None, after: LinkEnd | None, device: torch.device, traffic: Traffic):
         self.before, self.after, self.device, self.traffic = before, after, device, traffic
         self._posted: list[tuple[torch.Tensor, Transfer]] = []
         self._sent: list[tuple[torch.Tensor, Transfer]] = []
