@@ -74,7 +74,7 @@ def test_ranks_that_end_politely_have_waited_for_their_last_send(at_work):
     def one_call(files, load, _pool):
         return [load(files.flux(), Degrees(pipe=2)).predict(*tiny.inputs(cases.CONFIG), cases.nothing)]
 
-    assert at_work.trial(cases.Case("one call", 2, one_call), rules_of(8, 1, DELAY)) is None
+    assert at_work.trial(cases.Case("one call", one_call), rules_of(8, 1, DELAY)) is None
 
 
 @pytest.mark.parametrize("degrees", cases.PRODUCTS, ids=cases.name)

@@ -45,12 +45,12 @@ class Files:
 
 @dataclass(frozen=True)
 class Case:
-    """`run(files, load, pool)` gives what is compared. `load(path, degrees)`: the model, loaded anew on the ranks of
-    `pool`, which are as many as `degrees` has."""
+    """`run(files, load, pool)` gives what is compared. `load(path, degrees)`: the model on the ranks of `pool`, which are
+    as many as `degrees` has. `rare`: it is about loading or ending, and takes far longer than the others."""
 
     name: str
-    world: int
     run: Callable[[Files, Load, Callable[[int], object]], list[torch.Tensor]]
+    rare: bool = False
 
 
 class Cancelled(BaseException):
@@ -82,7 +82,7 @@ def product(degrees: Degrees) -> Case:
         given = tiny.inputs(CONFIG, height=9, width=10, text=5)
         return [model.predict(*given, nothing), _sampled(model, height=10, width=8)]
 
-    return Case(f"product {name(degrees)}", degrees.world, run)
+    return Case(f"product {name(degrees)}", run)
 
 
 def _sampled(model: RemoteTransformer, poll: Callable[[], None] = nothing, **size: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ def naive() -> Case:
         noise, _, tensors = tiny.inputs(CONFIG, batch=1, height=10, width=8)
         return [sample_whole(load(files.flux(), degrees), noise, linear_sigmas(2), Prompt(tensors, tensors, 1.0))]
 
-    return Case("naive patches", degrees.world, run)
+    return Case("naive patches", run)
 
 
 def family(case: Family) -> Case:
@@ -113,7 +113,7 @@ def family(case: Family) -> Case:
             found.append(sample_in_bands(model, x, sigmas, Prompt(tensors, {}, 1.0), case.bands, 1)[0])
         return found
 
-    return Case(f"family {case.family}", degrees.world, run)
+    return Case(f"family {case.family}", run)
 
 
 def masked(degrees: Degrees) -> Case:
@@ -124,7 +124,7 @@ def masked(degrees: Degrees) -> Case:
         tensors = tensors | {"text_mask": torch.arange(9)[None] < torch.tensor([[4], [9]])}
         return [load(files.flux(), degrees).predict(x, timestep, tensors, nothing)]
 
-    return Case(f"masked text {name(degrees)}", degrees.world, run)
+    return Case(f"masked text {name(degrees)}", run)
 
 
 def packed(kind: str) -> Case:
@@ -135,7 +135,7 @@ def packed(kind: str) -> Case:
         model = load(files.flux(), degrees, transfer_dtype=kind)
         return [model.predict(*tiny.inputs(CONFIG, height=9, width=10, text=5), nothing)]
 
-    return Case(f"transfers in {kind}", degrees.world, run)
+    return Case(f"transfers in {kind}", run)
 
 
 def without_overlap(degrees: Degrees) -> Case:
@@ -145,7 +145,7 @@ def without_overlap(degrees: Degrees) -> Case:
         model = load(files.flux(), degrees)
         return [sample_in_bands(model, noise, linear_sigmas(3), prompt, bands, 1, overlap=False)[0]]
 
-    return Case(f"without overlap {name(degrees)}", degrees.world, run)
+    return Case(f"without overlap {name(degrees)}", run)
 
 
 def controlnet(degrees: Degrees) -> Case:
@@ -159,7 +159,7 @@ def controlnet(degrees: Degrees) -> Case:
         }
         return [load(files.flux(), degrees).predict(*given, nothing, residuals=residuals)]
 
-    return Case(f"ControlNet {name(degrees)}", degrees.world, run)
+    return Case(f"ControlNet {name(degrees)}", run)
 
 
 def vae(ranks: int) -> Case:
@@ -174,7 +174,7 @@ def vae(ranks: int) -> Case:
             found += [model.predict(*given, nothing), decoder.decode(x, nothing)]
         return found
 
-    return Case(f"VAE bands on {ranks}", ranks, run)
+    return Case(f"VAE bands on {ranks}", run)
 
 
 def cancelled(degrees: Degrees) -> Case:
@@ -202,7 +202,7 @@ def cancelled(degrees: Degrees) -> Case:
         again = load(files.flux(), Degrees(ulysses=degrees.world))
         return [*found, again.predict(*given, nothing)]
 
-    return Case(f"cancel {name(degrees)}", degrees.world, run)
+    return Case(f"cancel {name(degrees)}", run)
 
 
 def cancel_at_once() -> None:
@@ -219,7 +219,7 @@ def other_degrees(first: Degrees, *others: Degrees) -> Case:
             pool(first.world).ask(m.Unload(), m.Unloaded).result(timeout=60)
         return found
 
-    return Case(f"unload and load {name(first)}", first.world, run)
+    return Case(f"unload and load {name(first)}", run, rare=True)
 
 
 def links(ranks: int) -> Case:
@@ -229,7 +229,7 @@ def links(ranks: int) -> Case:
         found = pool(ranks).ask(m.ProbeLinks((1024, 4096)), m.LinksProbed).result(timeout=60)
         return [torch.tensor([sorted(probed.links) for probed in found[:1]])]
 
-    return Case(f"links of {ranks}", ranks, run)
+    return Case(f"links of {ranks}", run)
 
 
 def all_of_them() -> Iterator[Case]:

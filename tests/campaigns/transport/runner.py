@@ -18,7 +18,6 @@ from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from parallel_backend.rank.attention import parallel_attention
 from tests.support import tiny
 from tests.support.strict.distributed import StrictDistributed
-from tests.support.strict.fabric import Fabric
 from tests.support.strict.rules import ANY, ISSUE, Rules
 from tests.support.thread_ranks import thread_ranks
 
@@ -32,10 +31,12 @@ Start = Callable[[StartSettings], Ranks]
 
 @dataclass
 class Pools:
-    """By number of ranks, as long as one trial."""
+    """By number of ranks. `keep`: a model that these ranks hold is not loaded again."""
 
     start: Start
+    keep: bool = False
     _pools: dict[int, Pool] = field(default_factory=dict)
+    _models: dict[int, tuple[tuple, RemoteTransformer]] = field(default_factory=dict)
 
     def __call__(self, world: int) -> Pool:
         if world not in self._pools:
@@ -44,7 +45,12 @@ class Pools:
         return self._pools[world]
 
     def load(self, path: Path, degrees: Degrees, **options: str) -> RemoteTransformer:
-        return RemoteTransformer(self(degrees.world), open_checkpoint(path), degrees, "fp32", "sdpa", nothing, **options)
+        key, pool = (path, degrees, *options.items()), self(degrees.world)
+        known, model = self._models.get(degrees.world, (None, None))
+        if not self.keep or known != key:
+            model = RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing, **options)
+            self._models[degrees.world] = key, model
+        return model
 
     def close(self) -> None:
         while self._pools:
@@ -61,7 +67,6 @@ class Trials:
     distributed: StrictDistributed
     most_under_way: int = 0
     _expected: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    _latest: list[Fabric] = field(default_factory=list)
 
     def expected(self, case: Case) -> list[torch.Tensor]:
         """What the case is to give."""
@@ -75,24 +80,37 @@ class Trials:
 
     def trial(self, case: Case, rules: Rules) -> str | None:
         """None where all is well; else what is wrong, in words."""
-        expected = self.expected(case)
-        self.distributed.rules = rules
-        failed = None
-        try:
-            found = self._run(case, self.strict)
-        except Exception as error:
-            failed = f"{type(error).__name__}: {error}"
-        self._note()
-        if (wrong := self._broken() or failed) is not None:
-            return wrong
-        return None if same(found, expected) else "the result differs"
+        return self.trials(case, [rules])[0]
+
+    def trials(self, case: Case, several: list[Rules]) -> list[str | None]:
+        """As many trials, one after the other on the same ranks as long as nothing is wrong."""
+        expected, outcomes, pools = self.expected(case), [], Pools(self.strict, keep=not case.rare)
+        for number, rules in enumerate(several):
+            self.distributed.follow(rules)
+            wrong = None
+            try:
+                found = case.run(self.files, pools.load, pools)
+                if number + 1 == len(several):
+                    pools.close()
+                wrong = None if same(found, expected) else "the result differs"
+            except Exception as error:
+                wrong = f"{type(error).__name__}: {error}"
+            wrong = self._broken() or wrong
+            outcomes.append(wrong)
+            if wrong is not None:
+                pools.close()
+                self._forget()
+                pools = Pools(self.strict, keep=not case.rare)
+        pools.close()
+        self._forget()
+        return outcomes
 
     def kill(self, degrees: Degrees, rules: Rules) -> str | None:
         """As `trial`: a rank ends without a word in the middle of a run, at an operation that the seed decides. The error
         names it, the others end, and the next ranks work."""
         chance = random.Random(f"kill {rules.seed}")
         victim, last = chance.randrange(degrees.world), chance.randrange(1, 60)
-        self.distributed.rules = rules
+        self.distributed.follow(rules)
         given, pools = tiny.inputs(CONFIG, height=9, width=10, text=5), Pools(self.strict)
         try:
             model = pools.load(self.files.flux(), degrees)
@@ -110,14 +128,14 @@ class Trials:
                 return f"rank {victim} died, and the error is: {error}"
         finally:
             pools.close()
-            self._note()
+            self._forget()
         again, plain = Pools(self.strict), Pools(self.plain)
         try:
             found = [ranks.load(self.files.flux(), degrees).predict(*given, nothing) for ranks in (again, plain)]
         finally:
             again.close()
             plain.close()
-            self._note()
+            self._forget()
         return None if torch.equal(*found) else "after a kill the result differs"
 
     def _run(self, case: Case, start: Start) -> list[torch.Tensor]:
@@ -128,12 +146,13 @@ class Trials:
             pools.close()
 
     def _broken(self) -> str | None:
-        return next((str(fabric.broken) for fabric in self._latest if fabric.broken is not None), None)
+        return next((str(fabric.broken) for fabric in self.distributed.fabrics if fabric.broken is not None), None)
 
-    def _note(self) -> None:
-        self._latest = list(self.distributed.fabrics)
-        self.distributed.fabrics.clear()
-        self.most_under_way = max([self.most_under_way, *(fabric.most_under_way for fabric in self._latest)])
+    def _forget(self) -> None:
+        """All ranks so far have ended."""
+        worlds = self.distributed.fabrics
+        self.most_under_way = max([self.most_under_way, *(fabric.most_under_way for fabric in worlds)])
+        worlds.clear()
 
 
 def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

@@ -57,6 +57,12 @@ class StrictDistributed(Distributed):
         self.rules = rules
         self.fabrics: list[Fabric] = []
 
+    def follow(self, rules: Rules) -> None:
+        """From now on, also in the worlds that there are."""
+        self.rules = rules
+        for fabric in self.fabrics:
+            fabric.rules = rules
+
     def world(self, size: int) -> Fabric:
         self.fabrics.append(Fabric(size, self.rules))
         return self.fabrics[-1]
