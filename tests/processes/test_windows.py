@@ -1,13 +1,17 @@
 """What of Windows' branches can be run elsewhere: the product's own code with the platform's name, and what it lacks."""
 
+import ast
 import ctypes
 import multiprocessing
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -125,6 +129,43 @@ def test_compiling_names_windows_own_triton(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(ValueError, match=r"^compile: .*compiler cl,"):
         compile_check.check_compile(("cpu",))
+
+
+ROOT = Path(__file__).resolve().parents[2]
+POSIX_MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "pty"}
+POSIX_NAMES = re.compile(
+    r"\b(os\.(fork|getuid|geteuid|setsid|killpg|kill|mkfifo)|signal\.(SIGKILL|SIGUSR\d|SIGCONT|SIGSTOP))\b"
+)
+BEHIND_A_BRANCH = {"local.py", "parent_watch.py", "rank_log.py"}
+"""Files whose use of such names the tests above run without them."""
+
+
+def test_no_module_needs_what_windows_lacks_to_be_imported():
+    needing, naming = set(), set()
+    for path in (*ROOT.glob("parallel_backend/**/*.py"), *ROOT.glob("nodes/**/*.py")):
+        text = path.read_text(encoding="utf-8")
+        top = [node for node in ast.parse(text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
+        needing |= {
+            (path.name, name) for name in names | {getattr(node, "module", None) for node in top} if name in POSIX_MODULES
+        }
+        naming |= {path.name} if POSIX_NAMES.search(text) else set()
+    assert not needing
+    assert naming == BEHIND_A_BRANCH
+
+
+def test_a_log_is_written_without_signals(tmp_path):
+    code = (
+        "import faulthandler, signal, sys\n"
+        "from pathlib import Path\n"
+        "from parallel_backend.processes.rank_log import write_log\n"
+        "del faulthandler.register, signal.SIGUSR1\n"
+        "write_log(Path(sys.argv[1]), 'rank 0')\n"
+        "print('a word')\n"
+    )
+    path = tmp_path / "rank-0.log"
+    subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, check=True)
+    assert "a word" in path.read_text()
 
 
 def test_a_model_runs_on_two_ranks(remote, flux_model, monkeypatch):
