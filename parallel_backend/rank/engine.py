@@ -112,6 +112,7 @@ class Engine:
         clock, recorder = self._traffic.clock, self._traffic.recorder
         began, waited = clock.now(), self._traffic.waited.seconds() if self.slowdown > 1 else 0.0
         recorder.step = label = self._label(step)
+        self._traffic.mark(began)
         received = output = None
         for op in self._ops:
             if op is Op.RECEIVE:
@@ -129,6 +130,7 @@ class Engine:
                 self._link.send(output, step.overlap)
         self._micro_steps += 1
         ended = clock.now()
+        self._traffic.mark(ended, idle=True)
         self._working.add(began, ended)
         recorder.add(WORK, label, began, ended)
         recorder.step = OUTSIDE

@@ -1,5 +1,6 @@
 """What a rank's transfers moved and what they cost: bytes, time under way, and the part of it the rank stood still for."""
 
+import functools
 import re
 import time
 from collections import Counter
@@ -55,10 +56,13 @@ class Clock:
 
 
 class Elapsed:
-    """Adds up the seconds between points in time, in order of their ends."""
+    """Adds up the seconds between points in time, in order of their ends.
 
-    UNREAD = 4096
-    """Pairs kept before they are added up, so that a model that nobody asks for a report does not collect them for ever."""
+    The oldest BATCH are added up when UNREAD newer ones stand behind them: nothing is collected for ever where nobody asks
+    for a report, and on CUDA the host does not wait for what its device has yet to do.
+    """
+
+    UNREAD, BATCH = 4096, 64
 
     def __init__(self, clock: Clock):
         self._on_stream = clock.on_stream
@@ -67,18 +71,22 @@ class Elapsed:
 
     def add(self, start: "float | torch.cuda.Event", stop: "float | torch.cuda.Event") -> None:
         self._pairs.append((start, stop))
-        if len(self._pairs) == self.UNREAD:
-            self.seconds()
+        if len(self._pairs) == self.UNREAD + self.BATCH:
+            self._add_up(self.BATCH)
 
     def seconds(self) -> float:
         """So far. On CUDA it waits until the stream has come to the last end."""
-        if self._on_stream and self._pairs:
-            self._pairs[-1][1].synchronize()
-            self._seconds += sum(start.elapsed_time(stop) for start, stop in self._pairs) / 1000
-        else:
-            self._seconds += sum(stop - start for start, stop in self._pairs)
-        self._pairs.clear()
+        self._add_up(len(self._pairs))
         return self._seconds
+
+    def _add_up(self, count: int) -> None:
+        """The oldest."""
+        oldest, self._pairs = self._pairs[:count], self._pairs[count:]
+        if self._on_stream and oldest:
+            oldest[-1][1].synchronize()
+            self._seconds += sum(start.elapsed_time(stop) for start, stop in oldest) / 1000
+        else:
+            self._seconds += sum(stop - start for start, stop in oldest)
 
     def drain(self) -> float:
         """So far, and start again at zero."""
@@ -95,11 +103,16 @@ class Traffic:
     """
 
     def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None):
-        self.clock = Clock(device)
+        self._device, self.clock = device, Clock(device)
         self.heartbeat = heartbeat or Heartbeat()
         self.bytes_sent: Counter[str] = Counter()
         self.under_way, self.waited = Elapsed(self.clock), Elapsed(self.clock)
         self.recorder = Recorder(self.clock.now if self.clock.on_stream else None)
+
+    def mark(self, at: "float | torch.cuda.Event", waiting: bool = False, idle: bool = False) -> None:
+        """On CUDA, tell the heartbeat what the device does from the event `at` on: see Heartbeat.mark."""
+        if self.clock.on_stream:
+            self.heartbeat.mark(functools.partial(_passed, at, self._device), waiting, idle)
 
     def start(self, operation: Callable[[], list[dist.Work] | dist.Work]) -> "Transfer":
         """`operation` starts the transfer. PeerError if it cannot even be started."""
@@ -128,6 +141,7 @@ class Transfer:
 
     def wait(self) -> None:
         waiting = self._traffic.clock.now()
+        self._traffic.mark(waiting, waiting=True)
         heartbeat = self._traffic.heartbeat
         heartbeat.waiting = True
         try:
@@ -140,7 +154,14 @@ class Transfer:
         heartbeat.waiting = False
         heartbeat.done()
         done = self._traffic.clock.now()
+        self._traffic.mark(done)
         self._traffic.under_way.add(self._started, done)
         self._traffic.waited.add(waiting, done)
         self._traffic.recorder.add(TRANSFER, self._step, self._started, done)
         self._traffic.recorder.add(WAIT, self._traffic.recorder.step, waiting, done)
+
+
+def _passed(event: "torch.cuda.Event", device: torch.device) -> bool:
+    """Asked on the heartbeat's thread, whose device is the first one until it is set: a look would make a context there."""
+    torch.cuda.set_device(device)
+    return event.query()
