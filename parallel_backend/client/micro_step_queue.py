@@ -18,6 +18,7 @@ class MicroSteps:
 
     `newest`: number of the newest micro-step that any model has sent to these ranks, whose output may still arrive.
     `patch`: values that an output's token has for each channel. `send(replica, step)` sends a micro-step to its ranks.
+    `done(seq)`: all outputs of that micro-step are there.
     `shard(call, index)`: the rows of the call's output that the sequence rank of this number computes.
     """
 
@@ -27,9 +28,10 @@ class MicroSteps:
         newest: int,
         patch: int,
         send: Callable[[int, PostedStep], None],
+        done: Callable[[int], None],
         shard: Callable[[Call, int], Span],
     ):
-        self._degrees, self._patch, self._send, self._shard = degrees, patch, send, shard
+        self._degrees, self._patch, self._send, self._done, self._shard = degrees, patch, send, done, shard
         self._newest = newest  # number of the newest micro-step, sent or waiting
         self._window = window(degrees.pipe)
         self._waiting: list[deque[PostedStep]] = [deque() for _ in range(degrees.batch)]
@@ -85,6 +87,7 @@ class MicroSteps:
         self._awaited_ranks[output.seq].remove(output.rank)
         if not self._awaited_ranks[output.seq]:
             del self._awaited_ranks[output.seq], flying[output.seq]
+            self._done(output.seq)
             self._fill(at.batch)
         return assembly, complete, nonfinite
 

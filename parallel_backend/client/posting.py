@@ -17,6 +17,7 @@ from .call import Call, Conditioning, PostedStep, fail
 from .conditioning_cache import ConditioningCache
 from .micro_step_queue import MicroSteps
 from .scatter import Scatter
+from .shared_residuals import SharedResiduals
 
 
 class Posting:
@@ -30,7 +31,9 @@ class Posting:
         """Before the model is loaded; nothing may be posted until `start`."""
         self._pool, self._degrees, self._on_nonfinite = pool, degrees, on_nonfinite
         self._lock = threading.RLock()
-        self._micro_steps = MicroSteps(degrees, pool.newest_step, patch, self._send_step, self._rows)
+        self.shared = SharedResiduals(degrees, pool)
+        """Has the residuals of micro-steps under way. For what sends them, under this object's lock."""
+        self._micro_steps = MicroSteps(degrees, pool.newest_step, patch, self._send_step, self.shared.done, self._rows)
         self._cut: SequenceCut | None = None
         self._scatter: Scatter | None = None
         self._conditionings: ConditioningCache | None = None
@@ -83,6 +86,7 @@ class Posting:
             if self._conditionings is not None:
                 self._conditionings.clear()
             calls = self._micro_steps.end()
+            self.shared.close()
         for call in calls:
             fail(call.future, error)
 

@@ -86,7 +86,7 @@ class RemoteTransformer:
         if not only:
             self._memory.check_weights(poll)
         self.cut = SequenceCut(self.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
-        scatter = Scatter(checkpoint, degrees, self.stage_blocks, self.cut, pool)
+        scatter = Scatter(checkpoint, degrees, self.stage_blocks, self.cut, pool, self._posting.shared)
         self._posting.start(self.cut, scatter, ConditioningCache(checkpoint, pool, scatter))
         self._runs = Runs(pool, self._posting, self._memory, family)
         load = m.Load(
@@ -166,9 +166,10 @@ class RemoteTransformer:
         patching = self.family.patching
         grid = patching.grid(x.shape)
         conditioning = self.conditioning(grid, tensors, first_replica)
+        device, x, timestep = x.device, x.cpu(), timestep.cpu()  # once: all that looks at them looks here
         entry = None if cache is None else cache.call(conditioning.id, float(timestep.max()), may_forecast)
         if isinstance(entry, Forecast):
-            return entry.output().to(x.device)
+            return entry.output().to(device, non_blocking=True)
         self._memory.admit(conditioning, poll)
         call = self.call(patching.pack(x), timestep, conditioning, run=0, overlap=overlap, residuals=residuals)
         self.post(call)
@@ -181,7 +182,7 @@ class RemoteTransformer:
         output = patching.unpack(tokens, tuple(x.shape))
         if entry is not None:
             entry.outputs[0] = output
-        return output.to(x.device)
+        return output.to(device, non_blocking=True)
 
     def call(
         self,
@@ -195,7 +196,8 @@ class RemoteTransformer:
         overlap: bool = True,
         residuals: Residuals | None = None,
     ) -> Call:
-        """A call to `post`, checked. `x` [B, n, c]: the picture's tokens among `tokens` (None: all). Fields as of Call.
+        """A call to `post`, checked. `x` [B, n, c]: the picture's tokens among `tokens` (None: all). Fields as of Call. `x`
+        and `timestep` are on the CPU, where they are looked at and cut.
 
         ValueError for values that are not finite, for memory that cannot hold what the run keeps (see `watch_memory`), and
         for fewer tokens than sequence ranks.
@@ -211,7 +213,7 @@ class RemoteTransformer:
                 f"{degrees} cuts this picture (or patch of it), which has only {len(tokens)} tokens: one for each rank is "
                 "the least. Use a larger picture, fewer patches or smaller degrees."
             )
-        return Call(x, timestep.float().cpu(), conditioning, tokens, with_text, run, stale, bool(overlap), residuals or {})
+        return Call(x, timestep.float(), conditioning, tokens, with_text, run, stale, bool(overlap), residuals or {})
 
     def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int = 0) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet (see ConditioningCache).

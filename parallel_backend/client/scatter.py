@@ -9,10 +9,14 @@ from parallel_backend.processes.pool import Pool
 from parallel_backend.wire import messages as m
 
 from .call import Conditioning, PostedStep, Residuals
+from .shared_residuals import SharedResiduals
 
 
 class Scatter:
-    """`stage_blocks`: the blocks of each stage. `cut`: a stage's tokens over its sequence ranks."""
+    """`stage_blocks`: the blocks of each stage. `cut`: a stage's tokens over its sequence ranks.
+
+    `shared`: has the residuals of micro-steps under way, where ranks share memory with this process.
+    """
 
     def __init__(
         self,
@@ -21,22 +25,27 @@ class Scatter:
         stage_blocks: tuple[Span, ...],
         cut: SequenceCut,
         pool: Pool,
+        shared: SharedResiduals,
     ):
         self._family, self._config = checkpoint.family, checkpoint.config
-        self._degrees, self._stage_blocks, self._cut, self._pool = degrees, stage_blocks, cut, pool
+        self._degrees, self._stage_blocks, self._cut = degrees, stage_blocks, cut
+        self._pool, self._shared = pool, shared
 
     def step(self, replica: int, step: PostedStep) -> None:
         """Its part to every rank of the replica: the latent to the first stage, residuals to the stage of their blocks."""
         call = step.assembly.call
         token_order = call.conditioning.token_order
         first = token_order.images(call.tokens).start
-        for stage in range(self._degrees.pipe):
-            blocks = self._residuals(stage, call.residuals)
-            # A ControlNet with few blocks repeats its tensors: each is sent once.
-            added = list({id(tensor): tensor for tensor in blocks.values()}.values())
-            numbers = {id(tensor): number for number, tensor in enumerate(added)}
-            for index, shard in enumerate(self._cut.image(call.tokens)):
-                images = token_order.images(shard).shift(-first).slice
+        shards = [token_order.images(shard).shift(-first).slice for shard in self._cut.image(call.tokens)]
+        stages = [self._residuals(stage, call.residuals) for stage in range(self._degrees.pipe)]
+        # A ControlNet with few blocks repeats its tensors: each is sent once.
+        added = [list({id(tensor): tensor for tensor in blocks.values()}.values()) for blocks in stages]
+        entries = step.entries.slice
+        parts = [tensor[entries, images] for tensors in added for images in shards for tensor in tensors]
+        placed = iter(self._shared.place(replica, step.seq, parts))
+        for stage, blocks in enumerate(stages):
+            numbers = {id(tensor): number for number, tensor in enumerate(added[stage])}
+            for index, images in enumerate(shards):
                 message = m.Step(
                     seq=step.seq,
                     run=call.run,
@@ -46,10 +55,10 @@ class Scatter:
                     stale=call.stale,
                     overlap=call.overlap,
                     entries=step.local,
-                    timestep=call.timestep[step.entries.slice],
+                    timestep=call.timestep[entries],
                     residuals={block: numbers[id(tensor)] for block, tensor in blocks.items()},
-                    added=tuple(tensor[step.entries.slice, images] for tensor in added),
-                    x=call.x[step.entries.slice, images] if stage == 0 else None,
+                    added=tuple(next(placed) for _ in added[stage]),
+                    x=call.x[entries, images] if stage == 0 else None,
                 )
                 for rank in self._degrees.ranks(replica, stage, index):
                     self._pool.send(rank, message)

@@ -61,3 +61,16 @@ class TokenOrder:
         row = torch.searchsorted(starts, index, right=True) - 1
         inside = index - starts[row]
         return torch.where(inside < self.row, row * self.row + inside, self.image + index - (row + 1) * self.row)
+
+    def picture_rows(self, span: Span) -> torch.Tensor:
+        """[m]: which of the tokens of `span`, counted from its start, are the picture's."""
+        return (self.places(span) < self.image).nonzero()[:, 0]
+
+    def reference_rows(self, span: Span) -> torch.Tensor:
+        """[n - m]: the others."""
+        return (self.places(span) >= self.image).nonzero()[:, 0]
+
+    def reference_numbers(self, span: Span) -> torch.Tensor:
+        """[n - m]: the others' numbers among all reference tokens."""
+        places = self.places(span)
+        return places[places >= self.image] - self.image

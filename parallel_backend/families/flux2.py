@@ -83,8 +83,8 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
-    text_ids = torch.zeros(len(step.text), 4, device=step.timestep.device)
-    text_ids[:, 3] = torch.arange(step.text.start, step.text.stop)
+    own = torch.arange(step.text.start, step.text.stop, dtype=torch.float32, device=step.timestep.device)
+    text_ids = F.pad(own[:, None], (3, 0))
     given = token_arguments(step) | {"img_ids": F.pad(step.positions(), (0, 1)), "txt_ids": text_ids}
     # This forward looks at its inputs' dtype and at the text's length before it embeds them.
     empty = step.timestep.new_zeros(len(step.timestep), len(step.text), 1, dtype=step.dtype)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from parallel_backend.core.device_copies import to_device
 from parallel_backend.families.base.blocks import Blocks
 from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
@@ -156,7 +157,7 @@ def _rotary(step: StepInputs, config: Config) -> tuple[torch.Tensor, torch.Tenso
         for count, part in zip(step.grid, used, strict=True)
     ]
     positions = torch.cartesian_prod(*sides).flip(1).float()  # columns come first in a head
-    table = rotary_table(positions.to(step.timestep.device), (config["attention_head_dim"] // 2,) * 2, 10000.0)
+    table = rotary_table(to_device(positions, step.timestep.device), (config["attention_head_dim"] // 2,) * 2, 10000.0)
     return table.real.repeat_interleave(2, 1), table.imag.repeat_interleave(2, 1)
 
 

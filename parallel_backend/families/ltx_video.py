@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import Blocks
 from parallel_backend.families.base.family import (
     CacheScope,
@@ -140,7 +141,7 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    places = step.token_order.places(step.image).to(step.timestep.device)
+    places = step.of_tokens("places", step.token_order.places)
     time = TIME * step.timestep
     if time.ndim > 1:  # of each token
         time = time.flatten(1)[:, places]
@@ -151,22 +152,28 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
         "encoder_hidden_states": step.tensors["context"],
         "encoder_attention_mask": step.tensors.get("mask"),
         "timestep": time,
-        "video_coords": _coordinates(step, places, config["causal_temporal_positioning"]),
+        "video_coords": _coordinates(step, config["causal_temporal_positioning"]),
     }
 
 
-def _coordinates(step: StepInputs, places: torch.Tensor, causal: bool) -> torch.Tensor:
-    """[b, 3, n] float32 of tokens `places` [n]: seconds, row and column in pixels (comfy/ldm/lightricks/model.py).
+def _coordinates(step: StepInputs, causal: bool) -> torch.Tensor:
+    """[b, 3, n] float32 of the rank's tokens: seconds, row and column in pixels (comfy/ldm/lightricks/model.py).
 
     `causal`: the first latent frame is one frame of the video, as in LTX-Video 0.9.5 and later.
     """
-    pixels = torch.stack(torch.unravel_index(places, step.grid)) * torch.tensor(PIXELS, device=places.device)[:, None]
-    if causal:
-        pixels[0] = (pixels[0] + 1 - PIXELS[0]).clamp(min=0)
-    pixels = pixels.float().repeat(len(step.timestep), 1, 1)
+
+    def of_video(image: Span) -> torch.Tensor:
+        pixels = torch.stack(torch.unravel_index(step.token_order.places(image), step.grid)) * torch.tensor(PIXELS)[:, None]
+        if causal:
+            pixels[0] = (pixels[0] + 1 - PIXELS[0]).clamp(min=0)
+        return pixels.float()
+
+    pixels = step.of_tokens("pixels", of_video).repeat(len(step.timestep), 1, 1)
     if (keyframes := step.tensors.get("keyframes")) is not None:
-        number = places - (step.token_order.image - keyframes.shape[2])
-        pixels[:, :, number >= 0] = keyframes[:, :, number[number >= 0], 0].float()
+        first = step.token_order.image - keyframes.shape[2]
+        rows = step.of_tokens("keyframe rows", lambda image: (step.token_order.places(image) >= first).nonzero()[:, 0])
+        numbers = step.of_tokens("places", step.token_order.places)[rows] - first
+        pixels[:, :, rows] = keyframes[:, :, numbers, 0].float()
     pixels[:, 0] /= step.tensors["frame_rate"][:, None]
     return pixels
 

@@ -128,7 +128,7 @@ class LocalRanks:
 
     def _start(self, index: int, start: StartSettings, context: Any) -> None:
         ours, theirs = context.Pipe(duplex=True)
-        self.channels.append(Channel(ours))
+        self.channels.append(Channel(ours, lends=True))
         settings = RankSettings(
             rank=index,
             devices=start.devices,

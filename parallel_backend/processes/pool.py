@@ -14,6 +14,7 @@ from typing import Any
 
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest
+from parallel_backend.wire.shared_memory import Segment
 
 from .failure_report import FailureReport, RankError, again
 from .failure_report import LinksDown as LinksDown
@@ -117,11 +118,26 @@ class Pool:
 
         Blocks while the rank takes nothing: no longer than the watchdog lets a rank be silent.
         """
-        if self.error is not None:
-            raise again(self.error)
+        self._raise_error()
         self.watchdog.sent(message)
         with contextlib.suppress(OSError):
             self.ranks.channels[rank].send(message, request_id)
+
+    def lends_to(self, rank: int) -> bool:
+        """Whether tensors for the rank can lie in memory that it shares with this process."""
+        return self.ranks.channels[rank].lends
+
+    def lend(self, rank: int, segment: Segment) -> None:
+        """See Channel.lend. Raises as `send`."""
+        self._raise_error()
+        with contextlib.suppress(OSError):
+            self.ranks.channels[rank].lend(segment)
+
+    def take_back(self, rank: int, segment: Segment) -> None:
+        """See Channel.take_back. Raises as `send`."""
+        self._raise_error()
+        with contextlib.suppress(OSError):
+            self.ranks.channels[rank].take_back(segment.number)
 
     def ask(self, message: Any, reply: type) -> Future:
         """Send to every rank; the future gives their replies of type `reply`, in rank order."""
@@ -153,6 +169,10 @@ class Pool:
             self._watchdog_thread.end(stop_ranks=True)
             self.ranks.join(STOP_SECONDS)
         self._end(RankError("Parallel DiT: the ranks were ended"))
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise again(self.error)
 
     def _fail(self, error: Exception) -> None:
         error = self._watchdog_thread.error or error

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families import Family
@@ -45,7 +46,7 @@ class ConditioningStore:
     def put(self, message: PutConditioning) -> None:
         exact = (*KEPT_EXACT, *self._family.inputs.exact)
         tensors = {
-            name: tensor.to(self._device, self._dtype if tensor.is_floating_point() and name not in exact else None)
+            name: to_device(tensor, self._device, self._dtype if tensor.is_floating_point() and name not in exact else None)
             for name, tensor in message.tensors.items()
         }
         token_order = self._family.token_order(message.grid, message.references)

@@ -1,10 +1,12 @@
 """The forward of a rank's stage for one micro-step: from the message and the conditioning to the model's own arguments."""
 
+from collections.abc import Callable
+
 import torch
 
+from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
-from parallel_backend.core.token_order import TokenOrder
-from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_MASK, Rows, StepInputs
+from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_MASK, Rows, StepInputs, kept_on
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.stage.block_slots import StageDone
@@ -53,13 +55,13 @@ class StageForward:
             image_padding=self._family.image_padding(conditioning.grid),
             row=token_order.row,
         )
-        self._timestep = step.timestep.to(stage.device)
+        self._timestep = to_device(step.timestep, stage.device)
         rows = self._rows(conditioning, own_image, own_text)
-        stage.flow.begin_step(received, len(own_text), rows, self._residuals(step, token_order, own_image))
+        stage.flow.begin_step(received, len(own_text), rows, self._residuals(step, conditioning, own_image))
         tensors = self._tensors(step, conditioning)
         self._guidance = tensors.get(GUIDANCE)
         inputs = StepInputs(
-            None if step.x is None else self._with_references(step.x, tensors, token_order, own_image),
+            None if step.x is None else self._with_references(step.x, tensors, conditioning, own_image),
             self._timestep,
             tensors,
             conditioning.grid,
@@ -85,26 +87,35 @@ class StageForward:
         return cut.text(conditioning.text_tokens if step.with_text else 0), cut.image(step.tokens)
 
     def _with_references(
-        self, x: torch.Tensor, tensors: dict[str, torch.Tensor], token_order: TokenOrder, image: Span
+        self, x: torch.Tensor, tensors: dict[str, torch.Tensor], conditioning: RankConditioning, image: Span
     ) -> torch.Tensor:
         """[b, m, C] of the picture's tokens -> [b, n, C] of `image`; as it is where the model is given whole tensors."""
-        x = x.to(self._stage.device, self._stage.dtype)
-        if self._family.forward.whole_latent or not token_order.references:
+        order = conditioning.token_order
+        x = to_device(x, self._stage.device, self._stage.dtype)
+        if self._family.forward.whole_latent or not order.references:
             return x
-        places = token_order.places(image).to(self._stage.device)
-        own = places < token_order.image
         out = x.new_empty(len(x), len(image), x.shape[-1])
-        out[:, own] = x
-        out[:, ~own] = tensors[REFERENCES][:, places[~own] - token_order.image]
+        out[:, self._of_tokens(conditioning, image, "picture rows", order.picture_rows)] = x
+        rows = self._of_tokens(conditioning, image, "reference rows", order.reference_rows)
+        out[:, rows] = tensors[REFERENCES][:, self._of_tokens(conditioning, image, "their numbers", order.reference_numbers)]
         return out
 
-    def _residuals(self, step: Step, token_order: TokenOrder, image: Span) -> dict[str, torch.Tensor]:
+    def _of_tokens(
+        self, conditioning: RankConditioning, image: Span, name: str, make: Callable[[Span], torch.Tensor]
+    ) -> torch.Tensor:
+        """As StepInputs.of_tokens, before there are any."""
+        return kept_on(self._stage.device, conditioning.kept[image], name, lambda: make(image))
+
+    def _residuals(self, step: Step, conditioning: RankConditioning, image: Span) -> dict[str, torch.Tensor]:
         """Block -> [b, n, hidden]; what is added to reference tokens is zero."""
         if not step.residuals:
             return {}
-        added = [tensor.to(self._stage.device, self._stage.dtype) for tensor in step.added]
-        if token_order.references:
-            own = (token_order.places(image) < token_order.image).to(self._stage.device)
+        order = conditioning.token_order
+        # Copies in any case: the client's memory is written to again once the micro-step's outputs are there, and a rank of
+        # a tensor group may by then still be behind its last block.
+        added = [tensor.to(self._stage.device, self._stage.dtype, non_blocking=True, copy=True) for tensor in step.added]
+        if order.references:
+            own = self._of_tokens(conditioning, image, "picture rows", order.picture_rows)
             for index, tensor in enumerate(added):
                 added[index] = tensor.new_zeros(len(tensor), len(image), tensor.shape[-1])
                 added[index][:, own] = tensor
@@ -121,7 +132,7 @@ class StageForward:
                 places = token_order.places(token_order.span)
                 own = places if order is None else order[places.clamp(max=token_order.image - 1)]
                 order = torch.where(places < token_order.image, own, places)
-            self._orders = {key: None if order is None else order.to(self._stage.device)}
+            self._orders = {key: None if order is None else to_device(order, self._stage.device)}
         order = self._orders[key]
         index = image.slice if order is None else order[image.slice]
         return Rows(index, token_order.tokens, text, self._family.blocks.text_first)

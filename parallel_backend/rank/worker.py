@@ -34,6 +34,7 @@ from .allocator import give_back, keep_freed
 from .block_probe import probe
 from .engine import Engine
 from .free_memory import read_memory
+from .pinned import pinning
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +172,7 @@ class Worker:
         if self.engine is not None:
             self.engine.close()
         self.engine = self.decoder = None
+        self.channel.return_segments()
         gc.collect()  # engine and model refer to each other: without this the old weights stay beside the new ones
         self._release_unused()
 
@@ -230,7 +232,7 @@ class Worker:
 def run(settings: RankSettings, connection: Connection) -> None:
     """A rank's whole life: join the others, serve, and report what went wrong."""
     torch.set_num_threads(settings.threads)
-    channel, heartbeat = Channel(connection), Heartbeat()
+    channel, heartbeat = Channel(connection, borrowed=pinning(torch.device(settings.device))), Heartbeat()
     beating = (heartbeat, settings.rank, channel, settings.heartbeat_seconds)
     threading.Thread(target=send_heartbeats, args=beating, name="heartbeat", daemon=True).start()
 

@@ -3,7 +3,9 @@
 On one machine that is an inherited pipe, so only the pool's own children are at the other end. Ranks elsewhere: tcp.py.
 """
 
+import socket
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -11,39 +13,115 @@ import torch
 
 from .encoding import MAX_HEADER_BYTES, BadMessage, Envelope
 from .messages import decode_header, encode
+from .shared_memory import MAX_SEGMENT_BYTES, MAX_SEGMENTS, CloseSegment, OpenSegment, Segment, open_segment
+from .tcp import socket_of
 
 CLOSE_SECONDS = 1.0
 FRAME_BYTES = 1 << 20
 """Bytes of a tensor that travel as one frame. No more is read at once, whatever length a frame claims."""
+HANDLE_FOLLOWS = b"\0"
+"""The byte that a segment's handle travels with."""
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-class Channel:
-    """Sends and receives messages. `send` may be called from any thread, `receive` from one only."""
+Borrowed = Callable[[torch.Tensor], Callable[[], None]]
+"""Is given a segment's memory before it is used; what it returns is called when it will not be used any more."""
 
-    def __init__(self, connection: Connection):
-        self.connection = connection
+
+class Channel:
+    """Sends and receives messages. `send` may be called from any thread, `receive` from one only.
+
+    `lends`: the other end is a process of this machine, and may be given tensors in shared memory. `borrowed`: this end
+    takes such tensors; the client does not.
+    """
+
+    def __init__(self, connection: Connection, lends: bool = False, borrowed: Borrowed | None = None):
+        self.connection, self.lends = connection, lends
         self._sending = threading.Lock()
+        self._lent: dict[int, Segment] = {}
+        self._borrowed: dict[int, Segment] = {}
+        self._on_borrowed = borrowed
+        self._let_go: dict[int, Callable[[], None]] = {}  # by segment that is borrowed
 
     def send(self, message: Any, request_id: int | None = None) -> None:
         """Raises OSError when the other end is gone, AssertionError for what is no message. `request_id`: see Envelope."""
-        header, tensors = encode(message, request_id)
         with self._sending:
-            self.connection.send_bytes(header)
-            for tensor in tensors:
-                content = _bytes(tensor)
-                for start in range(0, len(content), FRAME_BYTES):
-                    self.connection.send_bytes(content[start : start + FRAME_BYTES])
+            self._send(message, request_id)
+
+    def lend(self, segment: Segment) -> None:
+        """From now on tensors in the segment are not sent, but pointed to. They must not change while they are in use.
+
+        Raises as `send`.
+        """
+        assert self.lends, "the other end is not on this machine"
+        with self._sending:
+            self._send(OpenSegment(segment.number, segment.nbytes, segment.name), None)
+            if segment.handle is not None:
+                with socket_of(self.connection) as ours:
+                    socket.send_fds(ours, [HANDLE_FOLLOWS], [segment.handle])
+            self._lent[segment.number] = segment
+
+    def take_back(self, number: int) -> None:
+        """No message will point into that segment any more. Raises as `send`."""
+        with self._sending:
+            del self._lent[number]
+            self._send(CloseSegment(number), None)
+
+    def _send(self, message: Any, request_id: int | None) -> None:
+        header, tensors = encode(message, request_id, self._lent.values())
+        self.connection.send_bytes(header)
+        for tensor in tensors:
+            content = _bytes(tensor)
+            for start in range(0, len(content), FRAME_BYTES):
+                self.connection.send_bytes(content[start : start + FRAME_BYTES])
 
     def receive(self) -> Envelope:
         """Blocks. Raises EOFError or OSError when the other end is gone, BadMessage for bytes that are no message.
 
         After a BadMessage nothing more can be received: nobody knows where the next message begins.
         """
-        envelope, pending = decode_header(self._frame(MAX_HEADER_BYTES))
+        while True:
+            envelope = self._receive()
+            if self._on_borrowed is None or not isinstance(envelope.message, OpenSegment | CloseSegment):
+                return envelope
+            self._borrow(envelope.message)
+
+    def return_segments(self) -> None:
+        """Let all segments go that are borrowed: no tensor in them will be read any more."""
+        for number in list(self._borrowed):
+            self._return(number)
+
+    def _borrow(self, message: OpenSegment | CloseSegment) -> None:
+        if isinstance(message, CloseSegment):
+            self._return(message.number)
+            return
+        if message.number in self._borrowed or len(self._borrowed) == MAX_SEGMENTS or message.nbytes > MAX_SEGMENT_BYTES:
+            raise BadMessage(f"segment {message.number} of {message.nbytes} bytes beside {len(self._borrowed)} others")
+        try:
+            segment = open_segment(message, None if message.name else self._handle())
+        except (ValueError, OSError) as error:
+            raise BadMessage(f"a segment of shared memory that cannot be opened: {error}") from error
+        self._let_go[message.number] = self._on_borrowed(segment.memory)
+        self._borrowed[message.number] = segment
+
+    def _return(self, number: int) -> None:
+        if self._borrowed.pop(number, None) is not None:
+            self._let_go.pop(number)()
+
+    def _handle(self) -> int:
+        with socket_of(self.connection) as ours:
+            content, handles, _, _ = socket.recv_fds(ours, len(HANDLE_FOLLOWS), 1)
+        if not content:
+            raise EOFError
+        if len(handles) != 1:
+            raise BadMessage("no handle of a segment where one belongs")
+        return handles[0]
+
+    def _receive(self) -> Envelope:
+        envelope, pending = decode_header(self._frame(MAX_HEADER_BYTES), self._borrowed)
         for tensor, shape, nbytes in pending:
             for start in range(0, nbytes, FRAME_BYTES):
                 length = min(FRAME_BYTES, nbytes - start)

@@ -3,19 +3,22 @@
 What a field may hold is read once from the dataclasses' annotations, and both ends keep to it: the sender fails before
 anything is sent, the receiver before anything is done. A header is a list, `["Step", 5, 1, ...]`: the type's name and the
 fields in order, behind the request's id in a request and its replies (`[17, "Unload"]`). A tensor in it is `[dtype, shape]`,
-a tuple or nested message a list, a dict a list of pairs.
+or `[dtype, shape, segment, offset]` where it lies in shared memory and no bytes of it follow (shared_memory.py); a tuple or
+nested message is a list, a dict a list of pairs.
 """
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from parallel_backend.core.spans import Span
+
+from .shared_memory import Segment
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 1 << 12
@@ -52,12 +55,26 @@ class Pending(NamedTuple):
     nbytes: int
 
 
+class _Leaving(list[torch.Tensor]):
+    """Tensors of a message whose bytes are to follow its header. `lent`: segments of memory shared with the other end."""
+
+    def __init__(self, lent: Iterable[Segment] = ()):
+        self.lent = tuple(lent)
+
+
 class _Arriving(list[Pending]):
-    """The tensors of one message, in the order in which their bytes follow."""
+    """The tensors of one message, in the order in which their bytes follow. `borrowed`: segments by number."""
 
     nbytes = 0
 
+    def __init__(self, borrowed: Mapping[int, Segment] | None = None):
+        self.borrowed = borrowed or {}
+
     def add(self, value: Any) -> torch.Tensor:
+        place = None
+        if type(value) is list and len(value) == 4:
+            *value, number, offset = value
+            place = _read_int(number, self), _read_int(offset, self)
         dtype, shape = _fixed(value, 2)
         if type(dtype) is not str or dtype not in DTYPES:
             raise BadMessage(f"a tensor of the dtype {_short(dtype)}")
@@ -70,6 +87,8 @@ class _Arriving(list[Pending]):
             count *= size
             extent *= size or 1
         nbytes = count * DTYPES[dtype].itemsize
+        if place is not None:
+            return self._borrow(DTYPES[dtype], shape, *place)
         self.nbytes += nbytes
         # An axis of length 0 leaves no bytes, but strides that torch cannot hold.
         if extent > MAX_TENSOR_BYTES or self.nbytes > MAX_TENSOR_BYTES or len(self) == MAX_TENSORS:
@@ -78,11 +97,19 @@ class _Arriving(list[Pending]):
         self.append(Pending(tensor if nbytes else tensor.resize_(shape), shape, nbytes))
         return tensor
 
+    def _borrow(self, dtype: torch.dtype, shape: list[int], number: int, offset: int) -> torch.Tensor:
+        if number not in self.borrowed:
+            raise BadMessage(f"a tensor in segment {number} of shared memory, which is not open")
+        try:
+            return self.borrowed[number].tensor(dtype, shape, offset)
+        except (ValueError, RuntimeError) as error:  # or an axis of length 0 beside ones that torch cannot hold
+            raise BadMessage(f"a tensor that is not in its segment of shared memory: {error}") from error
+
 
 class _Kind(NamedTuple):
     """What a field may hold: `pack` (value, tensors) -> for JSON; `read` (from JSON, _Arriving) -> value, or BadMessage."""
 
-    pack: Callable[[Any, list[torch.Tensor]], Any]
+    pack: Callable[[Any, _Leaving], Any]
     read: Callable[[Any, _Arriving], Any]
 
 
@@ -94,9 +121,14 @@ class Encoding:
         self._types = {cls.__name__: (cls, self._kind(cls)) for cls in types}
         self._pack = {cls: kind.pack for cls, kind in self._types.values()}
 
-    def encode(self, message: Any, request_id: int | None = None) -> tuple[bytes, list[torch.Tensor]]:
-        """Header and the tensors (CPU, contiguous) that follow it, in order. AssertionError for what has no encoding."""
-        tensors: list[torch.Tensor] = []
+    def encode(
+        self, message: Any, request_id: int | None = None, lent: Iterable[Segment] = ()
+    ) -> tuple[bytes, list[torch.Tensor]]:
+        """Header and the tensors (CPU, contiguous) that follow it, in order. AssertionError for what has no encoding.
+
+        Tensors in one of the segments `lent` stay where they are.
+        """
+        tensors = _Leaving(lent)
         pack = self._pack.get(type(message))
         assert pack is not None, f"{type(message)} cannot cross processes"
         fields = [type(message).__name__, *pack(message, tensors)]
@@ -106,9 +138,12 @@ class Encoding:
         assert len(header) <= MAX_HEADER_BYTES and len(tensors) <= MAX_TENSORS, f"{type(message).__name__} is too large"
         return header, tensors
 
-    def decode(self, header: bytes) -> tuple[Envelope, list[Pending]]:
-        """The message, and its tensors, which take no memory before their bytes arrive. BadMessage for anything else."""
-        arriving, request_id = _Arriving(), None
+    def decode(self, header: bytes, borrowed: Mapping[int, Segment] | None = None) -> tuple[Envelope, list[Pending]]:
+        """The message, and its tensors, which take no memory before their bytes arrive. BadMessage for anything else.
+
+        `borrowed`: segments of shared memory that tensors may lie in.
+        """
+        arriving, request_id = _Arriving(borrowed), None
         try:
             value = json.loads(header)
         except (ValueError, RecursionError) as error:
@@ -151,7 +186,7 @@ class Encoding:
         packs = [(name, kind.pack) for name, kind in zip(names, kinds, strict=True)]
         reads = [kind.read for kind in kinds]
 
-        def pack(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
+        def pack(value: Any, tensors: _Leaving) -> list[Any]:
             assert type(value) is cls, _unfit(value)
             return [each(getattr(value, name), tensors) for name, each in packs]
 
@@ -172,7 +207,7 @@ def _optional(kind: _Kind) -> _Kind:
 
 
 def _sequence(kind: _Kind) -> _Kind:
-    def pack(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
+    def pack(value: Any, tensors: _Leaving) -> list[Any]:
         assert isinstance(value, (tuple, list)), _unfit(value)
         return [kind.pack(item, tensors) for item in value]
 
@@ -185,7 +220,7 @@ def _sequence(kind: _Kind) -> _Kind:
 
 
 def _tuple(kinds: list[_Kind]) -> _Kind:
-    def pack(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
+    def pack(value: Any, tensors: _Leaving) -> list[Any]:
         assert isinstance(value, (tuple, list)) and len(value) == len(kinds), _unfit(value)
         return [kind.pack(item, tensors) for kind, item in zip(kinds, value, strict=True)]
 
@@ -196,7 +231,7 @@ def _tuple(kinds: list[_Kind]) -> _Kind:
 
 
 def _dict(keys: _Kind, values: _Kind) -> _Kind:
-    def pack(value: Any, tensors: list[torch.Tensor]) -> list[list[Any]]:
+    def pack(value: Any, tensors: _Leaving) -> list[list[Any]]:
         assert isinstance(value, dict), _unfit(value)
         return [[keys.pack(key, tensors), values.pack(item, tensors)] for key, item in value.items()]
 
@@ -218,7 +253,7 @@ def _fixed(value: Any, length: int) -> list[Any]:
     return value
 
 
-def _pack_int(value: Any, _tensors: list[torch.Tensor]) -> int:
+def _pack_int(value: Any, _tensors: _Leaving) -> int:
     assert type(value) is int and 0 <= value < MAX_INT, _unfit(value)
     return value
 
@@ -229,7 +264,7 @@ def _read_int(value: Any, _arriving: _Arriving) -> int:
     return value
 
 
-def _pack_float(value: Any, _tensors: list[torch.Tensor]) -> float:
+def _pack_float(value: Any, _tensors: _Leaving) -> float:
     assert isinstance(value, (float, int)) and type(value) is not bool and math.isfinite(value), _unfit(value)
     return float(value)
 
@@ -241,7 +276,7 @@ def _read_float(value: Any, _arriving: _Arriving) -> float:
 
 
 def _exactly(kind: type) -> _Kind:
-    def pack(value: Any, _tensors: list[torch.Tensor]) -> Any:
+    def pack(value: Any, _tensors: _Leaving) -> Any:
         assert type(value) is kind, _unfit(value)
         return value
 
@@ -253,8 +288,11 @@ def _exactly(kind: type) -> _Kind:
     return _Kind(pack, read)
 
 
-def _pack_tensor(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
+def _pack_tensor(value: Any, tensors: _Leaving) -> list[Any]:
     assert isinstance(value, torch.Tensor) and value.dtype in _NAMES, _unfit(value)
+    for segment in tensors.lent:
+        if (offset := segment.offset_of(value)) is not None:
+            return [_NAMES[value.dtype], list(value.shape), segment.number, offset]
     tensors.append(value.detach().to("cpu").contiguous())
     return [_NAMES[value.dtype], list(value.shape)]
 
@@ -263,7 +301,7 @@ def _read_tensor(value: Any, arriving: _Arriving) -> torch.Tensor:
     return arriving.add(value)
 
 
-def _pack_span(value: Any, _tensors: list[torch.Tensor]) -> list[int]:
+def _pack_span(value: Any, _tensors: _Leaving) -> list[int]:
     assert type(value) is Span and 0 <= value.start <= value.stop < MAX_INT, _unfit(value)
     return [value.start, value.stop]
 

@@ -32,6 +32,7 @@ from .lifecycle import START_UP as START_UP
 from .lifecycle import Failure, HeartbeatMessage, Ready, Stop, Unload, Unloaded
 from .loading import Adapt, Adapted, AdaptersSent, DropAdapters, Load, Loaded, Loading, Rescale
 from .sampling import BlockStats, CloseRun, DropConditioning, OpenRun, Output, PutConditioning, RunStats, Step
+from .shared_memory import CloseSegment, OpenSegment
 
 _TYPES = {
     cls.__name__: cls
@@ -52,7 +53,7 @@ _TYPES = {
         *(DropAdapters, Adapt, Rescale, AdaptersSent, Adapted),
         *(PutDecoder, Decode, Decoded),
         *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),
-        *(BeginTimeline, ReadTimeline, Timeline),
+        *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, CloseSegment),
         *(ReadMemory, RankMemory, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),
     )
 }

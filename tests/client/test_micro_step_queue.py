@@ -15,11 +15,11 @@ TOKENS, WIDTH = 6, 4
 
 
 class Queue:
-    """Micro-steps that go to nobody. `sent`: (replica, number, entries of the call) of each."""
+    """Micro-steps that go to nobody. `sent`: (replica, number, entries of the call) of each; `done`: those answered."""
 
     def __init__(self, degrees: Degrees, newest: int = 0):
-        self.degrees, self.sent = degrees, []
-        self.steps = MicroSteps(degrees, newest, WIDTH, self._send, lambda call, index: self.rows(index))
+        self.degrees, self.sent, self.done = degrees, [], []
+        self.steps = MicroSteps(degrees, newest, WIDTH, self._send, self.done.append, lambda call, index: self.rows(index))
 
     def _send(self, replica, step):
         self.sent.append((replica, step.seq, step.entries))

@@ -318,7 +318,7 @@ class ThreadRanks:
         gc.freeze()
         for rank in range(len(self.names)):
             ours, theirs = Pipe(duplex=True)
-            self.channels.append(Channel(ours))
+            self.channels.append(Channel(ours, lends=True))
             self._theirs.append(theirs)
             thread = threading.Thread(target=self._run, args=(rank, theirs), name=f"rank {rank}", daemon=True)
             self._threads.append(thread)

@@ -253,7 +253,7 @@ class Family:
             return self.patching.pack(out)[:, own.slice]
         if len(own) == len(step.image):
             return out
-        return out[:, step.token_order.places(step.image).to(out.device) < step.token_order.image]
+        return out[:, step.of_tokens("picture rows", step.token_order.picture_rows)]
 
     def _whole(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """The whole latent [b, C, (T,) H, W], zero outside of the rank's tokens."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 
@@ -64,12 +65,16 @@ class StepInputs:
     kept: dict[Any, torch.Tensor] = field(default_factory=dict)
     """Values that all micro-steps for the same tokens of the same conditioning share."""
 
+    def of_tokens(self, name: str, make: Callable[[Span], torch.Tensor]) -> torch.Tensor:
+        """`make(image)`, made on the host, on the rank's device: see `kept_on`."""
+        return kept_on(self.timestep.device, self.kept, name, lambda: make(self.image))
+
     def positions(self, top: int = 0, left: int = 0) -> torch.Tensor:
         """(frame, row, column) of the rank's image tokens, [n, 3] float32. For bands along rows.
 
         Rows count from `top`, columns from `left`. Reference tokens have their REFERENCE_POSITIONS.
         """
-        if (top, left) not in self.kept:  # made on the host, which CUDA devices would have to be waited for
+        if (top, left) not in self.kept:
             self.kept[top, left] = self._positions(top, left)
         return self.kept[top, left]
 
@@ -79,8 +84,9 @@ class StepInputs:
         own = torch.cartesian_prod(*sides)[:, (1, 0, 2)]
         device = self.timestep.device
         references = self.tensors.get(REFERENCE_POSITIONS)
-        whole = own.to(device) if references is None else torch.cat((own.to(device), references[0].float()))
-        return whole[places.to(device)]
+        own = to_device(own, device)
+        whole = own if references is None else torch.cat((own, references[0].float()))
+        return whole[to_device(places, device)]
 
     def text_tensor(self, name: str, width: int) -> torch.Tensor:
         """Token tensor `name` [b, T, width]. Zeros on stages that do not get it, which only look at its shape."""
@@ -88,6 +94,18 @@ class StepInputs:
         if given is not None:
             return given
         return self.timestep.new_zeros(len(self.timestep), self.text_tokens, width, dtype=self.dtype)
+
+
+def kept_on(
+    device: torch.device, kept: dict[Any, torch.Tensor], name: str, make: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """`make()` on the device, made once in `kept`: a tensor of the host, such as an index.
+
+    On the device it would come out of a comparison, for whose size the host waits.
+    """
+    if name not in kept:
+        kept[name] = to_device(make(), device)
+    return kept[name]
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ The copies are in page-locked memory where that is safe, several times as fast a
 next one of about its size, and each transfer has one copy at each end: as much is held as is ever under way at once.
 """
 
-import sys
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+
+from parallel_backend.core.device_copies import page_locked
 
 
 def staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
@@ -19,15 +20,6 @@ def staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
 def transfer_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
     """Where tensors of `device` are when `group` moves them: on the device itself, or on the host."""
     return torch.device("cpu") if device.type == "cuda" and dist.get_backend(group) == "gloo" else device
-
-
-def page_locked(device: torch.device) -> bool:
-    """Whether copies to and from `device` are in page-locked memory.
-
-    Not on Windows: there such copies fail once a process has looked at a second GPU (ComfyUI's issue 15255), and ComfyUI
-    itself does without.
-    """
-    return device.type == "cuda" and sys.platform != "win32"
 
 
 def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -331,8 +331,8 @@ RANK_MUTANTS = (
     Mutant(
         "unloading keeps the weights",
         RANK + "worker.py",
-        "self.engine = self.decoder = None\n        gc",
-        "self.decoder = None\n        gc",
+        "self.engine = self.decoder = None\n        self.channel",
+        "self.decoder = None\n        self.channel",
         ("tests/client/test_unload.py", "-k", "gives_the_memory or unloaded"),
         (),
         "default",

@@ -1,0 +1,39 @@
+"""Copies of tensors between a device and the host, for which the host waits as seldom as possible."""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+
+def page_locked(device: torch.device) -> bool:
+    """Whether copies to and from `device` are in page-locked memory.
+
+    Not on Windows: there such copies fail once a process has looked at a second GPU (ComfyUI's issue 15255), and ComfyUI
+    itself does without.
+    """
+    return device.type == "cuda" and sys.platform != "win32"
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors on the CPU, those that are there already as they are. CUDA's copies are waited for once, all together."""
+    copies, devices = [], set()
+    for tensor in tensors:
+        if page_locked(tensor.device):
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies.append(copy.copy_(tensor, non_blocking=True))
+            devices.add(tensor.device)
+        else:
+            copies.append(tensor.cpu())
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The tensor on the device; as it is if it is there already. The host does not wait for what the device does before.
+
+    What is copied may be dropped at once: CUDA reads pageable memory before the call returns. It must not be written to if
+    it is pinned, before the device has come to the copy.
+    """
+    return tensor.to(device, dtype, non_blocking=True)

@@ -1,0 +1,242 @@
+"""A ControlNet's residuals in shared memory: results are those over pipes, bit for bit; it is bounded; it leaves nothing."""
+
+import gc
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel_backend.client import shared_residuals
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.shared_residuals import SharedResiduals
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.pool import RankError
+from parallel_backend.rank import pinned
+from parallel_backend.wire import messages as m
+from parallel_backend.wire.channel import Channel
+from parallel_backend.wire.shared_memory import make_segment, sharing_possible
+from tests.support import fake_cuda, tiny
+
+pytestmark = [
+    pytest.mark.threads,
+    pytest.mark.skipif(not sharing_possible(), reason="this system shares no memory with ranks"),
+]
+
+MODES = (
+    Degrees(pipe=2),
+    Degrees(ulysses=2),
+    Degrees(tensor=2),
+    Degrees(batch=2),
+    Degrees(patch=2, patch_mode="displaced"),
+    Degrees(pipe=2, tensor=2),
+)
+HIDDEN = tiny.FLUX["num_attention_heads"] * tiny.FLUX["attention_head_dim"]
+
+
+def nothing() -> None:
+    """A Poll that never gives up."""
+
+
+def maps() -> int:
+    """Segments that this process has mapped."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:parallel-dit")
+
+
+def residuals(x: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(x), x.shape[-1] * x.shape[-2] // 4, HIDDEN)
+    return {f"transformer_blocks.{index}": torch.randn(shape, generator=generator) for index in range(3)} | {
+        f"single_transformer_blocks.{index}": torch.randn(shape, generator=generator) for index in range(5)
+    }
+
+
+def outputs(model: RemoteTransformer) -> list[torch.Tensor]:
+    """Of calls that differ in their residuals."""
+    x, timestep, tensors = tiny.inputs(tiny.FLUX)
+    return [model.predict(x, timestep, tensors, nothing, residuals=residuals(x, seed)) for seed in range(4)]
+
+
+@pytest.mark.parametrize("degrees", MODES, ids=str)
+def test_results_are_those_over_pipes_though_a_segment_is_written_over_once_it_is_free(remote, degrees, monkeypatch):
+    """As soon as it may be, with what no result could hide."""
+    model = remote(degrees, fresh=True)
+    sent: list[int] = []
+    send = Channel.send
+
+    def counting(channel, message, request_id=None):
+        if isinstance(message, m.Step):
+            inside = [any(s.offset_of(t) is not None for s in channel._lent.values()) for t in message.added]
+            sent.append(sum(inside))
+        return send(channel, message, request_id)
+
+    def done(shared, seq, done=SharedResiduals.done):
+        if seq in shared._used:
+            shared._used[seq][1].memory.view(torch.float32).fill_(float("nan"))
+        done(shared, seq)
+
+    monkeypatch.setattr(Channel, "send", counting)
+    monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1 << 40)
+    over_pipes = outputs(model)
+    assert not any(sent)
+    monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
+    monkeypatch.setattr(SharedResiduals, "done", done)
+    model._posting._micro_steps._done = model._posting.shared.done
+    shared = outputs(model)
+    assert any(sent)
+    assert all(map(torch.equal, shared, over_pipes))
+    assert not torch.equal(shared[0], shared[1])  # the control: residuals do decide
+
+
+def test_memory_goes_with_the_model(remote):
+    model = remote(Degrees(pipe=2), fresh=True)
+    before = maps()
+    outputs(model)
+    assert maps() > before
+    del model
+    remote(Degrees(ulysses=2), fresh=True)
+    assert maps() <= before
+
+
+class PoolOfNobody:
+    """A pool whose ranks take note of what they are lent. `far`: ranks on another machine."""
+
+    def __init__(self, far: tuple[int, ...] = ()):
+        self.far, self.lent, self.taken_back = far, [], []
+
+    def lends_to(self, rank: int) -> bool:
+        return rank not in self.far
+
+    def lend(self, rank: int, segment) -> None:
+        self.lent.append((rank, segment.number))
+
+    def take_back(self, rank: int, segment) -> None:
+        self.taken_back.append((rank, segment.number))
+
+
+LARGE = torch.ones(1 << 16)
+
+
+def is_shared(placed: list[torch.Tensor]) -> bool:
+    return placed[0].data_ptr() != LARGE.data_ptr()
+
+
+@pytest.fixture
+def pool():
+    return PoolOfNobody()
+
+
+@pytest.fixture
+def shared(pool):
+    shared = SharedResiduals(Degrees(batch=2, pipe=2), pool)
+    yield shared
+    shared.close()
+
+
+def test_a_segment_is_lent_to_its_replicas_ranks_and_used_again(shared, pool):
+    assert is_shared(shared.place(1, 5, [LARGE]))
+    assert pool.lent == [(2, 1), (3, 1)]
+    shared.place(1, 6, [LARGE])  # while the first one is in use
+    shared.done(5)
+    shared.place(1, 7, [LARGE])
+    assert pool.lent == [(2, 1), (3, 1), (2, 2), (3, 2)]
+    assert not pool.taken_back
+
+
+def test_a_segment_that_is_too_small_gives_way_to_a_larger_one(shared, pool):
+    shared.place(0, 1, [LARGE])
+    shared.done(1)
+    placed = shared.place(0, 2, [LARGE, LARGE + 1, LARGE[:100]])
+    assert pool.taken_back == [(0, 1), (1, 1)]
+    assert all(map(torch.equal, placed, [LARGE, LARGE + 1, LARGE[:100]]))
+
+
+def test_what_is_small_or_too_much_goes_over_the_pipes(shared, pool, monkeypatch):
+    monkeypatch.setattr(shared_residuals, "MOST_BYTES", 2 * LARGE.nbytes)
+    few = [LARGE[:100]]
+    assert shared.place(0, 1, few)[0] is few[0]
+    assert not pool.lent
+    assert [is_shared(shared.place(0, seq, [LARGE])) for seq in (2, 3, 4)] == [True, True, False]
+    shared.done(2)
+    assert is_shared(shared.place(0, 5, [LARGE]))
+
+
+def test_without_room_to_spare_it_goes_over_the_pipes(shared, monkeypatch):
+    """A process that writes to memory that is not there is killed."""
+    monkeypatch.setattr(shared_residuals, "host_memory", lambda: (4 * LARGE.nbytes, None))
+    assert is_shared(shared.place(0, 1, [LARGE]))
+    assert not is_shared(shared.place(0, 2, [LARGE, LARGE]))
+
+
+def test_ranks_on_another_machine_are_sent_all():
+    shared = SharedResiduals(Degrees(pipe=2), PoolOfNobody(far=(1,)))
+    assert not is_shared(shared.place(0, 1, [LARGE]))
+
+
+def test_without_memory_to_share_it_goes_over_the_pipes_with_a_word(shared, monkeypatch, caplog):
+    def none(number: int, nbytes: int):
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(shared_residuals, "make_segment", none)
+    with caplog.at_level(logging.WARNING):
+        assert not is_shared(shared.place(0, 1, [LARGE]))
+        assert not is_shared(shared.place(0, 2, [LARGE]))
+    assert [record.message for record in caplog.records if "Cannot allocate memory" in record.message] != []
+    assert len(caplog.records) == 1
+
+
+def test_after_the_end_nothing_is_shared_and_nothing_is_left(pool):
+    before = maps()
+    handles = len(os.listdir("/proc/self/fd"))
+    shared = SharedResiduals(Degrees(), pool)
+    shared.place(0, 1, [LARGE])
+    shared.place(0, 2, [LARGE])
+    shared.done(1)
+    shared.close()
+    shared.done(2)  # an output that was on its way
+    assert not is_shared(shared.place(0, 3, [LARGE]))
+    assert (maps(), len(os.listdir("/proc/self/fd"))) == (before, handles)
+
+
+def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, flux_file):
+    """Neither in this process nor under a name anywhere."""
+    before, names = maps(), set(os.listdir("/dev/shm"))
+    model = process_pools.load(flux_file, Degrees(pipe=2), fresh=True)
+    outputs(model)
+    assert maps() > before
+    os.kill(model.pool.pids[1], signal.SIGKILL)
+    with pytest.raises(RankError):
+        outputs(model)
+    process_pools.end(2)
+    del model
+    assert maps() == before
+    assert set(os.listdir("/dev/shm")) == names
+
+
+def test_pinned_segments_are_unpinned_before_they_go(monkeypatch):
+    """Where ranks are on CUDA; the calls, on a stand-in for its runtime."""
+    calls = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            calls.append(("pin", address, nbytes))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(("unpin", address))
+            return 0
+
+    segment = make_segment(1, 4096)
+    with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
+        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+        let_go = pinned.pinning(torch.device("cuda", 1))(segment.memory)
+        assert cuda.current_device() == 1
+        let_go()
+        assert cuda.waits == 1  # for what still reads it
+    address = segment.memory.data_ptr()
+    assert calls == [("pin", address, 4096), ("unpin", address)]
+    segment.close()
+    assert pinned.pinning(torch.device("cpu"))(LARGE)() is None

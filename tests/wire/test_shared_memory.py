@@ -1,0 +1,262 @@
+"""Tensors in memory that a client shares with a rank: they arrive without a byte in the pipe, and nothing else does."""
+
+import array
+import gc
+import mmap
+import os
+import socket
+import sys
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel_backend.wire import channel as channels
+from parallel_backend.wire import messages as m
+from parallel_backend.wire.channel import Channel
+from parallel_backend.wire.shared_memory import CloseSegment, OpenSegment, Segment, make_segment, sharing_possible
+from parallel_backend.wire.tcp import socket_of
+
+fcntl = pytest.importorskip("fcntl", reason="files without a name are Linux's")
+
+NBYTES = 1 << 20
+FIONREAD = 0x541B
+"""ioctl of a socket: bytes that wait in it."""
+
+
+class Ends:
+    """The two ends of a channel over which memory is lent. `opened`, `returned`: of the rank's end, in bytes."""
+
+    def __init__(self):
+        ours, theirs = Pipe(duplex=True)
+        self.opened, self.returned = [], []
+        self.client, self.rank = Channel(ours, lends=True), Channel(theirs, borrowed=self._borrowed)
+
+    def _borrowed(self, memory: torch.Tensor):
+        self.opened.append(memory.nbytes)
+        return lambda: self.returned.append(memory.nbytes)
+
+    def crossed(self, message):
+        """The message as it arrives, and the bytes that the socket had of it."""
+        self.client.send(message)
+        count = array.array("i", [0])
+        fcntl.ioctl(self.rank.connection.fileno(), FIONREAD, count)
+        return self.rank.receive().message, count[0]
+
+    def close(self) -> None:
+        self.client.close()
+        self.rank.close()
+
+
+@pytest.fixture
+def ends():
+    ends = Ends()
+    yield ends
+    ends.close()
+
+
+@pytest.fixture
+def segment():
+    segment = make_segment(3, NBYTES)
+    yield segment
+    segment.close()
+
+
+def conditioning(*tensors: torch.Tensor) -> m.PutConditioning:
+    return m.PutConditioning(1, (2, 2), 0, 0, 1, {str(number): tensor for number, tensor in enumerate(tensors)})
+
+
+def test_a_tensor_in_a_segment_arrives_without_its_bytes(ends, segment):
+    ends.client.lend(segment)
+    large = segment.tensor(torch.bfloat16, [2, 1000, 50], 128).copy_(torch.randn(2, 1000, 50))
+    small = torch.arange(5)
+    message, nbytes = ends.crossed(conditioning(large, small))
+    assert nbytes < 1000 < large.nbytes
+    assert torch.equal(message.tensors["0"], large)
+    assert torch.equal(message.tensors["1"], small)
+    assert ends.opened == [NBYTES]
+    large.zero_()
+    assert not message.tensors["0"].any()  # one memory
+
+
+def test_what_is_not_whole_in_a_segment_is_sent_as_ever(ends, segment):
+    ends.client.lend(segment)
+    values = segment.tensor(torch.float32, [64, 64], 0).copy_(torch.randn(64, 64))
+    other = torch.randn(64, 64)
+    message, nbytes = ends.crossed(conditioning(values[:, :8], other, values[:0]))
+    assert nbytes > other.nbytes
+    for name, tensor in {"0": values[:, :8], "1": other, "2": values[:0]}.items():
+        assert torch.equal(message.tensors[name], tensor)
+
+
+def test_a_segment_that_is_taken_back_is_pointed_into_no_more(ends, segment):
+    ends.client.lend(segment)
+    values = segment.tensor(torch.float32, [64], 0).fill_(1.0)
+    ends.client.take_back(segment.number)
+    message, _ = ends.crossed(conditioning(values))
+    assert ends.returned == [NBYTES]
+    values.zero_()
+    assert message.tensors["0"].all()  # its own
+
+
+def test_memory_goes_with_the_last_who_has_it():
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:parallel-dit")
+
+    def handles() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    before = mapped(), handles()
+    ends, segment = Ends(), make_segment(1, NBYTES)
+    ends.client.lend(segment)
+    message, _ = ends.crossed(conditioning(segment.tensor(torch.float32, [64], 0).fill_(1.0)))
+    assert mapped() == before[0] + 2
+    segment.close()
+    ends.close()
+    del segment, ends
+    gc.collect()
+    assert message.tensors["0"].all()  # the rank still computes with it
+    assert (mapped(), handles()) == (before[0] + 1, before[1] + 1)
+    del message
+    gc.collect()
+    assert (mapped(), handles()) == before
+
+
+def header(place: str) -> bytes:
+    return f'["Output",1,5,["float32",{place}]]'.encode()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "[16],4,0",  # a segment that is not open
+        f"[16],3,{NBYTES}",
+        f"[16],3,{NBYTES - 32}",
+        f"[{NBYTES}],3,0",
+        "[16],3,4",  # not aligned
+        "[16],3,-64",
+        "[16],-3,0",
+        '[16],"3",0',
+        "[16],3,true",
+        "[16],3,0.0",
+        "[16],3,[0]",
+        "[16],3",
+        "[16],3,0,0",
+        "[1099511627776,1099511627776,0],3,0",
+        "[-16],3,0",
+    ],
+)
+def test_a_place_that_is_not_in_an_open_segment_is_refused(place, segment):
+    with pytest.raises(m.BadMessage):
+        m.decode_header(header(place), {3: segment})
+
+
+def test_a_place_in_an_open_segment_is_taken(segment):
+    """The control of the test above."""
+    (message, _), pending = m.decode_header(header("[16],3,64"), {3: segment})
+    assert message.value.shape == (16,)
+    assert not pending
+
+
+@pytest.mark.parametrize("nbytes", [0, NBYTES - 1, NBYTES + 1, 1 << 40])
+def test_a_segment_of_another_size_is_refused(ends, segment, nbytes):
+    ends.client.send(OpenSegment(1, nbytes, ""))
+    with socket_of(ends.client.connection) as ours:
+        socket.send_fds(ours, [channels.HANDLE_FOLLOWS], [segment.handle])
+    with pytest.raises(m.BadMessage):
+        ends.rank.receive()
+
+
+def test_a_segment_that_could_be_cut_short_is_refused(ends):
+    """Whoever reads beyond the end of a file that was cut is killed by the system."""
+    handle = os.memfd_create("open")
+    os.truncate(handle, NBYTES)
+    ends.client.send(OpenSegment(1, NBYTES, ""))
+    with socket_of(ends.client.connection) as ours:
+        socket.send_fds(ours, [channels.HANDLE_FOLLOWS], [handle])
+    with pytest.raises(m.BadMessage, match="shrink"):
+        ends.rank.receive()
+    os.close(handle)
+
+
+def test_a_segment_cannot_be_cut_short(segment):
+    with pytest.raises(PermissionError):
+        os.truncate(segment.handle, 1)
+
+
+def test_a_segment_without_its_handle_is_refused(ends):
+    ends.client.send(OpenSegment(1, NBYTES, ""))
+    with socket_of(ends.client.connection) as ours:
+        ours.send(channels.HANDLE_FOLLOWS)
+    with pytest.raises(m.BadMessage, match="no handle"):
+        ends.rank.receive()
+
+
+def test_segments_by_name_numbers_that_are_taken_are_refused(ends, segment):
+    ends.client.send(OpenSegment(1, NBYTES, "../../etc/passwd"))
+    with pytest.raises(m.BadMessage, match="name"):
+        ends.rank.receive()
+    ends.client.lend(segment)
+    ends.client.lend(segment)
+    with pytest.raises(m.BadMessage, match="beside 1 others"):
+        ends.rank.receive()
+
+
+def test_a_client_that_opens_ever_more_segments_is_refused(ends, monkeypatch):
+    monkeypatch.setattr(channels, "MAX_SEGMENTS", 1)
+    segments = [make_segment(number, 4096) for number in (1, 2)]
+    for segment in segments:
+        ends.client.lend(segment)
+        segment.close()
+    with pytest.raises(m.BadMessage, match="beside 1 others"):
+        ends.rank.receive()
+
+
+@pytest.mark.parametrize("message", [OpenSegment(1, NBYTES, ""), CloseSegment(1)])
+def test_a_rank_lends_nothing_to_the_client(ends, message):
+    """What has no field `rank` the pool refuses, whatever it is."""
+    ends.rank.send(message)
+    found = ends.client.receive().message
+    assert found == message
+    assert not hasattr(found, "rank")
+
+
+def test_windows_has_segments_by_name(ends, monkeypatch):
+    """Its branch, on a stand-in for its named mappings. Never run on Windows."""
+    mappings: dict[str, mmap.mmap] = {}
+
+    class Named:
+        @staticmethod
+        def mmap(handle: int, nbytes: int, tagname: str):
+            assert handle == -1
+            return mappings.setdefault(tagname, mmap.mmap(-1, nbytes))
+
+    monkeypatch.setattr("parallel_backend.wire.shared_memory.mmap", Named)
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert sharing_possible()
+    segment = make_segment(3, NBYTES)
+    (name,) = mappings
+    assert segment.handle is None
+    assert make_segment(4, NBYTES).name != name
+    ends.client.lend(segment)
+    values = segment.tensor(torch.float32, [1000], 64).copy_(torch.randn(1000))
+    message, nbytes = ends.crossed(conditioning(values))
+    assert nbytes < 1000
+    assert torch.equal(message.tensors["0"], values)
+    segment.close()
+
+
+def test_a_segment_that_the_system_refuses_is_an_error_and_leaves_nothing():
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError):
+        make_segment(1, 1 << 60)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_views_are_of_the_whole_bytes(segment):
+    assert isinstance(segment, Segment)
+    assert segment.tensor(torch.uint8, [NBYTES], 0).data_ptr() == segment.memory.data_ptr()
+    assert segment.offset_of(segment.memory) == 0
+    assert segment.offset_of(torch.ones(3)) is None
