@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from parallel_backend.client.pipefusion.banded_run import NotLocal
+from parallel_backend.core.device_copies import to_device, to_host
 from parallel_backend.core.extrapolation import step_ratio
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import Patching
@@ -44,7 +45,7 @@ class BandedControl:
 
     `rows`: each band's latent rows (or frames) of a latent of `shape`; `exact_above`: see Band. `extrapolate`: latents of
     the step before are moved on to this step's time along the line through the last two, as keys are (kv_buffer.py).
-    `close` ends the waiting of all bands.
+    `device`: where the ControlNet computes; bands are on the host. `close` ends the waiting of all bands.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class BandedControl:
         shape: tuple[int, ...],
         exact_above: float,
         extrapolate: bool,
+        device: torch.device,
     ):
+        self.device = device
         self.control, self.patching, self.exact_above, self.extrapolate = control, patching, exact_above, extrapolate
         self.grid, patch = patching.grid(shape), patching.band_size
         self._rows = [Span(band.start // patch, -(-band.stop // patch)) for band in rows]
@@ -94,7 +97,7 @@ class BandedControl:
                 whole = self._whole(calls, turn)
         if index == 0:
             # Without the lock: meanwhile the other bands take the answer of the step before.
-            answer = self.control.get_control(whole, t, cond, batched, options)
+            answer = self._evaluate(whole, t, cond, batched, options)
             with self._changed:
                 calls.answers[turn] = answer
                 self._changed.notify_all()
@@ -106,6 +109,24 @@ class BandedControl:
             return None
         cut = {id(whole): self._cut(whole, index) for tensors in answer.values() for whole in tensors if whole is not None}
         return {kind: [None if whole is None else cut[id(whole)] for whole in tensors] for kind, tensors in answer.items()}
+
+    def _evaluate(self, whole: torch.Tensor, t: torch.Tensor, cond: dict, batched: int, options: Any) -> Control | None:
+        """ControlNet's answer on the host, where it is cut and sent on."""
+        if self.device == whole.device:
+            return self.control.get_control(whole, t, cond, batched, options)
+        own = {name: self._there(value) for name, value in cond.items()}
+        answer = self.control.get_control(self._there(whole), self._there(t), own, batched, options)
+        if answer is None:
+            return None
+        made = {id(tensor): tensor for tensors in answer.values() for tensor in tensors if tensor is not None}
+        here = dict(zip(made, to_host(list(made.values())), strict=True))
+        return {kind: [None if each is None else here[id(each)] for each in tensors] for kind, tensors in answer.items()}
+
+    def _there(self, value: Any) -> Any:
+        """A tensor, or those in a list, where the ControlNet computes. All else as it is."""
+        if isinstance(value, list):
+            return [self._there(each) for each in value]
+        return to_device(value, self.device) if isinstance(value, torch.Tensor) else value
 
     def _whole(self, calls: _Calls, turn: int) -> torch.Tensor:
         """The whole latent for band 0's call of this turn, once the other bands have made what it takes of them."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import comfy.conds
 import comfy.samplers
+import torch
 
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import Patching
@@ -23,10 +24,12 @@ def banded_controls(
     shape: tuple[int, ...],
     exact_above: float,
     extrapolate: bool,
+    device: torch.device,
 ) -> dict[int, BandedControl]:
-    """`id` of each ControlNet in the conditioning -> what the bands share of it."""
+    """`id` of each ControlNet in the conditioning -> what the bands share of it. `device`: see BandedControl."""
     found = (cond["control"] for conds in guider.conds.values() for cond in conds or () if cond.get("control") is not None)
-    return {id(control): BandedControl(control, patching, rows, shape, exact_above, extrapolate) for control in found}
+    settings = (patching, rows, shape, exact_above, extrapolate, device)
+    return {id(control): BandedControl(control, *settings) for control in found}
 
 
 @contextmanager

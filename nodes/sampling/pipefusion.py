@@ -20,6 +20,7 @@ from parallel_backend.client.placement.pipeline_model import choose_bands
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.reports.run_report import RunReport
 from parallel_backend.client.step_cache import StepCache
+from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
@@ -27,6 +28,7 @@ from ..ui.host import check_cancelled
 from ..ui.node_text import say
 from .band_guider import band_guider, banded_controls, releasing_waiters
 from .eligibility import Sampling, why_not_banded, why_not_displaced
+from .host_sampling import on_host
 from .noise import takes_noise_sampler, whole_noise
 
 WRAPPER_KEY = "parallel_dit_pipefusion"
@@ -47,10 +49,13 @@ log = logging.getLogger(__name__)
 
 
 class StepCallbacks:
-    """Step callbacks of the bands. A step is reported, with the whole latent, once every band has made it."""
+    """Step callbacks of the bands. A step is reported, with the whole latent, once every band has made it.
 
-    def __init__(self, bands: int, dim: int, total: int, callback, disable_pbar: bool):
-        self.bands, self.dim, self.total, self.callback = bands, dim, total, callback
+    `device`: of the latent that ComfyUI's callback is given, such as that of the previews' decoder.
+    """
+
+    def __init__(self, bands: int, dim: int, total: int, callback, disable_pbar: bool, device: torch.device):
+        self.bands, self.dim, self.total, self.callback, self.device = bands, dim, total, callback, device
         self._lock = threading.Lock()
         self._parts: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._whole: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -76,8 +81,8 @@ class StepCallbacks:
                 parts = self._parts.pop(step)
             self._bar.update()
             if self.callback is not None:
-                denoised, x = (torch.cat([parts[band][part] for band in range(self.bands)], self.dim) for part in (0, 1))
-                self.callback(step, denoised, x, self.total)
+                wholes = (torch.cat([parts[band][part] for band in range(self.bands)], self.dim) for part in (0, 1))
+                self.callback(step, *(to_device(whole, self.device) for whole in wholes), self.total)
 
     def close(self) -> None:
         self._bar.close()
@@ -196,22 +201,24 @@ class PipeFusion:
             if takes_noise_sampler(sampling.sampler)
             else None
         )
+        device, sampling = sampling.noise.device, on_host(sampling)
         shape = tuple(sampling.noise.shape)
         # Noise added between steps is no trend to follow: there extrapolated keys are worse than old ones.
         extrapolate = self.extrapolate and draws is None
         run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, extrapolate, calls, check_cancelled)
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         steps = StepCallbacks(
-            len(rows), model.family.patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar
+            len(rows), model.family.patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar, device
         )
 
         patching = model.family.patching
-        controls = banded_controls(sampling.guider, patching, rows, shape, limit, extrapolate)
+        controls = banded_controls(sampling.guider, patching, rows, shape, limit, extrapolate, device)
 
         def sample(band: int) -> torch.Tensor:
             guider = band_guider(sampling.guider, patching, rows, band, controls)
             options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
-            options["transformer_options"][BAND_KEY] = Band(run, band, limit)
+            for_calls = options["transformer_options"]
+            for_calls[BAND_KEY], for_calls["sample_sigmas"] = Band(run, band, limit), sampling.sigmas
             with releasing_waiters(controls, band):
                 return sampling.band(patching, rows[band], guider, options, draws, steps.band(band))
 
@@ -223,4 +230,4 @@ class PipeFusion:
             raise
         finally:
             steps.close()
-        return torch.cat(parts, patching.band_dim), run
+        return torch.cat(parts, patching.band_dim).to(device), run

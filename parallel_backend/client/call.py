@@ -1,6 +1,7 @@
 """A model call on its way: what it is made of at the client, cut into micro-steps and put together again."""
 
 import contextlib
+from collections.abc import Collection
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
@@ -31,15 +32,22 @@ class Conditioning:
         parts = split(Span(0, self.batch), replicas)
         return tuple(parts[(replica - self.first_replica) % replicas] for replica in range(replicas))
 
-    def matches(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> bool:
-        return (
-            self.grid == grid
-            and self.tensors.keys() == tensors.keys()
-            and all(
-                a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
-                for a, b in ((self.tensors[name], tensors[name]) for name in tensors)
-            )
-        )
+    def matches(
+        self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], unsure: Collection[str] | None = None
+    ) -> bool:
+        """Whether a call with these tensors is one for this conditioning. Only those named in `unsure` are compared."""
+        if self.grid != grid or self.tensors.keys() != tensors.keys():
+            return False
+        return same_values([(self.tensors[name], tensors[name]) for name in (tensors if unsure is None else unsure)])
+
+
+def same_values(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether the tensors of each pair are equal, in shape, dtype and device too. A device is waited for once, if at all."""
+    if any((a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) for a, b in pairs):
+        return False
+    on_host = [(a, b) for a, b in pairs if a.device.type == "cpu"]
+    elsewhere = [(a == b).all() for a, b in pairs if a.device.type != "cpu"]
+    return all(torch.equal(a, b) for a, b in on_host) and (not elsewhere or bool(torch.stack(elsewhere).all()))
 
 
 Residuals = dict[str, torch.Tensor]

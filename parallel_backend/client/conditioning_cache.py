@@ -1,7 +1,9 @@
 """The conditioning that the ranks hold for a model: sent once, found again by its values."""
 
 import itertools
+import weakref
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +20,22 @@ CONDITIONINGS_KEPT = 8
 """Conditionings that the ranks hold, and keep K/V buffers for: the newest."""
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A tensor that was given before, and how often it had been written to then."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+    def is_still(self, tensor: torch.Tensor) -> bool:
+        return self.tensor() is tensor and self.version == tensor._version
+
+
+def _seen_now(tensors: dict[str, torch.Tensor]) -> dict[str, Seen]:
+    """Those that count how often they are written to; tensors made in inference mode do not."""
+    return {name: Seen(weakref.ref(each), each._version) for name, each in tensors.items() if not each.is_inference()}
+
+
 class ConditioningCache:
     """Not thread-safe: the client locks. `scatter` sends a conditioning to the ranks."""
 
@@ -26,6 +44,7 @@ class ConditioningCache:
         self._pool, self._scatter = pool, scatter
         self._ids = itertools.count(1)
         self._held: deque[Conditioning] = deque()
+        self._seen: dict[int, dict[str, Seen]] = {}  # by conditioning, its tensors as they were last given
 
     def __len__(self) -> int:
         return len(self._held)
@@ -33,17 +52,24 @@ class ConditioningCache:
     def find(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int) -> Conditioning:
         """The ranks' own copy of these tensors, sent now if it is not there yet.
 
-        A sampler passes the same values again at each step, in new tensors: they are compared, not identified.
+        A sampler passes the same values again at each step, mostly in new tensors: those are compared. Bands pass the same
+        tensors (nodes/sampling/host_sampling.py), which are known if nobody has written to them since.
         """
-        for known in reversed(self._held):
-            if known.first_replica == first_replica and known.matches(grid, tensors):
+        held = [known for known in reversed(self._held) if known.first_replica == first_replica]
+        unsure = {known.id: self._unsure(known, tensors) for known in held}
+        for known in sorted(held, key=lambda known: len(unsure[known.id])):
+            if known.matches(grid, tensors, unsure[known.id]):
+                self._seen[known.id] = _seen_now(tensors)
                 return known
         check_conditioning(tensors)
         conditioning = self._make(grid, tensors, first_replica)
         self._scatter.conditioning(conditioning)
         self._held.append(conditioning)
+        self._seen[conditioning.id] = _seen_now(tensors)
         if len(self._held) > CONDITIONINGS_KEPT:
-            self._pool.tell(DropConditioning(self._held.popleft().id))
+            dropped = self._held.popleft().id
+            del self._seen[dropped]
+            self._pool.tell(DropConditioning(dropped))
         return conditioning
 
     def check_size(self, grid: tuple[int, ...]) -> None:
@@ -60,6 +86,12 @@ class ConditioningCache:
     def clear(self) -> None:
         """Forget all: the ranks hold them no more."""
         self._held.clear()
+        self._seen.clear()
+
+    def _unsure(self, known: Conditioning, tensors: dict[str, torch.Tensor]) -> list[str]:
+        """The names of those that may have other values than the conditioning's."""
+        seen = self._seen[known.id]
+        return [name for name, tensor in tensors.items() if name not in seen or not seen[name].is_still(tensor)]
 
     def _make(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int) -> Conditioning:
         family = self._family

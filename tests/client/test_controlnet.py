@@ -24,7 +24,7 @@ from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas
 from parallel_backend.wire import messages as m
 from tests.families.cases import all_cases
-from tests.support import tiny
+from tests.support import pretend_device, tiny
 
 pytestmark = pytest.mark.threads
 
@@ -412,10 +412,11 @@ PATCHINGS = {4: Patching(), 5: Patching(video=True)}
 SHAPES = [(1, 4, 12, 6), (2, 4, 11, 5), (1, 4, 3, 12, 6)]
 
 
-def shared_control(shape, exact_above, during=lambda turn: None, extrapolate=False):
+def shared_control(shape, exact_above, during=lambda turn: None, extrapolate=False, device=torch.device("cpu")):  # noqa: B008
     patching = PATCHINGS[len(shape)]
     net = FakeControlNet(patching, during)
-    return net, node.BandedControl(net, patching, cut_rows(shape, BANDS, patching), shape, exact_above, extrapolate)
+    settings = (cut_rows(shape, BANDS, patching), shape, exact_above, extrapolate, device)
+    return net, node.BandedControl(net, patching, *settings)
 
 
 @pytest.mark.parametrize("exact_above", [0.85, -1.0, float("inf")])
@@ -441,6 +442,24 @@ def test_it_sees_band_0_as_it_is_and_the_others_as_they_were(shape, exact_above)
             parts.append(answer[0] if order is None else answer[0][:, order])
         assert torch.equal(torch.cat(parts, 1), patching.pack(seen))
     assert len(net.seen) == TURNS
+
+
+def test_on_a_device_it_is_given_all_there_and_its_answer_is_on_the_host():
+    """Bands are sampled on the host, a ControlNet is where ComfyUI has it. One copy of each output, none of what repeats."""
+    shape = SHAPES[1]
+    expected = run_control(shared_control(shape, 0.85)[1], shape)
+    net, shared = shared_control(shape, 0.85, device=pretend_device.device())
+    with pretend_device.stops() as stops:
+        got = run_control(shared, shape)
+    assert {seen.device.type for seen in net.seen} == {"pretend"}
+    for mine, others in zip(expected, got, strict=True):
+        for one, other in zip(mine, others, strict=True):
+            assert (one is None) == (other is None)
+            pairs = zip(one["input"] + one["output"], other["input"] + other["output"], strict=True) if one else ()
+            assert all(a is b or torch.equal(a, b) for a, b in pairs)
+    assert got[0][0]["input"][0] is got[0][0]["input"][2]
+    answers = TURNS - 1  # the third call has none
+    assert len(stops) == answers * 3, stops  # the tokens, and twice what is made of them
 
 
 TIMES = {"euler": (1.0, 0.8, 0.7, 0.5, 0.3), "heun": (1.0, 0.8, 0.8, 0.7, 0.7, 0.5, 0.5)}

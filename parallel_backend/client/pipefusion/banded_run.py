@@ -44,7 +44,8 @@ def exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:
 @dataclass
 class _Request:
     band: int
-    x: torch.Tensor
+    x: torch.Tensor  # on the CPU, as the timestep
+    device: torch.device  # of the answer
     timestep: torch.Tensor
     tensors: dict[str, torch.Tensor]
     exact: bool
@@ -123,7 +124,8 @@ class BandedRun:
         bands give the same
         `first_replica` in the same call.
         """
-        request = _Request(band, x, timestep, tensors, exact, residuals or {}, may_forecast, first_replica)
+        here = x.cpu(), x.device, timestep.cpu()
+        request = _Request(band, *here, tensors, exact, residuals or {}, may_forecast, first_replica)
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -277,7 +279,7 @@ class BandedRun:
             if error is not None:
                 request.future.set_exception(error)
             else:
-                request.future.set_result(value.to(request.x.device))
+                request.future.set_result(value.to(request.device, non_blocking=True))
 
 
 def _side_by_side(bands: list[Residuals]) -> Residuals:

@@ -87,10 +87,11 @@ def _aligned(bias: torch.Tensor) -> torch.Tensor:
 
 
 def _without_keyless(out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where an entry's mask leaves no key, kernels differ in what they say: zeros and -inf from here on."""
-    if mask is None or bool((seen := mask.any(1)).all()):
+    """Where an entry's mask leaves no key, kernels differ in what they say: zeros and -inf from here on, in place.
+
+    Whether there is such an entry is not asked: the host would wait for the device to say so.
+    """
+    if mask is None:
         return out, lse
-    return (
-        torch.where(seen[:, None, None, None], out, torch.zeros_like(out)),
-        torch.where(seen[:, None, None], lse, torch.full_like(lse, -torch.inf)),
-    )
+    keyless = ~mask.any(1)
+    return out.masked_fill_(keyless[:, None, None, None], 0.0), lse.masked_fill_(keyless[:, None, None], -torch.inf)

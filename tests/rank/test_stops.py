@@ -1,0 +1,78 @@
+"""A rank's micro-step never stops its host: what the device is to do next is there before it has done what it does now.
+
+The ranks compute on the pretend device, which notes what would stop the host on CUDA (tests/support/pretend_device.py).
+"""
+
+from pathlib import Path
+
+import pytest
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.pool import Pool
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.rank.attention import parallel_attention
+from parallel_backend.wire.rank_settings import RankSettings
+from tests.families.cases import all_cases
+from tests.families.cases.case import Case
+from tests.support import pretend_device
+from tests.support.thread_ranks import thread_ranks
+
+pytestmark = pytest.mark.threads
+
+MODES = (
+    *(Degrees(ring=2), Degrees(ulysses=2), Degrees(tensor=2), Degrees(pipe=2)),
+    Degrees(patch=2, patch_mode="displaced"),
+)
+OF_DIFFUSERS = ("chroma", "lumina2")
+"""Cases whose forward in diffusers stops the host itself, in each micro-step: for a table's index, for texts' lengths."""
+QUICK = ("flux-dev", "flux-kontext", "flux2-references", "ltx-video-0.9.5", "qwen-image-masked-text", *OF_DIFFUSERS)
+CASES = [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.full) for case in all_cases()]
+
+
+@pytest.fixture
+def pretend_pool(monkeypatch):
+    device = str(pretend_device.device())
+    monkeypatch.setattr(RankSettings, "device", property(lambda settings: device))
+    monkeypatch.setitem(parallel_attention.HEAD_GROUPS, "pretend", 2)
+    with thread_ranks() as start:
+        pool = Pool(("cpu", "cpu"), start=start, silence=600.0)
+        yield pool
+        pool.close()
+
+
+def stops_of_ranks(pool: Pool, path: Path, degrees: Degrees, case: Case) -> list[str]:
+    """Of the ranks' threads in calls and runs of which all but the values is known, each once.
+
+    Without the copy of an output, for which a rank of the last stage has to stop.
+    """
+    model = RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
+    x, timestep, tensors = case.inputs()
+
+    def run() -> None:
+        model.predict(x, timestep, tensors, lambda: None)
+        if case.sampled and "pipe" not in case.row.unsupported:
+            bands = 1 if degrees.displaced else 2
+            sample_in_bands(model, x, linear_sigmas(3) * case.timestep / 0.7, Prompt(tensors, tensors, 1.0), bands, 1)
+
+    run()  # what belongs to a prompt, a size or a run is made once
+    with pretend_device.stops() as stops:
+        run()
+    assert any("encoding.py" in stop for stop in stops)  # the control: outputs are seen to stop the host
+    return sorted({stop for stop in stops.on("rank") if "encoding.py" not in stop})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_micro_step_stops_no_rank(case, pretend_pool, tmp_path):
+    path = case.save(case.model(), tmp_path / "model.safetensors")
+    stops = stops_of_ranks(pretend_pool, path, next(mode for mode in MODES if mode in case.modes), case)
+    ours = [stop for stop in stops if f"transformer_{case.name}.py" not in stop]
+    assert ours == []
+    assert bool(stops) == (case.name in OF_DIFFUSERS)
+
+
+@pytest.mark.parametrize("degrees", MODES[1:], ids=str)
+def test_no_mode_stops_a_rank(degrees, pretend_pool, flux_file):
+    case = next(case for case in all_cases() if case.name == "flux-dev")
+    assert stops_of_ranks(pretend_pool, case.save(case.model(), flux_file.with_name("own.safetensors")), degrees, case) == []
