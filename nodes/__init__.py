@@ -8,6 +8,7 @@ from .parallel_config import UlyssesConfig
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
 from .sampling.auto_degrees import log_folder
+from .self_test import ParallelSelfTest
 from .step_cache import ParallelStepCache
 from .trace import ParallelTrace
 from .unload import UnloadParallelDiT
@@ -27,6 +28,7 @@ NODE_CLASS_MAPPINGS = {
     "ParallelTrace": ParallelTrace,
     "ParallelDoctor": ParallelDoctor,
     "ParallelStepCache": ParallelStepCache,
+    "ParallelSelfTest": ParallelSelfTest,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",
@@ -40,4 +42,5 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelTrace": "Parallel Trace",
     "ParallelDoctor": "Parallel Doctor",
     "ParallelStepCache": "Parallel Step Cache",
+    "ParallelSelfTest": "Parallel Self-Test",
 }

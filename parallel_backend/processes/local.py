@@ -10,9 +10,10 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,10 +99,11 @@ def clean_main_module() -> Iterator[None]:
 class LocalRanks:
     """Processes of this machine, children of this one. `directory`: theirs alone, which nobody else can read.
 
-    Their logs are in there too, and go away with it, unless the settings say where to keep them.
+    Their logs are in there too, and go away with it, unless the settings say where to keep them. `entry`: what runs in
+    each, in the place of entry.main.
     """
 
-    def __init__(self, start: StartSettings):
+    def __init__(self, start: StartSettings, entry: Callable[[RankSettings, Connection], None] | None = None):
         """RuntimeError if this torch has nothing by which ranks speak to each other."""
         if not torch.distributed.is_available():
             raise RuntimeError(
@@ -113,6 +115,7 @@ class LocalRanks:
         self.directory = Path(tempfile.mkdtemp(prefix="parallel-dit-"))
         self.channels: list[Channel] = []
         self.names = start.devices
+        self._entry = entry or main
         self._processes: list[Any] = []
         self._killing = threading.Lock()
         self._store = self.directory / "store"
@@ -140,7 +143,9 @@ class LocalRanks:
             heartbeat_seconds=start.heartbeat_seconds,
             self_test=start.self_test,
         )
-        process = context.Process(target=main, args=(settings, theirs), name=f"parallel-dit rank {index}", daemon=True)
+        process = context.Process(
+            target=self._entry, args=(settings, theirs), name=f"parallel-dit rank {index}", daemon=True
+        )
         with clean_main_module():
             process.start()
         theirs.close()

@@ -5,25 +5,18 @@ from pathlib import Path
 import diffusers
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
+from parallel_backend.acceptance.tiny_flux import FLUX as FLUX
+from parallel_backend.acceptance.tiny_flux import inputs as inputs
+from parallel_backend.acceptance.tiny_flux import random_flux as random_flux
+from parallel_backend.acceptance.tiny_flux import randomise
+from parallel_backend.acceptance.tiny_flux import reference as reference
+from parallel_backend.acceptance.tiny_flux import relative as relative
+from parallel_backend.acceptance.tiny_flux import save_original as save_original
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.spans import Span
-from parallel_backend.families import FAMILIES
 from parallel_backend.rank.stage.build import build_stage
 
-FLUX = {
-    "patch_size": 1,
-    "in_channels": 64,
-    "num_layers": 3,
-    "num_single_layers": 5,
-    "attention_head_dim": 16,
-    "num_attention_heads": 8,
-    "joint_attention_dim": 24,
-    "pooled_projection_dim": 12,
-    "guidance_embeds": True,
-    "axes_dims_rope": (4, 6, 6),
-}
 SD3 = {
     "patch_size": 2,
     "in_channels": 16,
@@ -40,12 +33,6 @@ SD3 = {
 }
 
 
-def random_flux(config: dict = FLUX, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """diffusers' own module, see `randomise`."""
-    model = randomise(diffusers.FluxTransformer2DModel(**config).eval(), seed)
-    return model if dtype == torch.float32 else model.to(dtype)
-
-
 def random_sd3(config: dict = SD3, seed: int = 0) -> torch.nn.Module:
     """diffusers' own module, see `randomise`. Its table of positions too is no function of its size."""
     model = randomise(diffusers.SD3Transformer2DModel(**config).eval(), seed)
@@ -53,48 +40,11 @@ def random_sd3(config: dict = SD3, seed: int = 0) -> torch.nn.Module:
     return model
 
 
-def randomise(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Weights large enough that every part of the model shows in the output."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            fan_in = parameter[0].numel()
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.7 / fan_in**0.5
-        else:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1 + ("norm_" in name)
-    return model
-
-
-def save_original(model: torch.nn.Module, config: dict, path: Path, prefix: str = "", family: str = "flux") -> Path:
-    state = to_original(FAMILIES[family], config, model.state_dict())
-    save_file({prefix + key: value.contiguous() for key, value in state.items()}, path)
-    return path
-
-
 def whole_model(path: Path, dtype: str = "fp32") -> torch.nn.Module:
     """The checkpoint as one process's model, loaded by our own loader."""
     checkpoint = open_checkpoint(path)
     blocks = checkpoint.family.blocks.total(checkpoint.config)
     return build_stage(checkpoint, Span(0, blocks), torch.device("cpu"), dtype).model
-
-
-@torch.inference_mode()
-def reference(model: torch.nn.Module, x: torch.Tensor, timestep: torch.Tensor, tensors: dict) -> torch.Tensor:
-    """diffusers' forward on a latent [B, C, H, W], packed as the family says."""
-    family = FAMILIES["flux"]
-    rows, columns = family.patching.grid(tuple(x.shape))
-    image_ids = torch.cartesian_prod(torch.zeros(1), torch.arange(rows).float(), torch.arange(columns).float())
-    out = model(
-        hidden_states=family.patching.pack(x),
-        encoder_hidden_states=tensors["context"],
-        pooled_projections=tensors["pooled"],
-        guidance=tensors.get("guidance"),
-        timestep=timestep,
-        img_ids=image_ids,
-        txt_ids=torch.zeros(tensors["context"].shape[1], 3),
-        return_dict=False,
-    )[0]
-    return family.patching.unpack(out, tuple(x.shape))
 
 
 @torch.inference_mode()
@@ -109,24 +59,3 @@ def sd3_reference(model: torch.nn.Module, x: torch.Tensor, timestep: torch.Tenso
         return_dict=False,
     )[0]
     return out[..., :height, :width]
-
-
-def inputs(
-    config: dict, batch: int = 2, height: int = 16, width: int = 12, text: int = 7, seed: int = 1, family: str = "flux"
-):
-    """A latent, timesteps and conditioning tensors for a model of this config."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, FAMILIES[family].sizes.latent_channels(config), height, width, generator=g)
-    tensors = {
-        "context": torch.randn(batch, text, config["joint_attention_dim"], generator=g),
-        "pooled": torch.randn(batch, config["pooled_projection_dim"], generator=g),
-    }
-    if config.get("guidance_embeds"):
-        tensors["guidance"] = torch.full((batch,), 3.5)
-    time_factor = FAMILIES[family].forward.time_embed.factor
-    return x, torch.full((batch,), 700.0 / time_factor), tensors
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative L2 difference."""
-    return ((a - b).norm() / b.norm()).item()

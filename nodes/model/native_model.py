@@ -1,0 +1,49 @@
+"""A checkpoint in ComfyUI itself, called as Parallel Self-Test calls the ranks' model, to compare the two."""
+
+import contextlib
+from collections.abc import Iterator
+
+import comfy.model_management
+import comfy.sd
+import torch
+
+from parallel_backend.acceptance.findings import NotLookedAt
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.quickstart.sampling import Predict
+
+NATIVE_NAMES = {"context": "context", "pooled": "y", "guidance": "guidance"}
+"""Conditioning tensor -> argument of ComfyUI's model call. Families with other tensors are not compared."""
+READABLE = (".safetensors", ".sft")
+
+
+@contextlib.contextmanager
+def native_model(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> Iterator[Predict]:
+    """ComfyUI's own model of this file, on the device and in the dtype that it chooses, until the context ends.
+
+    NotLookedAt for a file that its loader does not read, or a model that cannot be called with these tensors alone.
+    """
+    if checkpoint.path.suffix not in READABLE:
+        raise NotLookedAt("ComfyUI's own loader reads single safetensors files alone")
+    if others := tensors.keys() - NATIVE_NAMES.keys():
+        raise NotLookedAt(f"a {checkpoint.family.name} model needs {', '.join(sorted(others))}, which a node would make")
+    try:
+        patcher = comfy.sd.load_diffusion_model(str(checkpoint.path))
+    except RuntimeError as error:
+        raise NotLookedAt(f"ComfyUI cannot load the file ({str(error).partition(chr(10))[0]})") from error
+    comfy.model_management.load_models_gpu([patcher])
+    device, dtype = patcher.load_device, patcher.model.manual_cast_dtype or patcher.model.get_dtype()
+
+    @torch.inference_mode()
+    def predict(x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        given = {NATIVE_NAMES[name]: tensor.to(device, dtype) for name, tensor in tensors.items()}
+        try:
+            output = patcher.model.diffusion_model(x.to(device, dtype), timestep.to(device).float(), **given)
+        except (TypeError, RuntimeError) as error:  # it wants more, or has too little memory
+            raise NotLookedAt(f"ComfyUI's model cannot be called with random conditioning alone ({error})") from error
+        return output.float().cpu()
+
+    try:
+        yield predict
+    finally:
+        comfy.model_management.unload_all_models()  # the ranks are about to ask for its memory
+        comfy.model_management.soft_empty_cache()

@@ -1,0 +1,103 @@
+"""Parallel Self-Test: what can be looked at on this machine in five minutes, for an issue or for peace of mind."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import comfy.model_management
+import comfy.utils
+import folder_paths
+
+from parallel_backend.acceptance.document import document_of, dumps
+from parallel_backend.acceptance.ground import Host, Settings, at_least_two
+from parallel_backend.acceptance.kit import run
+from parallel_backend.acceptance.report import describe
+from parallel_backend.client.registry import registry
+
+from .model.diffusion_model import remote_stub
+from .model.native_model import native_model
+from .ui.devices import is_auto, possible_devices
+from .ui.host import check_cancelled
+from .ui.input_checks import validate
+from .ui.node_text import say
+from .ui.widgets import CATEGORY
+
+FILE_NAME = "parallel_dit_self_test"
+
+
+def comfyui() -> Host:
+    """This ComfyUI: its version, and what it was started with."""
+    from comfyui_version import __version__
+
+    return Host(f"ComfyUI {__version__}", tuple(sys.argv[1:]), native_model)
+
+
+@validate()
+class ParallelSelfTest:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = ("STRING", "STRING")
+    RETURN_NAMES = ("report", "json")
+    FUNCTION = "look"
+    OUTPUT_NODE = True
+    DESCRIPTION = (
+        "Looks at everything that can go wrong on this machine: driver, links between GPUs, every mode against one GPU, "
+        "memory, a killed and a hanging process. Takes minutes, and saves a JSON for a bug report."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "devices": (
+                    "STRING",
+                    {
+                        "default": "auto",
+                        "tooltip": "auto (every GPU; two ranks on the only one; two CPU ranks without any), or a list such "
+                        "as cuda:0,cuda:1.",
+                    },
+                ),
+            },
+            "optional": {
+                "model": (
+                    "MODEL",
+                    {
+                        "tooltip": "From Parallel DiT Loader: its file is sampled with in ComfyUI, on one GPU and on all. "
+                        "Degrees and dtype do not count."
+                    },
+                ),
+            },
+        }
+
+    @classmethod
+    def IS_CHANGED(cls, **_):
+        return float("nan")  # equal to nothing: whoever queues it wants it run
+
+    def look(self, devices, model=None):
+        path = None if model is None else remote_stub(model).checkpoint.path
+        chosen = possible_devices(devices)
+        settings = Settings(at_least_two(chosen) if is_auto(devices) else chosen, path)
+        comfy.model_management.unload_all_models()
+        registry().close()  # the ranks that are there would share the GPUs with the self-test's own
+        comfy.model_management.soft_empty_cache()
+        bar, started = comfy.utils.ProgressBar(1), time.perf_counter()
+
+        def progress(done: int, total: int, name: str) -> None:
+            bar.update_absolute(done, total)
+            say(f"Parallel DiT: {name or 'done'}, {done} of {total} checks")
+
+        results = run(settings, comfyui(), check_cancelled, progress)
+        document = document_of(settings, results, time.perf_counter() - started)
+        text = f"{describe(document)}\n{save(dumps(document))}"
+        return {"ui": {"text": [text]}, "result": (text, json.dumps(document))}
+
+
+def save(text: str) -> str:
+    """Write the JSON to ComfyUI's output folder; a line that says where, or why not."""
+    folder, name, number, *_ = folder_paths.get_save_image_path(FILE_NAME, folder_paths.get_output_directory())
+    path = Path(folder) / f"{name}_{number:05}_.json"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return f"JSON: not saved ({error.strerror}); it is the node's output json"
+    return f"JSON: {path}"

@@ -1,0 +1,71 @@
+"""The self-test on the command line.
+
+    python -m parallel_backend.acceptance
+    python -m parallel_backend.acceptance --model flux1-dev.safetensors --out result.json
+    python -m parallel_backend.acceptance --devices cpu,cpu --only modes,bands
+
+Without --devices: every GPU; the one there is, for two ranks; or two CPU ranks. Ends with 1 if a check has failed.
+docs/gpu.md says what each check means.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from parallel_backend.core.device_choice import Host, all_gpus, is_auto, possible_devices
+
+from .document import document_of, dumps
+from .ground import Settings, at_least_two
+from .kit import CHECKS, FAILED, run
+from .report import describe
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel_backend.acceptance",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = lambda text: tuple(part.strip() for part in text.split(","))  # noqa: E731
+    parser.add_argument("--devices", default="auto", help="a list such as cuda:0,cuda:1 or cpu,cpu")
+    parser.add_argument("--model", type=Path, help="a checkpoint, which one rank and all ranks sample with")
+    parser.add_argument("--out", type=Path, help="file for the JSON")
+    parser.add_argument("--tokens", type=int, help="image tokens for --model; 4096 is Flux at 1024 x 1024")
+    parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--cycles", type=int, default=Settings.cycles, help="times that a model is loaded and unloaded")
+    parser.add_argument("--only", type=names, default=tuple(CHECKS), help=f"a list of {', '.join(CHECKS)}")
+    options = parser.parse_args(given)
+    if unknown := set(options.only) - set(CHECKS):
+        parser.error(f"--only: no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
+    if options.model is not None and not options.model.exists():
+        parser.error(f"--model: there is no {options.model}")
+    here = Host("cuda" if all_gpus() else "cpu")
+    try:
+        devices = possible_devices(options.devices, here)
+        devices = at_least_two(devices) if is_auto(options.devices) else devices
+        options.settings = Settings(devices, options.model, options.tokens, options.steps, options.cycles)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(given: list[str] | None = None) -> int:
+    options = arguments(given)
+    started = time.perf_counter()
+
+    def progress(done: int, total: int, name: str) -> None:
+        if name:
+            sys.stderr.write(f"{time.perf_counter() - started:6.0f} s  {done + 1} of {total}: {name}\n")
+
+    results = run(options.settings, progress=progress, only=options.only)
+    document = document_of(options.settings, results, time.perf_counter() - started)
+    sys.stdout.write(describe(document) + "\n")
+    if options.out is not None:
+        options.out.write_text(dumps(document), encoding="utf-8")
+        sys.stdout.write(f"JSON: {options.out}\n")
+    return int(document["summary"][FAILED] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""A self-test's results as one JSON, without what says whose machine it is. Its form: acceptance.schema.json."""
+
+import getpass
+import json
+import math
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from .ground import Settings
+from .kit import STATUSES, Result
+
+FORMAT, VERSION = "parallel-dit acceptance", 1
+"""The version counts up with every change that a reader has to know of."""
+SCHEMA = Path(__file__).with_name("acceptance.schema.json")
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST_WHY = 4000
+"""Characters; of a longer one the beginning and the end are kept."""
+DIGITS = 5
+"""Significant ones of a figure."""
+KEPT_PARTS = 2
+"""Folders and files at a path's end that are kept."""
+PATH = re.compile(r"(?<![\w.~/:])(?:[A-Za-z]:)?(?:[\\/][^\\/:;,'\"<>|()\n]+){2,}[\\/][\w.+@~-]+")
+"""A path of more parts than that, from its root. Folders may have spaces, so that prose between two paths may go with it."""
+
+
+def document_of(settings: Settings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
+    """What json.dumps takes, as the schema has it."""
+    checks = [asdict(result) | {"left_out": list(result.left_out)} for result in results]
+    for check in checks:
+        check["why"] = _cut(check["why"])
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "pack": pack_version(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "seconds": round(seconds, 1),
+        "devices": list(settings.devices),
+        "summary": {status: sum(result.status == status for result in results) for status in STATUSES},
+        "checks": checks,
+    }
+    return _cleaned(document, impersonal)
+
+
+def impersonal(text: str) -> str:
+    """The text without the names of machine and user, and with paths cut down to their last parts."""
+    known = {str(Path.home()): "~", tempfile.gettempdir(): "TMP", str(ROOT): "PACK", os.getcwd(): "."}
+    for folder in sorted(known, key=len, reverse=True):
+        if len(folder) > 1:  # not the root
+            text = text.replace(folder, known[folder])
+    text = PATH.sub(lambda found: ".../" + "/".join(re.split(r"[\\/]", found[0])[-KEPT_PARTS:]), text)
+    for name, instead in ((socket.gethostname(), "HOST"), (_user(), "USER")):
+        if len(name) > 1:
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text)
+    return text
+
+
+def pack_version() -> str:
+    """Of pyproject.toml, which is part of the pack."""
+    found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else "?"
+
+
+def dumps(document: dict[str, Any]) -> str:
+    """JSON with lists of numbers on one line."""
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    return re.sub(r"\[([^\[\]{}\"]*)\]", lambda found: "[" + re.sub(r"\s+", " ", found[1].strip()) + "]", text) + "\n"
+
+
+def _cleaned(value: Any, clean) -> Any:
+    """Every text in it cleaned, floats rounded, and as text where they are no numbers, which JSON does not have."""
+    if isinstance(value, dict):
+        return {clean(key): _cleaned(each, clean) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_cleaned(each, clean) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
+    return clean(value) if isinstance(value, str) else value
+
+
+def _cut(text: str) -> str:
+    half = LONGEST_WHY // 2
+    return text if len(text) <= LONGEST_WHY else f"{text[:half]}\n[...]\n{text[-half:]}"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        return ""

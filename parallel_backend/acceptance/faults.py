@@ -1,0 +1,122 @@
+"""What is said when a rank is killed, runs out of memory or hangs, how soon, and that the next call works."""
+
+import functools
+import os
+import re
+import signal
+import time
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.failure_text import OUT_OF_MEMORY
+from parallel_backend.processes.local import LocalRanks
+from parallel_backend.processes.pool import Pool, RankError
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_whole
+
+from . import faulty_rank, tiny_flux
+from .findings import Findings
+from .ground import Ground
+from .one_rank import OTHER_KERNELS
+
+ERROR_SECONDS = 5.0
+"""From a rank's end to the error."""
+HANG_MORE = 10.0
+"""Seconds above the watchdog's limit: its clock's ticks, and ending ranks that are stuck in a transfer."""
+KILL_AFTER = 0.5
+"""Seconds of a run."""
+STEPS = 5000
+"""Of a run that lasts until something ends it."""
+FACTOR = 1.0
+"""Watchdog.factor: the limit may not wait for a multiple of a slow machine's blocks."""
+
+
+def look_at_a_killed_rank(ground: Ground, findings: Findings) -> None:
+    pool = ground.ranks(ground.world)
+    victim, kill = ground.world - 1, _After(KILL_AFTER, lambda: _kill(pool.pids[ground.world - 1]))
+    error = _error_of(ground, ground.load(_degrees(ground), "fp32"), kill)
+    _expect(findings, error, rf"rank {victim} \([^)]*\) (was killed by signal|ended with exit code) -?\d+")
+    if kill.at is not None and error is not None:
+        findings.at_most("seconds from the kill to the error", time.monotonic() - kill.at, ERROR_SECONDS)
+    _works_again(ground, findings)
+
+
+def look_at_memory_running_out(ground: Ground, findings: Findings) -> None:
+    with ground.special_ranks(functools.partial(LocalRanks, entry=faulty_rank.out_of_memory)) as pool:
+        error = _error_of(ground, _tiny_on(ground, pool))
+    _expect(findings, error, rf"rank {ground.world - 1} \([^)]*\) failed in micro-step \d+: ")
+    findings.expect(error is None or OUT_OF_MEMORY.search(error) is not None, f"the error names no memory: {error}")
+    findings.expect(error is None or "To need less memory" in error, f"the error gives no advice: {error}")
+    _works_again(ground, findings)
+
+
+def look_at_a_hang(ground: Ground, findings: Findings) -> None:
+    """The limit is short here; the product's own is a minute, or twenty times the longest block before."""
+    limit = ground.settings.hang_seconds
+    with ground.special_ranks(functools.partial(LocalRanks, entry=faulty_rank.hang)) as pool:
+        pool.watchdog.stall, pool.watchdog.factor = limit, FACTOR
+        started = time.monotonic()
+        error = _error_of(ground, _tiny_on(ground, pool))
+        findings.at_most("seconds until the error", time.monotonic() - started, limit + HANG_MORE + ERROR_SECONDS)
+    _expect(findings, error, rf"rank {ground.world - 1} \([^)]*\) came no further for {limit:.0f} s")
+    _works_again(ground, findings)
+
+
+class _After:
+    """A poll that acts once, some time after its first call, and knows when it did."""
+
+    def __init__(self, seconds: float, action):
+        self.seconds, self.action = seconds, action
+        self.at: float | None = None
+        self._first: float | None = None
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        self._first = self._first or now
+        if self.at is None and now > self._first + self.seconds:
+            self.at = now
+            self.action()
+
+
+def _degrees(ground: Ground) -> Degrees:
+    """A mode in which all ranks wait for each other in the middle of each block; one rank has none."""
+    return Degrees(ring=ground.world)
+
+
+def _tiny_on(ground: Ground, pool: Pool) -> RemoteTransformer:
+    return RemoteTransformer(pool, open_checkpoint(ground.tiny_file), _degrees(ground), "fp32", "auto", ground.poll)
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows ends a process by any signal
+
+
+def _error_of(ground: Ground, model: RemoteTransformer, act=lambda: None) -> str | None:
+    """What a long run ends with; None if it comes to its end. RankErrors alone are caught."""
+
+    def poll() -> None:
+        ground.poll()
+        act()
+
+    x, _, tensors = tiny_flux.inputs()
+    try:
+        sample_whole(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), poll)
+    except RankError as error:
+        return str(error)
+    return None
+
+
+def _expect(findings: Findings, error: str | None, words: str) -> None:
+    """Note the error's first line, and whether it begins as it should."""
+    line = None if error is None else error.partition("\n")[0]
+    findings.note("error", line)
+    findings.expect(
+        line is not None and re.search(words, line) is not None, f"the error is {line!r}, not of the form {words!r}"
+    )
+
+
+def _works_again(ground: Ground, findings: Findings) -> None:
+    """New ranks, and a call that equals one rank's."""
+    output = ground.load(_degrees(ground), "fp32").predict(*tiny_flux.call(), ground.poll)
+    expected = tiny_flux.reference(ground.tiny_model, *tiny_flux.call())
+    findings.at_most("the next call, from diffusers on a CPU", tiny_flux.relative(output, expected), OTHER_KERNELS)

@@ -1,0 +1,45 @@
+"""Ranks in which something goes wrong in the middle of a run, for the self-test alone: entries in place of entry.main."""
+
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from parallel_backend.processes.entry import main
+from parallel_backend.wire.rank_settings import RankSettings
+
+AT = 4
+"""The micro-step in which it does, from 1 on. The ones before are of the same size, so that the watchdog knows such."""
+TOO_MUCH = 1 << 50
+"""Bytes that no device has."""
+
+
+def out_of_memory(settings: RankSettings, connection: Connection) -> None:
+    """The last rank asks its device's allocator for more than there is."""
+
+    def run_out() -> None:
+        import torch
+
+        torch.empty(TOO_MUCH, dtype=torch.uint8, device=settings.device)
+
+    _act(settings, connection, run_out)
+
+
+def hang(settings: RankSettings, connection: Connection) -> None:
+    """The last rank's main thread stops for an hour."""
+    _act(settings, connection, lambda: time.sleep(3600))
+
+
+def _act(settings: RankSettings, connection: Connection, act: Callable[[], None]) -> None:
+    from parallel_backend.rank.stage_forward import StageForward
+
+    compute, count = StageForward.compute, 0
+
+    def computed(*arguments, **named):
+        nonlocal count
+        count += 1
+        if settings.rank == len(settings.devices) - 1 and count == AT:
+            act()
+        return compute(*arguments, **named)
+
+    StageForward.compute = computed
+    main(settings, connection)

@@ -1,0 +1,53 @@
+"""What a check of the self-test finds: figures, what is wrong with them, and what it could not look at."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from parallel_backend.processes.pool import RankError
+
+
+class NotLookedAt(Exception):
+    """A check cannot be made here. The text says why, as the end of a sentence."""
+
+
+class Findings:
+    """`figures`: name -> what JSON can hold. `wrong`, `left_out`: sentences."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, Any] = {}
+        self.wrong: list[str] = []
+        self.left_out: list[str] = []
+
+    def note(self, name: str, value: Any) -> None:
+        self.figures[name] = value
+
+    def at_most(self, name: str, value: float, limit: float) -> None:
+        """Note a figure, which is wrong above the limit, or if it is no number."""
+        self.note(name, value)
+        self.expect(value <= limit, f"{name} is {value:.3g}, above its limit of {limit:.3g}")
+
+    def at_least(self, name: str, value: float, limit: float) -> None:
+        """Note a figure, which is wrong below the limit, or if it is no number."""
+        self.note(name, value)
+        self.expect(value >= limit, f"{name} is {value:.3g}, below its limit of {limit:.3g}")
+
+    def expect(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.wrong.append(otherwise)
+
+    @contextlib.contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Around a part of a check, such as a mode, whose failure leaves the other parts to be looked at.
+
+        A RankError in it is wrong. A ValueError is a refusal: the part is left out.
+        """
+        try:
+            yield
+        except RankError as error:
+            self.wrong.append(f"{what}: {error}")
+        except ValueError as why:
+            self.leave_out(what, str(why))
+
+    def leave_out(self, what: str, why: str) -> None:
+        self.left_out.append(f"{what}: {why}")

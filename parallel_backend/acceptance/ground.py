@@ -1,0 +1,183 @@
+"""What the checks of a self-test share: devices, the ranks that serve now, tiny files, and how to be cancelled."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.devices import device_kind, on_ray
+from parallel_backend.core.dtypes import HALVES, native_halves
+from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
+from parallel_backend.processes.pool import Poll, Pool, wait_for
+from parallel_backend.quickstart.sampling import Predict
+from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest
+
+from .findings import NotLookedAt
+from .tiny_flux import FLUX, random_flux, save_original
+
+Native = Callable[[Checkpoint, dict[str, torch.Tensor]], AbstractContextManager[Predict]]
+"""(checkpoint, conditioning tensors) -> the same model in the host itself, there until the context ends. NotLookedAt for a
+model that the host cannot load or call with these tensors."""
+
+
+def at_least_two(devices: tuple[str, ...]) -> tuple[str, ...]:
+    """Modes are what there is to be looked at: two ranks share the only device."""
+    return devices if len(devices) > 1 else 2 * devices
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a self-test is about."""
+
+    devices: tuple[str, ...]
+    model: Path | None = None
+    """A checkpoint that one rank and all ranks sample with. None: no such check."""
+    tokens: int | None = None
+    """Image tokens of that. None: 4,096 on GPUs, which is Flux at 1024 x 1024, and 256 on CPU ranks."""
+    steps: int = 8
+    """Steps of that, and of the bundled model."""
+    cycles: int = 20
+    """Times that a model is loaded and unloaded."""
+    hang_seconds: float = 5.0
+    """Limit of the watchdog for the rank that is made to hang. The product's own is a minute."""
+
+    def __post_init__(self):
+        if not self.devices or any(map(on_ray, self.devices)):
+            raise ValueError("devices: the self-test looks at this machine alone. Name its own, such as cuda:0,cuda:1.")
+
+    @property
+    def half(self) -> str | None:
+        """The half precision that all devices compute in. None: old GPUs, which do in neither."""
+        if not self.on_gpus:
+            return "bf16"
+        return next((half for half in HALVES if all(half in native_halves(device) for device in self.devices)), None)
+
+    @property
+    def on_gpus(self) -> bool:
+        return all(device_kind(device) == "cuda" for device in self.devices)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The program that runs the self-test."""
+
+    name: str = "command line"
+    options: tuple[str, ...] = ()
+    """What it was started with."""
+    native: Native | None = None
+    """None: the host has no models of its own."""
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """What one rank computes. `calls`: of the tiny model, by dtype. `bands`, `exact`: its runs in fp32, in bands and whole.
+    `pictures`: the bundled model's samples."""
+
+    calls: dict[str, torch.Tensor]
+    bands: torch.Tensor
+    exact: torch.Tensor
+    pictures: torch.Tensor
+
+
+@dataclass
+class Ground:
+    """At most one set of ranks is there at a time, so that a model has each device to itself. Close it at the end.
+
+    The ranks are started as for a prompt, by a registry: without P2P if their links fail with it.
+
+    `poll` may raise, here or in any wait: that ends the self-test and is kept in `stopped`.
+    """
+
+    settings: Settings
+    host: Host = field(default_factory=Host)
+    on_poll: Poll = lambda: None
+    stopped: BaseException | None = None
+    one_rank: OneRank | None = None
+    """What the others are compared with, once that check has been made."""
+    _registry: Registry = field(default_factory=Registry)
+
+    @property
+    def world(self) -> int:
+        return len(self.settings.devices)
+
+    def poll(self) -> None:
+        try:
+            self.on_poll()
+        except BaseException as error:
+            self.stopped = error
+            raise
+
+    def several(self) -> int:
+        """The number of ranks. NotLookedAt if it is one."""
+        if self.world == 1:
+            raise NotLookedAt("there is one rank; name more devices, or one device several times")
+        return self.world
+
+    def reference(self) -> OneRank:
+        """NotLookedAt if the check of one rank has not come that far."""
+        if self.one_rank is None:
+            raise NotLookedAt("it is compared with one rank, whose own check has failed or was left out")
+        return self.one_rank
+
+    def ranks(self, world: int) -> Pool:
+        """Ranks on the first `world` devices, started now if other ones are there, or none, or they have failed."""
+        return self._registry.pool_for(self.settings.devices[:world], self.poll)
+
+    def load(self, degrees: Degrees, dtype: str, path: Path | None = None, attention: str = "auto") -> RemoteTransformer:
+        """A model on the first ranks, in place of what they had. `path` None: the tiny one.
+
+        ValueError if it cannot be cut so, or does not fit.
+        """
+        path = path or self.tiny_file
+        open_checkpoint(path).check_degrees(degrees)  # before ranks are asked, which a refusal ends
+        key = ModelKey(path, dtype, self.settings.devices[: degrees.world], degrees, attention, "even")
+        return self._registry.model(key, self.poll)
+
+    def unload(self) -> None:
+        """Free what the ranks hold; they stay."""
+        self._registry.unload()
+
+    @contextlib.contextmanager
+    def special_ranks(
+        self, start: Callable[[StartSettings], Ranks] = LocalRanks, self_test: SelfTest = SELF_TEST
+    ) -> Iterator[Pool]:
+        """Ranks on all devices that are started in another way, for this check alone."""
+        self.end_ranks()
+        pool = Pool(self.settings.devices, start=start, self_test=self_test)
+        try:
+            wait_for(pool.ready, self.poll)
+            yield pool
+        finally:
+            pool.close(politely=False)
+
+    def end_ranks(self) -> None:
+        self._registry.close()
+
+    @cached_property
+    def folder(self) -> Path:
+        """For files of the self-test's own."""
+        return Path(tempfile.mkdtemp(prefix="parallel-dit-self-test-"))
+
+    @cached_property
+    def tiny_model(self) -> torch.nn.Module:
+        """diffusers' module of `tiny_file`, on the CPU in fp32."""
+        return random_flux()
+
+    @cached_property
+    def tiny_file(self) -> Path:
+        return save_original(self.tiny_model, FLUX, self.folder / "tiny.safetensors")
+
+    def close(self) -> None:
+        self.end_ranks()
+        if "folder" in self.__dict__:
+            shutil.rmtree(self.folder, ignore_errors=True)

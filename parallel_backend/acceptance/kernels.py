@@ -1,0 +1,90 @@
+"""What a device's own kernels compute: attention with its log-sum-exp, and weights that files keep in fewer bytes."""
+
+import torch
+
+from parallel_backend.checkpoints.packed_formats import FP8_KINDS, Fp8
+from parallel_backend.core.validate import flash_possible
+from parallel_backend.rank.attention.kernels import Attend, AttendLse, flash, flash_lse, sdpa, sdpa_lse
+
+from .findings import Findings
+from .ground import Ground
+from .tiny_flux import relative
+
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Relative error against fp64."""
+HEAD_SIZES = (16, 64, 128)
+QUERIES, KEYS = 13, 55
+"""A band's queries and the picture's keys; no multiples of any kernel's tile."""
+MASKS = {"all keys": None, "some keys": (20, 55), "no key in one entry": (0, 31)}
+"""How many of the keys each of the two entries may see."""
+
+
+def look_at_kernels(ground: Ground, findings: Findings) -> None:
+    """On every device once, in this process."""
+    for device in dict.fromkeys(ground.settings.devices):
+        for dtype, limit in LIMITS.items():
+            name = str(dtype).removeprefix("torch.")
+            findings.at_most(f"attention, {name} on {device}", _worst(sdpa, sdpa_lse, device, dtype, list(MASKS)), limit)
+            ground.poll()
+            if device.startswith("cuda") and flash_possible(
+                device, {"float16": "fp16", "bfloat16": "bf16"}.get(name, "fp32")
+            ):
+                error = _worst(flash, flash_lse, device, dtype, ["all keys"])
+                findings.at_most(f"flash-attn, {name} on {device}", error, limit)
+        if device != "cpu":
+            findings.at_most(f"weights in fp8 on {device} that differ from a CPU's", float(_differing(device)), 0)
+    if "flash-attn" not in " ".join(findings.figures):
+        findings.leave_out("flash-attn", "it is not installed, or cannot serve these devices")
+
+
+def heads(device: str, dtype: torch.dtype, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [2, QUERIES, 8, size], keys and values [2, KEYS, 8, size], strided as they come out of an all-to-all."""
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randn(KEYS, 3, 2, 8, size, generator=g).to(device, dtype)
+    q, k, v = (rows[:, i].transpose(0, 1) for i in range(3))
+    return q[:, :QUERIES], k, v
+
+
+def in_fp64(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp, on the CPU."""
+    q, k, v = (x.double().cpu() for x in (q, k, v))
+    scores = torch.einsum("bqhd,bkhd->bqhk", q, k) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask.cpu()[:, None, None], -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)  # no key: no weight
+    return torch.einsum("bqhk,bkhd->bqhd", weights, v), scores.logsumexp(-1)
+
+
+def _worst(attend: Attend, attend_lse: AttendLse, device: str, dtype: torch.dtype, masks: list[str]) -> float:
+    """The largest error over head sizes and masks: of the output, relative, and of the log-sum-exp, over 1 + its size."""
+    errors = []
+    for size in HEAD_SIZES:
+        q, k, v = heads(device, dtype, size)
+        for seen in map(MASKS.get, masks):
+            mask = None if seen is None else (torch.arange(KEYS)[None] < torch.tensor(seen)[:, None]).to(device)
+            expected, expected_lse = in_fp64(q, k, v, mask)
+            out, lse = attend_lse(q, k, v, mask, None)
+            errors.append(relative(out.double().cpu(), expected))
+            known = expected_lse.isfinite()
+            if not torch.equal(lse.cpu().isfinite(), known):
+                return float("inf")
+            apart = (lse.double().cpu() - expected_lse)[known].abs() / (1 + expected_lse[known].abs())
+            errors.append(apart.max().item())
+            if 0 not in (seen or ()):  # where no key is seen only the log-sum-exp form promises anything
+                errors.append(relative(attend(q, k, v, mask, None).double().cpu(), expected))
+    return max(errors)
+
+
+def _differing(device: str) -> int:
+    """Kinds of fp8, with a scale for each row, and dtypes whose expanded values are not the CPU's, bit for bit."""
+    value, scale = torch.randn(8, 512, generator=torch.Generator().manual_seed(0)), torch.linspace(0.5, 2.0, 8)[:, None]
+    count = 0
+    for kind, stored in FP8_KINDS.items():
+        packed = value.to(stored).view(torch.uint8)
+        for dtype in LIMITS:
+            here = Fp8(kind, scale).expand(packed, dtype)
+            there = Fp8(kind, scale.to(device)).expand(packed.to(device), dtype).cpu()
+            count += not torch.equal(here, there)
+    return count

@@ -1,0 +1,157 @@
+"""A user's own model: the host's own, one rank and all ranks sample the same noise with it."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.dtypes import resolve_dtype
+from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
+from parallel_backend.wire.sampling import RunStats
+
+from .findings import Findings, NotLookedAt
+from .ground import Ground
+from .modes import decibels
+
+TOKENS = {True: 4096, False: 256}
+"""Image tokens on GPUs, and on CPU ranks."""
+TEXT_TOKENS = 64
+FRAMES = 4
+"""Tokens along a video's time."""
+REHEARSAL = 2
+"""Steps before the clock starts: a whole call and one in bands."""
+CLOSE = {True: 35.0, False: 20.0}
+"""Decibels from the first run, of exact modes and of bands: relative differences of about 0.15 and 0.8. bf16 rounds, and
+with random conditioning bands differ more than in a picture."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is sampled: the same for all. `tensors`: random conditioning of the right shape, as there is no text encoder."""
+
+    noise: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    steps: int
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(self.tensors, self.tensors, 1.0)
+
+
+def problem_of(checkpoint: Checkpoint, tokens: int, steps: int) -> Problem:
+    """One picture of about so many tokens, as a square; of a video as many squares as FRAMES."""
+    family, config = checkpoint.family, checkpoint.config
+    video, most = family.patching.video, family.sizes.max_side(config)
+    side = max(2, round(math.sqrt(tokens / (FRAMES if video else 1))))
+    side = min(side, most or side)
+    sizes = family.patching.whole((FRAMES, side, side) if video else (side, side))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        noise = torch.randn(1, family.sizes.latent_channels(config), *sizes)
+        return Problem(noise, family.inputs.example(config, TEXT_TOKENS), steps)
+
+
+def modes_of(world: int) -> list[Degrees]:
+    """One rank, then what all ranks may do with one picture: exact modes first."""
+    several = [Degrees(ulysses=world), Degrees(ring=world), Degrees(tensor=world), Degrees(pipe=world)]
+    return [Degrees(), *(several if world > 1 else [])]
+
+
+def look_at_model_file(ground: Ground, findings: Findings) -> None:
+    settings = ground.settings
+    if settings.model is None:
+        raise NotLookedAt("no model was named")
+    checkpoint = open_checkpoint(settings.model)
+    dtype = resolve_dtype("default", checkpoint.dtype, settings.devices, checkpoint.family.half_dtypes(checkpoint.config))
+    problem = problem_of(checkpoint, settings.tokens or TOKENS[settings.on_gpus], settings.steps)
+    findings.note("file", checkpoint.path.name)
+    findings.note("family", checkpoint.family.name)
+    findings.note("weight_dtype", dtype)
+    findings.note("latent", list(problem.noise.shape))
+    findings.note("steps", problem.steps)
+    findings.note("runs", [])
+    first: torch.Tensor | None = None
+
+    def note(mode: str, sample: torch.Tensor, exact: bool, figures: dict[str, Any]) -> None:
+        nonlocal first
+        run = {"mode": mode} | figures
+        if first is None:
+            first = sample
+        else:
+            run["dB"] = round(decibels(sample, first), 1)
+            findings.expect(run["dB"] >= CLOSE[exact], f"{mode} is {run['dB']} dB from the first run, below {CLOSE[exact]}")
+        findings.expect(bool(sample.isfinite().all()), f"{mode} gave values that are not finite")
+        findings.figures["runs"].append(run)
+
+    try:
+        ground.end_ranks()
+        note(f"{ground.host.name}, no ranks", *_native(ground, checkpoint, problem))
+    except NotLookedAt as why:
+        findings.leave_out("the same model without ranks", str(why))
+    for degrees in modes_of(ground.world):
+        with findings.of(str(degrees)):  # which is left out where the model cannot be cut so, or does not fit
+            note(str(degrees), *_on_ranks(ground, checkpoint, degrees, dtype, problem))
+
+
+def _native(ground: Ground, checkpoint: Checkpoint, problem: Problem) -> tuple[torch.Tensor, bool, dict[str, Any]]:
+    if ground.host.native is None:
+        raise NotLookedAt("only the node Parallel Self-Test can load it into ComfyUI")
+    with ground.host.native(checkpoint, problem.tensors) as predict:
+
+        def watched(x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+            ground.poll()
+            return predict(x, timestep, tensors)
+
+        def sample(steps: int) -> torch.Tensor:
+            return euler(watched, problem.noise, linear_sigmas(steps), problem.prompt)
+
+        latent, seconds = _timed(sample, problem.steps)
+    return latent, True, {"seconds_per_step": seconds}
+
+
+def _on_ranks(
+    ground: Ground, checkpoint: Checkpoint, degrees: Degrees, dtype: str, problem: Problem
+) -> tuple[torch.Tensor, bool, dict[str, Any]]:
+    started = time.perf_counter()
+    ground.ranks(degrees.world)
+    loading = time.perf_counter()
+    model = ground.load(degrees, dtype, checkpoint.path)
+    loaded = time.perf_counter()
+    stats: list[RunStats] = []
+
+    def sample(steps: int) -> torch.Tensor:
+        nonlocal stats
+        if degrees.pipe > 1:
+            bands = 2 * degrees.pipe
+            latent, stats = sample_in_bands(
+                model, problem.noise, linear_sigmas(steps), problem.prompt, bands, 1, ground.poll
+            )
+            return latent
+        latent = sample_whole(model, problem.noise, linear_sigmas(steps), problem.prompt, ground.poll)
+        stats = model.close_run(0, ground.poll)
+        return latent
+
+    latent, seconds = _timed(sample, problem.steps)
+    figures = {
+        "start_seconds": round(loading - started, 2),
+        "load_seconds": round(loaded - loading, 2),
+        "seconds_per_step": seconds,
+        "weight_bytes": list(model.weight_bytes),
+        "peak_bytes": [rank.peak_bytes for rank in stats],
+        "waited_seconds": [round(rank.wait_seconds, 3) for rank in stats],
+        "sent_bytes": [sum(rank.bytes_sent.values()) for rank in stats],
+    }
+    return latent, degrees.pipe == 1, figures
+
+
+def _timed(sample: Callable[[int], torch.Tensor], steps: int) -> tuple[torch.Tensor, float]:
+    """The sample of so many steps, and its seconds for a step."""
+    sample(REHEARSAL)
+    started = time.perf_counter()
+    latent = sample(steps).cpu()  # waits for a GPU that still computes
+    return latent, round((time.perf_counter() - started) / steps, 4)

@@ -1,0 +1,100 @@
+"""Every mode and every product of modes that uses all devices, against one rank."""
+
+import itertools
+import math
+
+import torch
+
+from parallel_backend.core.degrees import AXES, Degrees
+from parallel_backend.core.validate import factors
+from parallel_backend.quickstart.model import WEIGHTS
+from parallel_backend.quickstart.sampling import sample_in_bands
+
+from . import tiny_flux
+from .findings import Findings
+from .ground import Ground
+from .one_rank import BANDS, SAME_KERNELS, picture_arguments, run_arguments
+
+TIMES_ROUNDING = 2.0
+"""How many times further from one rank in bf16 a mode may be than that one is from fp32: sums in another order."""
+STALE = 0.1
+"""Relative difference of the tiny model's displaced run from the exact one, at most."""
+CLOSE = 30.0
+"""Decibels from pictures of exact steps. On two CPU ranks it is 50 in 8 steps and 38 in 3; more ranks have more bands."""
+
+
+def products(world: int) -> list[Degrees]:
+    """All degrees whose product is `world`; patches displaced. Single modes first."""
+    found = [
+        Degrees(*sizes, patch_mode="displaced" if sizes[AXES.index("patch")] > 1 else "none")
+        for sizes in factors(world, len(AXES))
+        if 1 in (sizes[AXES.index("pipe")], sizes[AXES.index("patch")])
+    ]
+    return sorted(found, key=lambda degrees: sum(size > 1 for size in degrees.sizes))
+
+
+def look_at_modes(ground: Ground, findings: Findings) -> None:
+    """A model call of the tiny model: of every product in half precision, of single modes in fp32 too."""
+    world, one, half = ground.several(), ground.reference(), ground.settings.half
+    call = tiny_flux.call()
+    limits = {"fp32": SAME_KERNELS}
+    if half is None:
+        findings.leave_out("half precision", "these GPUs compute in none")
+    else:
+        rounding = tiny_flux.relative(one.calls[half], one.calls["fp32"])
+        findings.note(f"{half} of one rank from fp32", rounding)
+        limits[half] = TIMES_ROUNDING * rounding
+    for (dtype, limit), degrees in itertools.product(limits.items(), products(world)):
+        if dtype == "fp32" and max(degrees.sizes) < world:
+            continue
+        with findings.of(f"{degrees}, {dtype}"):
+            model = ground.load(degrees, dtype)
+            outputs = [model.predict(*call, ground.poll).float() for _ in range(2)]
+            error = max(tiny_flux.relative(output, one.calls[dtype]) for output in outputs)
+            findings.at_most(f"{degrees}, {dtype}", error, limit)
+
+
+def look_at_bands(ground: Ground, findings: Findings) -> None:
+    """Runs with keys of a step ago: the same bits whether transfers run beside compute or not, and one rank's."""
+    one = ground.reference()
+    for degrees in stale_modes(ground.several()):
+        with findings.of(str(degrees)):
+            model = ground.load(degrees, "fp32")
+            samples = [
+                sample_in_bands(model, *run_arguments(), 1 if degrees.displaced else BANDS, 1, ground.poll, overlap=overlap)[
+                    0
+                ]
+                for overlap in (True, True, False, False)
+            ]
+            differing = sum(not torch.equal(sample, samples[0]) for sample in samples)
+            findings.at_most(f"{degrees}: of 3 more runs, those with other bits", differing, 0)
+            if degrees.displaced:
+                findings.at_most(f"{degrees} from the exact run", tiny_flux.relative(samples[0], one.exact), STALE)
+            else:
+                apart = tiny_flux.relative(samples[0], one.bands)
+                findings.at_most(f"{degrees} from bands on one rank", apart, SAME_KERNELS)
+
+
+def look_at_pictures(ground: Ground, findings: Findings) -> None:
+    """The bundled model's pictures: how close to exact steps, in decibels of the latents."""
+    world, one = ground.several(), ground.reference()
+    arguments = picture_arguments(ground.settings.steps)
+    for degrees in stale_modes(world):
+        with findings.of(str(degrees)):
+            model = ground.load(degrees, "fp32", WEIGHTS)
+            sample, _ = sample_in_bands(model, *arguments, 1 if degrees.displaced else 2 * world, 1, ground.poll)
+            findings.at_least(f"{degrees}, dB", decibels(sample, one.pictures), CLOSE)
+
+
+def stale_modes(world: int) -> list[Degrees]:
+    """Those in which all ranks use keys of the step before."""
+    return [Degrees(pipe=world), Degrees(patch=world, patch_mode="displaced")]
+
+
+def decibels(sample: torch.Tensor, exact: torch.Tensor) -> float:
+    """Peak signal to noise ratio of latents; the peak is the exact one's span. 200 for equal ones, NaN for one with NaN."""
+    sample, exact = sample.double().cpu(), exact.double().cpu()
+    error = (sample - exact).square().mean().item()
+    if error == 0:
+        return 200.0
+    return 10 * math.log10((exact.max() - exact.min()).item() ** 2 / error) if error == error else math.nan

@@ -1,0 +1,63 @@
+"""One rank against diffusers' own forward on the CPU, and its dtypes against each other. All else is compared with it."""
+
+import torch
+
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.dtypes import native_halves
+from parallel_backend.quickstart.model import WEIGHTS
+from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
+
+from . import tiny_flux
+from .findings import Findings
+from .ground import Ground, OneRank
+
+SAME_KERNELS, OTHER_KERNELS = 1e-5, 1e-3
+"""Relative difference that rounding makes in fp32: between runs of the same kernels, and between a GPU's and a CPU's. The
+smallest change of an input moves the tiny model by more than the latter; its fp32 differs from its fp64 by 3e-7."""
+HALF = {"bf16": 5e-2, "fp16": 1e-2}
+"""Of a half precision from fp32."""
+FP8 = 0.2
+"""Of weights kept in fp8 from the same in fp32."""
+STEPS, BANDS = 4, 3
+DIGITS = torch.tensor([[3, 1, 4, 1], [2, 7, 1, 8]])
+
+
+def run_arguments() -> tuple[torch.Tensor, torch.Tensor, Prompt]:
+    """Noise, sigmas and prompt of the tiny model's runs."""
+    x, _, tensors = tiny_flux.call()
+    return x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0)
+
+
+def picture_arguments(steps: int) -> tuple[torch.Tensor, torch.Tensor, Prompt]:
+    """The same of the bundled model's: two pictures of 256 x 256."""
+    noise = torch.randn(len(DIGITS), 16, 32, 32, generator=torch.Generator().manual_seed(0))
+    return noise, linear_sigmas(steps), digit_prompts(DIGITS, 3.0)
+
+
+def look_at_one_rank(ground: Ground, findings: Findings) -> None:
+    """Leaves what the other checks compare with in `ground.one_rank`."""
+    call = tiny_flux.call()
+    expected = tiny_flux.reference(ground.tiny_model, *call)
+    model = ground.load(Degrees(), "fp32")
+    whole = model.predict(*call, ground.poll)
+    limit = OTHER_KERNELS if ground.settings.on_gpus else SAME_KERNELS
+    findings.at_most("fp32 from diffusers on a CPU", tiny_flux.relative(whole, expected), limit)
+    exact = sample_whole(model, *run_arguments(), ground.poll)
+    bands, _ = sample_in_bands(model, *run_arguments(), BANDS, 1, ground.poll)
+    control = tiny_flux.relative(bands, exact)
+    findings.at_least("bands from the exact run (a control: keys are a step old)", control, 100 * SAME_KERNELS)
+    calls = {"fp32": whole}
+    for dtype, limit in HALF.items():
+        if ground.settings.on_gpus and dtype not in native_halves(ground.settings.devices[0]):
+            findings.leave_out(dtype, "this GPU does not compute in it, so that nothing is loaded in it by default")
+            continue
+        calls[dtype] = ground.load(Degrees(), dtype).predict(*call, ground.poll).float()
+        findings.at_most(f"{dtype} from fp32", tiny_flux.relative(calls[dtype], whole), limit)
+    if ground.settings.on_gpus:
+        stored = ground.load(Degrees(), "fp8_e4m3fn/fp32").predict(*call, ground.poll).float()
+        findings.at_most("fp8 weights, computed in fp32, from fp32", tiny_flux.relative(stored, whole), FP8)
+    else:
+        findings.leave_out("fp8 weights", "CPU ranks expand them to fp32 when they load them")
+    bundled = ground.load(Degrees(), "fp32", WEIGHTS)
+    pictures = sample_whole(bundled, *picture_arguments(ground.settings.steps), ground.poll)
+    ground.one_rank = OneRank(calls, bands, exact, pictures)

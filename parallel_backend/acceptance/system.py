@@ -1,0 +1,137 @@
+"""The check of the machine: driver, libraries, GPUs, how they are connected, and what NCCL wants of the system."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel_backend.rank.comm.process_group import backend_for
+from parallel_backend.rank.free_memory import host_memory
+
+from .findings import Findings, NotLookedAt
+from .ground import Ground
+from .topology import topology
+
+LIBRARIES = ("torch", "diffusers", "triton", "flash-attn", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+SETTINGS = re.compile(
+    r"NCCL_|GLOO_|CUDA_VISIBLE_DEVICES$|CUDA_DEVICE_ORDER$|CUDA_MODULE_LOADING$|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF$|"
+    r"NVIDIA_TF32_OVERRIDE$|TORCH_ALLOW_TF32|OMP_NUM_THREADS$|TORCH_(NCCL|DISTRIBUTED)_|HSA_|HIP_VISIBLE_DEVICES$"
+)
+"""Environment variables that change what ranks do."""
+SMALL_SHM = 64 << 20
+"""Bytes of /dev/shm in a container that nobody gave more. NCCL without P2P goes through it."""
+NVIDIA_VERSION = Path("/proc/driver/nvidia/version")
+IOMMU = Path("/sys/class/iommu")
+COMMAND_LINE = Path("/proc/cmdline")
+SHM = Path("/dev/shm")
+
+
+def look_at_system(ground: Ground, findings: Findings) -> None:
+    """Notes only; what is likely to be in the way is in the figure `hints`."""
+    found: dict[str, Any] = {
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "libraries": {name: version for name in LIBRARIES if (version := _version(name)) is not None},
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "nccl": _nccl(),
+        "transport": backend_for(ground.settings.devices),
+        "driver": _driver(),
+        "host": ground.host.name,
+        "host_options": list(ground.host.options),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if SETTINGS.match(name)},
+        "container": Path("/.dockerenv").exists() or "container" in os.environ,
+        "cores": os.cpu_count(),
+        "memory_bytes": host_memory()[1],
+        "shm_bytes": shutil.disk_usage(SHM).total if SHM.is_dir() else None,
+        "iommu": iommu(),
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "peers": peers(torch.cuda.device_count()),
+    }
+    found["load"] = [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None
+    for name, value in found.items():
+        findings.note(name, value)
+    try:
+        findings.note("topology", topology(torch.cuda.device_count()))
+    except NotLookedAt as why:
+        findings.note("topology", None)
+        findings.leave_out("topology", str(why))
+    if not ground.settings.on_gpus:
+        findings.leave_out("GPUs", "the ranks are on CPUs" if found["gpus"] else "torch sees none")
+    findings.note("hints", hints(found, len(set(ground.settings.devices))))
+
+
+def hints(found: dict[str, Any], devices: int) -> list[str]:
+    """What in these facts is known to be in the way of so many devices."""
+    said = []
+    blocked = [pair for pair, reached in found["peers"].items() if not reached]
+    if found["transport"] == "nccl" and blocked and (found["shm_bytes"] or SMALL_SHM + 1) <= SMALL_SHM:
+        said.append(
+            f"/dev/shm has {found['shm_bytes'] >> 20} MB, and GPUs without P2P talk through it: give the container more "
+            "(docker run --shm-size=8g, or --ipc=host)."
+        )
+    if devices > 1 and found["iommu"]["active"] and any(found["peers"].values()):
+        said.append(
+            "P2P is said to be possible and the IOMMU is on: on some boards such transfers hang. If ranks do, set "
+            "NCCL_P2P_DISABLE=1, or switch the IOMMU off (BIOS, or iommu=pt on the kernel's command line)."
+        )
+    if len(found["gpus"]) > 1 and devices == 1:
+        said.append("There are more GPUs than were looked at: name them in devices.")
+    return said
+
+
+def iommu() -> dict[str, Any]:
+    """Units that the system has, the kernel's options about them, and whether they translate a device's addresses."""
+    units = len(list(IOMMU.iterdir())) if IOMMU.is_dir() else 0
+    words = COMMAND_LINE.read_text().split() if COMMAND_LINE.is_file() else []
+    options = [word for word in words if "iommu" in word]
+    off = {"iommu=off", "iommu=pt", "intel_iommu=off", "amd_iommu=off"}
+    return {"units": units, "options": options, "active": units > 0 and not off & set(options)}
+
+
+def peers(count: int) -> dict[str, bool]:
+    """'0-1': device 0 can reach device 1's memory directly (P2P)."""
+    pairs = ((one, two) for one in range(count) for two in range(count) if one != two)
+    return {f"{one}-{two}": torch.cuda.can_device_access_peer(one, two) for one, two in pairs}
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "name": properties.name,
+        "capability": list(torch.cuda.get_device_capability(index)),
+        "memory_bytes": total,
+        "free_bytes": free,
+        "processors": properties.multi_processor_count,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _nccl() -> str | None:
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    version = torch.cuda.nccl.version()
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version and kind. The rest of that file says who built it."""
+    if sys.platform != "linux" or not NVIDIA_VERSION.is_file():
+        return None
+    line = NVIDIA_VERSION.read_text().partition("\n")[0]
+    number = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", line)
+    return None if number is None else number[0] + " (open kernel module)" * ("Open Kernel Module" in line)

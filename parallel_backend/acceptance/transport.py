@@ -1,0 +1,63 @@
+"""The links between ranks: how fast each is, with P2P and without, and what a pipeline's hop costs."""
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+from parallel_backend.client.placement.measurements import measured_links
+from parallel_backend.client.placement.pipeline_model import HOP_SECONDS
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.planning.links import SIZES
+from parallel_backend.planning.machine import machine_of
+from parallel_backend.processes.pool import Pool
+from parallel_backend.rank.comm.process_group import backend_for
+from parallel_backend.wire.rank_settings import SELF_TEST
+
+from . import tiny_flux
+from .findings import Findings
+from .ground import Ground
+
+WARM_UP, HOP_CALLS = 2, 20
+
+
+def look_at_links(ground: Ground, findings: Findings) -> None:
+    """Every two ranks send to and fro, then all at once; by the same transfers that planning goes by."""
+    world = ground.several()
+    pool = ground.ranks(world)
+    for note in pool.notes:  # the product copes, but the links are not what they could be
+        findings.wrong.append(note)
+    findings.note("links", links(pool, ground))
+    if backend_for(pool.devices) != "nccl":
+        findings.leave_out("links without P2P", "only NCCL has both; these ranks talk through Gloo")
+    elif pool.self_test.p2p:
+        with ground.special_ranks(self_test=replace(SELF_TEST, p2p=False)) as pool:
+            findings.note("links without P2P", links(pool, ground))
+
+
+def links(pool: Pool, ground: Ground) -> dict[str, Any]:
+    """'0-1' -> GB/s and microseconds one way, and how many times slower links are while all send."""
+    found = machine_of(pool.devices, measured_links(pool, SIZES, ground.poll)).links
+    between = {
+        f"{one}-{two}": {"GB_per_s": round(link.bandwidth / 1e9, 3), "us": round(link.latency * 1e6, 1)}
+        for (one, two), link in found.between.items()
+    }
+    return {"between": between, "crowding": round(found.crowding, 2)}
+
+
+def look_at_hop(ground: Ground, findings: Findings) -> None:
+    """Milliseconds from the last stage through this process to the first: what planning takes HOP_SECONDS for."""
+    world = ground.several()
+    model = ground.load(Degrees(pipe=world), "fp32")
+    call = tiny_flux.inputs(batch=1)
+    hops = []
+    for number in range(WARM_UP + HOP_CALLS):
+        started = time.perf_counter()
+        model.predict(*call, ground.poll)
+        whole = time.perf_counter() - started
+        stages = model.close_run(0, ground.poll)
+        if number >= WARM_UP:  # the last stage waits for the first from the call's beginning on
+            hops.append(whole - max(stage.compute_seconds + stage.wait_seconds for stage in stages))
+    findings.note("ms of a hop, median", round(1000 * statistics.median(hops), 3))
+    findings.note("ms of a hop, fastest and slowest", [round(1000 * bound, 3) for bound in (min(hops), max(hops))])
+    findings.note("ms of a hop that planning expects", 1000 * HOP_SECONDS)

@@ -1,0 +1,28 @@
+"""The self-test on two CPU ranks in processes: every check passes."""
+
+import json
+import time
+
+import jsonschema
+import pytest
+
+from parallel_backend.acceptance import document, kit
+from parallel_backend.acceptance.ground import Settings
+from parallel_backend.acceptance.lifetime import SETTLED
+from parallel_backend.acceptance.report import describe
+from parallel_backend.quickstart.model import WEIGHTS
+
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
+
+SHORT = Settings(("cpu", "cpu"), WEIGHTS, tokens=64, steps=3, cycles=2 * SETTLED, hang_seconds=2.0)
+
+
+def test_two_cpu_ranks_pass(measured):
+    started = time.monotonic()
+    results = kit.run(SHORT)
+    found = document.document_of(SHORT, results, time.monotonic() - started)
+    measured("seconds of a short self-test", found["seconds"])
+    jsonschema.validate(json.loads(document.dumps(found)), json.loads(document.SCHEMA.read_text()))
+    assert [result.name for result in results] == list(kit.CHECKS)
+    assert {result.status for result in results} == {kit.PASSED}, describe(found)
+    assert any("topology" in text for text in results[0].left_out)  # what it could not look at is said

@@ -1,0 +1,81 @@
+"""Parallel Self-Test in ComfyUI: its own model beside ranks, what the node leaves behind, and Cancel.
+
+All its checks on real ranks are in tests/acceptance/test_on_ranks.py.
+"""
+
+import json
+import time
+
+import jsonschema
+import pytest
+
+from parallel_backend.acceptance.document import SCHEMA
+from tests.comfyui.graph import Graph, small
+from tests.comfyui.websocket import Events
+
+pytestmark = pytest.mark.comfyui
+
+FILES = ("tiny.safetensors", "tiny-sd3.safetensors")
+EXACT = 80.0
+"""Decibels between fp32 samples of the same model: ComfyUI's own, and ours on one rank and on two."""
+
+
+@pytest.fixture(scope="module")
+def looked(inside):
+    return inside.run("acceptance")[0]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_comfyuis_own_model_is_run_beside_the_ranks(looked, file, measured):
+    found = looked[file]
+    assert "error" not in found, found.get("traceback")
+    document = found["document"]
+    jsonschema.validate(document, json.loads(SCHEMA.read_text()))
+    assert document == found["saved"]
+    assert found["shown"]
+    assert "JSON: " in found["text"]
+    system, model = document["checks"]
+    assert [check["status"] for check in (system, model)] == ["passed", "passed"], found["text"]
+    host = system["figures"]["host"]
+    assert host.startswith("ComfyUI ")
+    assert "--cpu" in system["figures"]["host_options"]
+    native, *runs = model["figures"]["runs"]
+    assert native["mode"] == f"{host}, no ranks"
+    assert [run["mode"] for run in runs] == [
+        "one rank",
+        "ulysses_degree 2",
+        "ring_degree 2",
+        "tensor_parallel_degree 2",
+        "pipefusion_degree 2",
+    ]
+    exact = min(run["dB"] for run in runs[:-1])
+    measured("decibels between ComfyUI and ranks, upside down", 1 / exact)
+    assert exact >= EXACT
+
+
+def self_test() -> dict:
+    graph = Graph()
+    graph.add("ParallelSelfTest", devices="cpu,cpu")
+    return graph.prompt
+
+
+@pytest.mark.alone
+def test_cancel_ends_it_and_the_next_prompt_runs(server, rank_processes):
+    with Events(server.port, "self-test") as events:
+        prompt_id = server.queue(self_test(), client_id="self-test")
+        events.until("progress", prompt_id, where=lambda data: data["value"] >= 2)
+        cancelled = time.monotonic()
+        server.post("/interrupt", {})
+        outcome = server.wait(prompt_id, 60)
+    assert outcome.status == "interrupted"
+    assert time.monotonic() - cancelled < 20
+    assert rank_processes() == []
+    after = server.run(small(seed=71))
+    assert after.status == "success", after.error
+
+
+def test_what_users_do_wrong_is_said(server):
+    prompt = self_test()
+    prompt["1"]["inputs"]["devices"] = "cuda:7"
+    outcome = server.run(prompt)
+    assert "devices: 'cuda:7' is no device of this machine" in outcome.error
