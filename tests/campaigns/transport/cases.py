@@ -1,5 +1,6 @@
 """What runs on the strict transport: every mode and product, every family, and what happens to a run from outside."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -187,18 +188,14 @@ def cancelled(degrees: Degrees) -> Case:
             if next(polls) == 1:
                 raise Cancelled
 
-        try:
+        with contextlib.suppress(Cancelled):
             while True:
                 _sampled(model, cancel, height=16, width=12)
-        except Cancelled:
-            pass
         given = tiny.inputs(CONFIG, height=9, width=10, text=5)
         found = [model.predict(*given, nothing)]
-        try:
+        with contextlib.suppress(Cancelled):
             while True:
                 _sampled(model, cancel_at_once, height=16, width=12)
-        except Cancelled:
-            pass
         again = load(files.flux(), Degrees(ulysses=degrees.world))
         return [*found, again.predict(*given, nothing)]
 
@@ -207,6 +204,32 @@ def cancelled(degrees: Degrees) -> Case:
 
 def cancel_at_once() -> None:
     raise Cancelled
+
+
+def given_up(degrees: Degrees) -> Case:
+    """A run that is given up in the middle, and ranks that are ended at once."""
+
+    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
+        model = load(files.flux(), degrees)
+        with contextlib.suppress(Cancelled):
+            while True:
+                _sampled(model, cancel_at_once, height=16, width=12)
+        return []
+
+    return Case(f"given up {name(degrees)}", run, rare=True)
+
+
+def together(degrees: Degrees) -> Case:
+    """A call that is posted before the one before it has ended, as for prompts of different length."""
+
+    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
+        model = load(files.flux(), degrees)
+        one, two = (tiny.inputs(CONFIG, batch=1, height=9, width=10, text=text, seed=text) for text in (5, 8))
+        found: list[torch.Tensor] = []
+        first = model.predict(*one, nothing, on_posted=lambda: found.append(model.predict(*two, nothing, first_replica=1)))
+        return [first, *found]
+
+    return Case(f"two calls at once {name(degrees)}", run)
 
 
 def other_degrees(first: Degrees, *others: Degrees) -> Case:
@@ -244,7 +267,10 @@ def all_of_them() -> Iterator[Case]:
     yield from map(without_overlap, (Degrees(pipe=2), Degrees(patch=2, patch_mode="displaced"), Degrees(pipe=2, ulysses=2)))
     yield from map(controlnet, (Degrees(pipe=2), Degrees(ulysses=2), Degrees(pipe=2, tensor=2)))
     yield from map(vae, (2, 4))
-    yield from map(cancelled, (Degrees(pipe=2), Degrees(pipe=4), Degrees(pipe=2, ulysses=2)))
+    displaced = Degrees(patch=2, patch_mode="displaced")
+    yield from map(cancelled, (Degrees(pipe=2), displaced, Degrees(pipe=4), Degrees(pipe=2, ulysses=2)))
+    yield from map(given_up, (Degrees(pipe=2), displaced, Degrees(pipe=2, ulysses=2)))
+    yield from map(together, (Degrees(pipe=2), Degrees(batch=2, pipe=2), Degrees(ulysses=2, tensor=2)))
     yield other_degrees(Degrees(pipe=2), Degrees(ulysses=2), Degrees(patch=2, patch_mode="displaced"))
     yield other_degrees(Degrees(pipe=4), Degrees(pipe=2, tensor=2), Degrees(ring=2, ulysses=2), Degrees(batch=4))
     yield from map(links, (2, 4))
