@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+import torch
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.attention import parallel_attention
+from parallel_backend.rank.comm import collectives
+from parallel_backend.rank.comm.stage_link import StageLink
+from parallel_backend.rank.stage import tensor_parallel
 from tests.campaigns.transport import cases
 from tests.campaigns.transport.cases import Case, all_of_them, product
 from tests.campaigns.transport.runner import RULES, Trials, rules_of, same, trials
@@ -97,3 +101,48 @@ def test_the_mailbox_gives_what_gloo_gives(at_work, process_pools, degrees):
         assert same(found, expected)
     else:
         assert max(map(tiny.relative, found, expected)) <= 1e-5
+
+
+def scribble(send):
+    """StageLink.send, and then the tensor is used for something else."""
+
+    def sent(link, tensor: torch.Tensor, overlap: bool) -> None:
+        send(link, tensor, overlap)
+        tensor.zero_()
+
+    return sent
+
+
+def without_waiting(exchange) -> torch.Tensor:
+    """In the place of Exchange.wait."""
+    return exchange.target
+
+
+def halves_in_turn(all_reduce):
+    """collectives.all_reduce in two calls, of which every other rank makes the second one first."""
+
+    def reduced(x: torch.Tensor, axis, traffic) -> torch.Tensor:
+        halves = list(x.reshape(-1).split(-(-x.numel() // 3)))
+        for half in halves if axis.index == 0 else reversed(halves):
+            all_reduce(half, axis, traffic)
+        return x
+
+    return reduced
+
+
+@pytest.mark.parametrize(
+    ("degrees", "at", "name", "fault", "words"),
+    [
+        (Degrees(pipe=2), StageLink, "send", scribble(StageLink.send), "sent was changed before"),
+        (Degrees(pipe=2), StageLink, "await_sends", lambda *_, **__: None, "never waited for: rank 0's transfer to 1"),
+        (Degrees(ulysses=2), collectives.Exchange, "wait", without_waiting, "values that are not finite"),
+        (Degrees(tensor=2), tensor_parallel, "all_reduce", halves_in_turn(collectives.all_reduce), "sizes differ"),
+    ],
+    ids=["reused buffer", "sends not waited for", "receives not waited for", "another order"],
+)
+def test_faults_of_the_product_are_caught(at_work, degrees, at, name, fault, words):
+    """The control of the tables above."""
+    case = product(degrees)
+    at_work.expected(case)
+    with mock.patch.object(at, name, fault):
+        assert words in (at_work.trial(case, rules_of(8, 1, DELAY)) or "nothing was caught")
