@@ -2,7 +2,8 @@
 
 Supported: single files in original (ComfyUI) key layout, safetensors or GGUF, with or without the `model.diffusion_model.`
 prefix, and diffusers folders (config.json, one or several safetensors files). Opening reads headers only. Values may be
-fp32, bf16, fp16, plain fp8, fp8 with ComfyUI's scales (fp8_scales.py), or GGUF's blocks (packed_formats.py).
+fp32, bf16, fp16, plain fp8, one of ComfyUI's quantised formats (quantised_formats.py), or GGUF's blocks
+(packed_formats.py).
 """
 
 import inspect
@@ -22,14 +23,16 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES, Family
 from parallel_backend.families.base.family import Source
+from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_side
 
-from .fp8_scales import attach_scales
 from .limits import MAX_CONFIG_BYTES, check_settings, check_sizes, check_stated
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
+from .quantised_formats import KEPT, quantised_bytes
+from .quantised_layers import attach_quantisation
 from .tensor_files import GGUF, SAFETENSORS, Entry, read_header, read_stated_config
 
 PREFIXES = ("model.diffusion_model.", "model.model.", "")
-READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *GGUF_BLOCKS}
+READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *GGUF_BLOCKS, *KEPT}
 """Storage formats that can be read."""
 
 
@@ -52,11 +55,11 @@ class Checkpoint:
     def dtype(self) -> str:
         """The weight_dtype that keeps most values as they are stored, on CUDA ranks.
 
-        Plain fp8 of either kind is fp8_e4m3fn. Scaled fp8 and GGUF are bf16, their compute dtype: they stay packed under
-        every weight_dtype. CPU ranks compute them in fp32, and turn plain fp8 into fp32.
+        Plain fp8 of either kind is fp8_e4m3fn. Quantised files and GGUF are bf16, their compute dtype: they stay packed
+        under every weight_dtype. CPU ranks compute them in fp32, and turn plain fp8 into fp32.
         """
         most = self._most
-        if most.scale is not None or most.dtype in GGUF_BLOCKS:
+        if most.scale is not None or most.dtype in GGUF_BLOCKS or most.dtype in KEPT:
             return "bf16"
         return "fp8_e4m3fn" if most.dtype in FP8_KINDS else most.dtype
 
@@ -91,6 +94,32 @@ class Checkpoint:
             blocks=self.family.blocks.total(config),
             key_heads=sizes.key_heads(config),
             unsupported=self.family.unsupported,
+            tensor_degrees=self.tensor_degrees,
+        )
+
+    @cached_property
+    def tensor_degrees(self) -> frozenset[int] | None:
+        """The tensor degrees that cut no group of a quantised weight's values apart. None: all, as nothing is in groups."""
+        sizes, config, plan = self.family.sizes, self.config, self.family.tensor_plan
+        cuts = {
+            (cut, self.shape(target)[1], entry.layer.unit)
+            for target, source in self.key_map.items()
+            if (entry := self.entries[source.key]).dtype in KEPT
+            and (cut := cut_of(plan, target))
+            and cut.kind is CutKind.ROW
+        }
+        if not cuts:
+            return None
+        heads, head_size, key_heads = sizes.heads(config), sizes.head_size(config), sizes.key_heads(config)
+        return frozenset(
+            degree
+            for degree in range(1, (key_heads or heads) + 1)
+            if not any(
+                span.start % unit or span.stop % unit
+                for cut, columns, unit in cuts
+                for index in range(degree)
+                for span in cut_side(cut, columns, heads, head_size, index, degree, key_heads)
+            )
         )
 
     def shape(self, target: str) -> tuple[int, ...]:
@@ -100,19 +129,24 @@ class Checkpoint:
         return shape if source.rows is None else (len(source.rows), *shape[1:])
 
     def storage(self, target: str, dtype_name: str) -> str | None:
-        """Format in which a rank keeps the weight of a linear layer: one of FP8_KINDS, HALF_KINDS, GGUF_BLOCKS, or None.
+        """Format in which a rank keeps the weight of a linear layer: of FP8_KINDS, HALF_KINDS, GGUF_BLOCKS or KEPT, or None.
 
-        None: the compute dtype. weight_dtype fp8_e4m3fn rounds other weights to fp8, but not in a quantised file, whose
-        maker left some weights in full precision. `dtype_name`: see core/dtypes.py.
+        None: the compute dtype. weight_dtype fp8_e4m3fn rounds other weights to fp8, and int8 the blocks' weights to
+        int8_tensorwise, but not in a quantised file, whose maker left some weights in full precision. `dtype_name`: see
+        core/dtypes.py.
         """
         entry = self.entries[self.key_map[target].key]
         fp8 = dtype_name.startswith("fp8")
-        if entry.dtype in GGUF_BLOCKS or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):
+        if entry.dtype in {*GGUF_BLOCKS, *KEPT} or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):
             return entry.dtype
-        most, kept = self._most.dtype, storage_name(dtype_name)
+        kept = storage_name(dtype_name)
         if kept in HALF_KINDS:
             return kept if kept != compute_name(dtype_name) else None
-        return kept if fp8 and most not in GGUF_BLOCKS and most not in FP8_KINDS else None
+        if self._most.dtype in {*GGUF_BLOCKS, *KEPT, *FP8_KINDS}:
+            return None
+        if kept == "int8":
+            return "int8_tensorwise" if target.partition(".")[0] in self.family.blocks.counts(self.config) else None
+        return kept if fp8 else None
 
     def nbytes(self, target: str, dtype_name: str) -> int:
         """Bytes of the whole parameter on a rank. Matrices count as weights of linear layers."""
@@ -123,6 +157,10 @@ class Checkpoint:
             return _numel(shape) // values * size
         if storage in HALF_KINDS:
             return _numel(shape) * 2
+        if storage in KEPT:
+            entry = self.entries[self.key_map[target].key]
+            beside = {leaf: tensor.shape for leaf, tensor in entry.beside.items()}
+            return quantised_bytes(storage, shape, entry.shape, beside)
         return _numel(shape) * (1 if storage else TORCH_DTYPES[compute_name(dtype_name)].itemsize)
 
 
@@ -151,7 +189,7 @@ def _open_single_file(path: Path) -> Checkpoint:
     prefix = next(prefix for prefix in PREFIXES if prefix == "" or any(key.startswith(prefix) for key in entries))
     entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     stated = {layer.removeprefix(prefix): how for layer, how in stated.items()}
-    entries = _with_values(path.name, attach_scales(path.name, entries, stated))
+    entries = _with_values(path.name, attach_quantisation(path.name, entries, stated))
     family = next((f for f in FAMILIES.values() if f.file.detect({k: e.shape for k, e in entries.items()})), None)
     if family is None:
         known = ", ".join(FAMILIES)
@@ -208,7 +246,7 @@ def _open_folder(path: Path) -> Checkpoint:
             known.update(found)
     if not entries:
         raise ValueError(f"model_name: the folder {path.name} lacks its weights: there is no .safetensors file in it.")
-    entries = _with_values(path.name, attach_scales(path.name, entries, stated))
+    entries = _with_values(path.name, attach_quantisation(path.name, entries, stated))
     config = _constructor_arguments(path.name, family, config, len(entries))
     key_map = {target: Source(target) for target in family.file.key_map(config)}
     return _checked(Checkpoint(path, family, config, key_map, entries))

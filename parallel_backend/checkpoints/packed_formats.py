@@ -1,5 +1,5 @@
 """Packed weight formats: 8-bit floats with or without a scale, 16-bit floats, and GGUF's blocks. Packed weights are expanded
-to compute.
+to compute. ComfyUI's other quantised formats are in quantised_formats.py.
 
 A packed weight [rows, bytes] uint8 can be cut between any rows, and between columns where `byte_span` allows it.
 """
@@ -16,6 +16,15 @@ from parallel_backend.core.spans import Span
 
 class Packing(Protocol):
     """The format of a weight [rows, columns] kept as [rows, n] uint8."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept beside those bytes."""
+        ...
+
+    def byte_span(self, columns: Span) -> Span | None:
+        """The bytes of a row that hold these columns; None where they are not whole groups of values."""
+        ...
 
     def columns(self, row_bytes: int) -> int:
         """Values in `row_bytes` bytes of a row."""
@@ -58,6 +67,15 @@ class Fp8:
     """Key of FP8_KINDS."""
     scale: torch.Tensor | None = None
     """float32 [1, 1], or [rows, 1] for each row, on the weight's device. None: not scaled."""
+    input_scale: torch.Tensor | None = None
+    """float32 [1, 1]: the layer's input is divided by it before it is rounded to fp8. None: by one if there is a `scale`,
+    or else by what its largest value makes the largest of fp8."""
+    full_precision: bool = False
+    """The layer's input is to stay as it is, and the weight to be expanded."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.scale, self.input_scale) if tensor is not None)
 
     def byte_span(self, columns: Span) -> Span:
         return columns
@@ -76,6 +94,14 @@ class Half:
     """16-bit floats as they are, for devices that do not compute in them."""
 
     kind: str
+    """Key of HALF_KINDS."""
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def byte_span(self, columns: Span) -> Span:
+        return Span(2 * columns.start, 2 * columns.stop)
 
     def columns(self, row_bytes: int) -> int:
         return row_bytes // 2
@@ -91,6 +117,10 @@ class Blocks:
 
     kind: str
     """Key of GGUF_BLOCKS."""
+
+    @property
+    def nbytes(self) -> int:
+        return 0
 
     def byte_span(self, columns: Span) -> Span | None:
         """Bytes of a row that hold these columns. None if the columns do not begin and end at a block's border."""
@@ -111,13 +141,6 @@ class Blocks:
         for place, blocks in zip(places, packed.view(-1, size).split(CHUNK_VALUES // values), strict=True):
             place.copy_(_expand_blocks(self.kind)(blocks, values, size, torch.float32))
         return out
-
-
-def packing_of(storage: str, scale: torch.Tensor | None = None) -> Packing:
-    """For what `Checkpoint.storage` says. `scale`: see Fp8."""
-    if storage in GGUF_BLOCKS:
-        return Blocks(storage)
-    return Half(storage) if storage in HALF_KINDS else Fp8(storage, scale)
 
 
 @functools.cache

@@ -10,7 +10,8 @@ import torch
 from parallel_backend.core.spans import Shard, Span
 
 from .checkpoint import Checkpoint, to_original
-from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Blocks, Packing, packing_of
+from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Blocks, Fp8, Half, Packing
+from .quantised_formats import FORMATS, KEPT, Quantised, cut_beside, quantise_int8
 from .tensor_files import Entry, open_file
 
 
@@ -29,8 +30,8 @@ class Reader:
         """The part `shard` of a parameter in `dtype`, converted if the file has another format."""
         entry = self._entry(target)
         shape = self.checkpoint.shape(target)
-        if entry.dtype in GGUF_BLOCKS:
-            if not self.packable(entry.dtype, shard):
+        if entry.dtype in GGUF_BLOCKS or entry.dtype in KEPT:
+            if not self.packable(target, entry.dtype, shard):
                 whole = self.values(target, dtype, None, device)
                 return torch.cat([whole[:, span.slice] for span in shard.spans], dim=1)
             packed, packing = self.packed(target, entry.dtype, shard, device)
@@ -44,21 +45,32 @@ class Reader:
             out = (out * self._scale(target, shard, device).view(-1, *(1,) * (len(shape) - 1))).to(dtype)
         return out
 
-    @staticmethod
-    def packable(storage: str, shard: Shard | None) -> bool:
+    def packable(self, target: str, storage: str, shard: Shard | None) -> bool:
         """Whether `packed` can give the part `shard`. A part of columns must begin and end at a block's border."""
-        if storage not in GGUF_BLOCKS or shard is None or shard.dim == 0:
+        if shard is None or shard.dim == 0:
             return True
-        return all(Blocks(storage).byte_span(span) is not None for span in shard.spans)
+        packing = self._stored(target) if self._entry(target).dtype == storage else None
+        return packing is None or all(packing.byte_span(span) is not None for span in shard.spans)
 
     def packed(self, target: str, storage: str, shard: Shard | None, device: torch.device) -> tuple[torch.Tensor, Packing]:
         """The part `shard` of a matrix as [rows, n] uint8, and how to expand it. Rounded if the file has another format."""
         entry = self._entry(target)
         if entry.dtype != storage or storage in HALF_KINDS:
-            kind = (FP8_KINDS | HALF_KINDS)[storage]
-            return self.values(target, kind, shard, device).view(torch.uint8), packing_of(storage)
-        scale = None if entry.scale is None else self._scale(target, shard, device)
-        packing = packing_of(storage, scale)
+            if storage in HALF_KINDS:
+                return self.values(target, HALF_KINDS[storage], shard, device).view(torch.uint8), Half(storage)
+            if storage in FP8_KINDS:
+                return self.values(target, FP8_KINDS[storage], shard, device).view(torch.uint8), Fp8(storage)
+            assert storage == "int8_tensorwise"
+            return quantise_int8(self.values(target, torch.float32, shard, device))
+        packing = self._stored(target)
+        if isinstance(packing, Fp8):
+            scale = None if entry.scale is None else self._scale(target, shard, device)
+            given = entry.beside.get("input_scale")
+            given = None if given is None else self._tensor(given).float().view(1, 1).to(device, copy=True)
+            # Plain fp8 is expanded, as by ComfyUI without --fast: its file has no say on the rounding of inputs.
+            packing = Fp8(storage, scale, given, entry.layer is None or entry.layer.full_precision)
+        elif isinstance(packing, Quantised):
+            packing = Quantised(entry.layer, self._beside(target, shard, device))
         row = Span(0, torch.Size(entry.shape[1:]).numel())
         dim, spans, rows = self._cut(target, shard)
         spans = spans if dim == 0 else [packing.byte_span(span) for span in spans]
@@ -70,10 +82,31 @@ class Reader:
             place.copy_((part[span.slice] if dim == 0 else part[rows.slice, span.slice]).view(torch.uint8))
         return out, packing
 
+    def _stored(self, target: str) -> Packing | None:
+        """How the file packs a weight, without its scales. None: not at all."""
+        entry = self._entry(target)
+        if entry.dtype in KEPT:
+            return Quantised(entry.layer, {})
+        if entry.dtype in FP8_KINDS:
+            return Fp8(entry.dtype)
+        return Blocks(entry.dtype) if entry.dtype in GGUF_BLOCKS else None
+
+    def _beside(self, target: str, shard: Shard | None, device: torch.device) -> dict[str, torch.Tensor]:
+        """What belongs to this part of a weight in one of KEPT, as Quantised has it."""
+        entry = self._entry(target)
+        dim, spans, rows = self._cut(target, shard)
+        rows, columns = (spans, [Span(0, entry.shape[1])]) if dim == 0 else ([rows], spans)
+        known = FORMATS[entry.dtype].beside
+        parts = {}
+        for leaf, there in entry.beside.items():
+            part = cut_beside(self._tensor(there), known[leaf].place, entry.layer, entry.shape, rows, columns)
+            parts[leaf] = part.to(device, copy=True)  # a view of the mapped file would keep all of it open
+        return parts
+
     def _scale(self, target: str, shard: Shard | None, device: torch.device) -> torch.Tensor:
         """Scale of the part `shard`: float32 [1, 1], or [rows, 1] of its rows."""
         entry = self._entry(target).scale
-        scale = self._file(entry).get_tensor(entry.key).float().view(-1, 1)
+        scale = self._tensor(entry).float().view(-1, 1)
         if len(scale) > 1:
             dim, spans, rows = self._cut(target, shard)
             scale = torch.cat([scale[span.slice] for span in (spans if dim == 0 else [rows])])
@@ -91,6 +124,9 @@ class Reader:
 
     def _entry(self, target: str) -> Entry:
         return self.checkpoint.entries[self.checkpoint.key_map[target].key]
+
+    def _tensor(self, entry: Entry) -> torch.Tensor:
+        return self._file(entry).get_tensor(entry.key)
 
     def _slices(self, entry: Entry) -> Any:
         return self._file(entry).get_slice(entry.key)

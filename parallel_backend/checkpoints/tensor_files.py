@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from .gguf_file import GgufFile
+from .quantised_formats import Layer
 from .safetensors_file import SafetensorsFile
 
 SAFETENSORS, GGUF = (".safetensors", ".sft"), (".gguf",)
@@ -36,9 +37,17 @@ class Entry:
     shape: tuple[int, ...]
     """Of the values, also if they are packed."""
     dtype: str
-    """fp32, bf16, fp16, fp8_e4m3fn, fp8_e5m2, a type of packed_formats.GGUF_BLOCKS, or else safetensors' name."""
-    scale: "Entry | None" = None
-    """Tensor that the values are multiplied with (fp8_scales.py)."""
+    """fp32, bf16, fp16, fp8_e4m3fn, fp8_e5m2, one of packed_formats.GGUF_BLOCKS or of quantised_formats.KEPT, or
+    safetensors' own name."""
+    layer: Layer | None = None
+    """Of the weight of a quantised layer: how it is quantised."""
+    beside: "Mapping[str, Entry]" = field(default_factory=dict)
+    """By name, the tensors of the file that belong to this weight (quantised_layers.py): its scales and others."""
+
+    @property
+    def scale(self) -> "Entry | None":
+        """What values in a dtype of floats are to be multiplied with."""
+        return self.beside.get("weight_scale")
 
 
 def open_file(path: Path) -> AbstractContextManager[Any]:
@@ -56,13 +65,13 @@ def _open(path: Path) -> AbstractContextManager[Any]:
     return GgufFile(path) if path.suffix.lower() in GGUF else SafetensorsFile(path)
 
 
-def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Key -> entry; layer -> format, as far as the header names formats. ValueError for a file that cannot be read."""
+def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
+    """Key -> entry; layer -> how it is quantised, where the header says it. ValueError for a file that cannot be read."""
     if path.suffix.lower() in GGUF:
         with GgufFile(path) as file:
             return {key: Entry(path, key, file.shape(key), file.dtype(key)) for key in file.keys()}, {}  # noqa: SIM118
 
-    def read(file: Any) -> tuple[dict[str, Entry], dict[str, str]]:
+    def read(file: Any) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
         if len(names := file.keys()) > MAX_TENSORS:
             raise ValueError(f"it says that it holds {len(names)} tensors")
         keys = {key: file.get_slice(key) for key in names}
@@ -71,7 +80,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             for key, part in keys.items()
         }
         stated = _said(file, QUANTISATION, "layers")
-        return entries, {layer: _format(how) for layer, how in stated.items()}
+        return entries, {layer: _settings(how) for layer, how in stated.items()}
 
     return _reading(path, read)
 
@@ -83,17 +92,17 @@ def read_stated_config(path: Path) -> dict[str, Any]:
     return _reading(path, lambda file: _said(file, "config", "transformer"))
 
 
-def read_formats(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Layer -> format, from a small tensor of JSON bytes for each layer."""
+def read_settings(entries: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
+    """Layer -> how it is quantised, from a small tensor of JSON bytes for each layer."""
     said = {}
     for path in {entry.file for entry in entries.values()}:
         keys = {name: entry for name, entry in entries.items() if entry.file == path}
 
-        def read(file: Any, keys: dict[str, Entry] = keys) -> dict[str, str]:
+        def read(file: Any, keys: dict[str, Entry] = keys) -> dict[str, dict[str, Any]]:
             for name, entry in keys.items():
                 if entry.dtype != "U8" or len(entry.shape) != 1 or entry.shape[0] > MAX_JSON_BYTES:
                     raise ValueError(f"what it says of {name} is {entry.dtype} of the shape {list(entry.shape)}")
-            return {name: _format(json.loads(bytes(file.get_tensor(entry.key).tolist()))) for name, entry in keys.items()}
+            return {name: _settings(json.loads(bytes(file.get_tensor(entry.key).tolist()))) for name, entry in keys.items()}
 
         said |= _reading(path, read)
     return said
@@ -108,10 +117,10 @@ def _said(file: Any, entry: str, inside: str) -> dict[str, Any]:
     return found
 
 
-def _format(how: Any) -> str:
+def _settings(how: Any) -> dict[str, Any]:
     if not isinstance(how, dict):
         raise ValueError("what it says of a layer's format is no JSON object")
-    return str(how.get("format"))
+    return how
 
 
 def _reading(path: Path, read: Callable[[Any], Any]) -> Any:

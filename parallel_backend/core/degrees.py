@@ -29,7 +29,7 @@ TRANSFER_DTYPES = ("full", "int8", "fp8")
 """How Ulysses' transfers carry values: in the compute dtype (full), or in one byte each (transfer_codec.py)."""
 
 
-DTYPES = ("default", "fp32", "bf16", "fp16", "fp8_e4m3fn")
+DTYPES = ("default", "fp32", "bf16", "fp16", "fp8_e4m3fn", "int8")
 
 
 @dataclass(frozen=True)

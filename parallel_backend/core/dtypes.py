@@ -1,7 +1,7 @@
 """Dtypes of weights by name. The client needs them and must not import diffusers.
 
 A name is that of the dtype in which weights are stored, such as `bf16`. If they are computed in another dtype, the name has
-both: `bf16/fp32`. `fp8_e4m3fn` alone is computed in bf16 on GPUs and in fp32 on CPUs.
+both: `bf16/fp32`. `fp8_e4m3fn` and `int8` alone are computed in bf16 on GPUs and in fp32 on CPUs.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,6 +16,8 @@ TORCH_DTYPES = {
     "fp16": torch.float16,
     "fp8_e4m3fn": torch.float8_e4m3fn,
 }
+STORED_ONLY = ("fp8_e4m3fn", "int8")
+"""Names of dtypes that a model's input is never in."""
 HALVES = ("bf16", "fp16")
 """What GPUs compute in fast, where they do at all."""
 
@@ -39,7 +41,7 @@ def compute_name(name: str, kind: str = "cuda") -> str:
     storage, _, compute = name.partition("/")
     if compute:
         return compute
-    if storage.startswith("fp8"):
+    if storage in STORED_ONLY:
         return "bf16" if kind == "cuda" else "fp32"
     return storage
 
@@ -84,7 +86,7 @@ def resolve_dtype(
     if not on_gpus:
         return "fp32" if name == "default" else name
     if len(on_gpus) < len(devices):  # all ranks have to compute in the same
-        return "fp32" if name in ("default", "fp32") else f"{name}/fp32" if name.startswith("fp8") else name
+        return "fp32" if name in ("default", "fp32") else f"{name}/fp32" if name in STORED_ONLY else name
     storage = name if name != "default" else stored if stored in TORCH_DTYPES else "fp32"
     if storage == "fp32":
         return storage

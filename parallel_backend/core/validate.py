@@ -1,7 +1,7 @@
 """Checks of degrees, devices, dtypes and attention kernels against each other. Errors name the widget."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -45,11 +45,18 @@ def check_devices(degrees: Degrees, devices: tuple[str, ...]) -> None:
 
 
 def check_model(
-    degrees: Degrees, *, heads: int, blocks: int, key_heads: int | None = None, unsupported: tuple[str, ...] = ()
+    degrees: Degrees,
+    *,
+    heads: int,
+    blocks: int,
+    key_heads: int | None = None,
+    unsupported: tuple[str, ...] = (),
+    tensor_degrees: Collection[int] | None = None,
 ) -> None:
     """Raise ValueError, naming the widget, if a model with that many attention heads and blocks cannot be cut so.
 
     `key_heads`: None for as many as `heads`. `unsupported`: axes that the model's kind cannot be cut along.
+    `tensor_degrees`: those that the file's quantised weights can be cut to. None: all.
     """
     for axis in unsupported:
         if getattr(degrees, axis) > 1:
@@ -68,6 +75,12 @@ def check_model(
         raise ValueError(
             f"tensor_parallel_degree is {degrees.tensor}, but this model has {whole} {kind}: each GPU needs at least one. "
             f"Use tensor_parallel_degree <= {whole}."
+        )
+    if tensor_degrees is not None and degrees.tensor not in tensor_degrees:
+        smaller = ", ".join(str(degree) for degree in sorted(tensor_degrees) if degree < degrees.tensor)
+        raise ValueError(
+            f"tensor_parallel_degree is {degrees.tensor}, which cuts weights of this file inside of groups of values that "
+            f"are quantised together. Use tensor_parallel_degree {smaller}, and other degrees for the other GPUs."
         )
     fewest = whole // degrees.tensor * (heads // whole)  # heads that a rank of the tensor axis has
     if degrees.ulysses > fewest:

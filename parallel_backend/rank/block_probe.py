@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, packing_of
+from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Blocks, Fp8, Half
+from parallel_backend.checkpoints.quantised_formats import KEPT, blank, int8_layer
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.step_inputs import StepInputs
@@ -103,7 +104,7 @@ def _measure(checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows
 
 
 def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: torch.device) -> None:
-    """Keep the weights of linear layers as a rank keeps the file's. GGUF's are all zeros, since random scales may be NaN."""
+    """Keep the weights of linear layers as a rank keeps the file's. Blocks are all zeros, since random scales may be NaN."""
     RankLinear.adopt(model)
     dtype = compute_dtype(dtype_name, device)
     for name, module in model.named_modules():
@@ -113,13 +114,20 @@ def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: tor
         storage = checkpoint.storage(target, dtype_name)
         if storage is None:
             continue
+        entry, (rows, columns) = checkpoint.entries[checkpoint.key_map[target].key], module.weight.shape
         if storage in GGUF_BLOCKS:
             values, size = GGUF_BLOCKS[storage]
-            rows, columns = module.weight.shape
             packed = torch.zeros(rows, columns // values * size, dtype=torch.uint8, device=device)
+            module.pack(packed, Blocks(storage), dtype)
+        elif storage in KEPT:
+            module.pack(*blank(entry.layer or int8_layer(columns), rows, columns, device), dtype)
+        elif storage in HALF_KINDS:
+            module.pack(module.weight.to(HALF_KINDS[storage]).view(torch.uint8), Half(storage), dtype)
         else:
-            packed = module.weight.to((FP8_KINDS | HALF_KINDS)[storage]).view(torch.uint8)
-        module.pack(packed, packing_of(storage), dtype)
+            scale = None if entry.scale is None else torch.ones(1, 1, device=device)
+            full_precision = entry.dtype == storage and (entry.layer is None or entry.layer.full_precision)
+            packed = module.weight.to(FP8_KINDS[storage]).view(torch.uint8)
+            module.pack(packed, Fp8(storage, scale, full_precision=full_precision), dtype)
 
 
 def _forward(family, config, model: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:

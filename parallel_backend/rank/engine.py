@@ -100,6 +100,7 @@ class Engine:
             blocks=self._block_watch.drain(),
             graphs=0 if self.stage.compiler is None else self.stage.compiler.graphs,
             attention=self.stage.attention.kernel.said,
+            arithmetic=self.stage.arithmetic,
         )
 
     @torch.inference_mode()

@@ -20,6 +20,7 @@ from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.comm.transfer_codec import codec_for
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.stage.build import build_stage
+from parallel_backend.rank.stage.linear import PackedLinear
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
 from parallel_backend.rank.stage.stand_ins import own_blocks
@@ -91,7 +92,17 @@ class LoadedStage:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.model.parameters())
+        beside = sum(layer.packing.nbytes for layer in self._packed)
+        return beside + sum(parameter.nbytes for parameter in self.model.parameters())
+
+    @property
+    def arithmetic(self) -> str:
+        """How packed weights are computed with, in words. Empty: none says anything of it."""
+        return "; ".join(sorted({layer.arithmetic.word for layer in self._packed} - {""}))
+
+    @property
+    def _packed(self) -> list[PackedLinear]:
+        return [module for module in self.model.modules() if isinstance(module, PackedLinear)]
 
     def close(self) -> None:
         """Let the sends under way end, then the mesh's groups. Collective over all ranks."""

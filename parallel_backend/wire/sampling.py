@@ -121,3 +121,5 @@ class RunStats:
     """Graphs compiled since the model was loaded."""
     attention: str = ""
     """Which attention kernel was taken, and why, on a GPU."""
+    arithmetic: str = ""
+    """How quantised weights are computed with, in words. Empty: the rank has none."""

@@ -18,7 +18,8 @@ def rank(number: int, **bytes_sent: int) -> SimpleNamespace:
         buffer_bytes=5_000_000,
         peak_bytes=2_000_000_000,
         graphs=number,
-        attention="",
+        attention="flash-attn" if number else "",
+        arithmetic="" if number else "int8 multiplied",
     )
 
 
@@ -39,6 +40,8 @@ def test_bytes_are_of_all_ranks_by_axis():
     assert "2.00 s, 0.500 s per step" in text
     assert "blocked in transfers: 25 % of the ranks' working time; 75 % of the transfers' time was hidden" in text
     assert "compiled: 2 graphs" in text
+    assert "attention: flash-attn\n" in text
+    assert text.count("weights: int8 multiplied\n") == 1
     assert "rank 1: 8 micro-steps, computing 3.00 s, K/V buffers 5.0 MB, peak memory 2.00 GB" in text
 
 

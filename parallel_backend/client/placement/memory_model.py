@@ -106,6 +106,8 @@ class ModelSizes:
     """Bytes of the largest packed weight of a linear layer once it is expanded, as it is at each use."""
     on_gpus: bool = False
     """Ranks have a GPU's libraries."""
+    tensor_degrees: frozenset[int] | None = None
+    """Those that the file's quantised weights can be cut to. None: all."""
 
     @property
     def weight_bytes(self) -> int:
@@ -124,6 +126,7 @@ class ModelSizes:
             blocks=len(self.block_bytes),
             key_heads=self.key_heads,
             unsupported=self.unsupported,
+            tensor_degrees=self.tensor_degrees,
         )
 
     def heads_on(self, degrees: Degrees, at: Coordinate) -> int:
@@ -198,6 +201,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         family.unsupported,
         computed * _largest_packed(checkpoint, dtype),
         on_gpus,
+        checkpoint.tensor_degrees,
     )
 
 

@@ -71,6 +71,7 @@ class RunReport:
             lines.append(f"compiled: {graphs} graphs on a rank since the model was loaded; new ones took time of this run")
         if attention := sorted({rank.attention for rank in self.ranks if rank.attention}):
             lines.append(f"attention: {'; '.join(attention)}")
+        lines += [f"weights: {words}" for words in sorted({rank.arithmetic for rank in self.ranks} - {""})]
         lines += [
             f"rank {rank.rank}: {rank.micro_steps} micro-steps, computing {rank.compute_seconds:.2f} s, "
             f"K/V buffers {rank.buffer_bytes / 1e6:.1f} MB, peak memory {rank.peak_bytes / 1e9:.2f} GB"

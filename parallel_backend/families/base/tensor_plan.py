@@ -58,6 +58,12 @@ LayerCuts = Mapping[str, Mapping[str, LayerCut]]
 """Block list -> layer of its blocks -> how it is cut. A module outside the blocks is a list whose layer is ""."""
 
 
+def cut_of(plan: LayerCuts, parameter: str) -> LayerCut | None:
+    """Of the layer of `parameter` (`<list>.<index>.<layer>.weight`). None: it is not cut."""
+    name, _, rest = parameter.partition(".")
+    return plan.get(name, {}).get(rest.partition(".")[2].rpartition(".")[0])
+
+
 def cut_side(
     cut: LayerCut, size: int, heads: int, head_size: int, index: int, ranks: int, key_heads: int | None = None
 ) -> tuple[Span, ...]:

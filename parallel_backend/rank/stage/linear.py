@@ -9,6 +9,8 @@ from torch import nn
 
 from parallel_backend.checkpoints.packed_formats import Packing
 
+from .quantised_products import Arithmetic, arithmetic
+
 Adapter = tuple[torch.Tensor, torch.Tensor | None]
 """(up [out, r], down [r, in]) of a low-rank adapter, in the compute dtype on the layer's device.
 
@@ -39,28 +41,48 @@ class RankLinear(nn.Linear):
         return tuple(self.weight.shape)
 
     def pack(self, packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> None:
-        """Replace the weight by `packed` [out, n] uint8, which is expanded to `dtype` at each use."""
+        """Replace the weight by `packed` [out, n] uint8. What it is multiplied with is in `dtype`."""
         del self.weight
         self.__class__ = PackedLinear
         self.packed = nn.Parameter(packed, requires_grad=False)
         self.packing, self.dtype = packing, dtype
+        self.arithmetic = arithmetic(packed, packing, dtype)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]: without the adapters."""
+        return F.linear(x, self.weight, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        out = F.linear(x, self.weight, self.bias)
+        out = self.multiply(x)
         for up, down in self.adapters:
             out += F.linear(x if down is None else F.linear(x, down), up)
         return out
 
 
 class PackedLinear(RankLinear):
-    """A RankLinear whose weight is packed. Each reading of `weight` expands it."""
+    """A RankLinear whose weight is packed. Each reading of `weight` expands it.
+
+    It is multiplied packed where the device can (quantised_products.py), with the adapters beside it, which know nothing of
+    the rounding.
+    """
 
     packed: nn.Parameter
     """[out, n] uint8, for every packing. diffusers takes a floating parameter's dtype for the compute dtype."""
     packing: Packing
     dtype: torch.dtype
     """The compute dtype."""
+    arithmetic: Arithmetic
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is kept of the weight."""
+        return self.packed.nbytes + self.packing.nbytes
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]: without the adapters."""
+        weight = self.arithmetic.weight
+        return super().multiply(x) if weight is None else weight.linear(x, self.bias)
 
     @property
     def weight(self) -> torch.Tensor:

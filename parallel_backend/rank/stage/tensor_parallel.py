@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel_backend.core.spans import Shard, Span, split
-from parallel_backend.families.base.tensor_plan import CutKind, LayerCut, LayerCuts, cut_side
+from parallel_backend.families.base.tensor_plan import CutKind, LayerCut, LayerCuts, cut_of, cut_side
 from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
@@ -33,10 +33,7 @@ class TensorPlan:
 
     def layer_cut(self, parameter: str) -> LayerCut | None:
         """Cut of the layer of `parameter` (`<list>.<index>.<layer>.weight`). None: every rank has the whole layer."""
-        if self.axis.size == 1:
-            return None
-        name, _, rest = parameter.partition(".")
-        return self.plan.get(name, {}).get(rest.partition(".")[2].rpartition(".")[0])
+        return None if self.axis.size == 1 else cut_of(self.plan, parameter)
 
     def shards(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
         """This rank's shard of every parameter in `shapes` that is cut. The rank has the others whole."""

@@ -52,7 +52,7 @@ def fill_weights(
                 continue
             linear = isinstance(module, RankLinear) and leaf == "weight"
             storage = checkpoint.storage(target, dtype_name) if linear else None
-            if storage is None or not reader.packable(storage, shard):
+            if storage is None or not reader.packable(target, storage, shard):
                 values = reader.values(target, dtype, shard, device)
                 values = values.view(known[target].shape) if shard is None else values
                 setattr(module, leaf, nn.Parameter(values, requires_grad=False))

@@ -1,0 +1,179 @@
+"""Products with quantised weights by comfy-kitchen, ComfyUI's kernel library, where ComfyUI would make them on the device.
+
+As comfy/ops.py has it (`mixed_precision_ops`, `pick_operations`), and comfy/model_management.py (`supports_fp8_compute` and
+the like): int8 and the 4-bit integer formats multiply on every device, fp8, nvfp4 and mxfp8 on GPUs that can. All other
+weights are expanded. The package chooses among its own kernels; without it everything is expanded by our own code.
+"""
+
+import functools
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+
+from parallel_backend.checkpoints.packed_formats import FP8_KINDS, Fp8, Packing
+from parallel_backend.checkpoints.quantised_formats import Quantised
+
+LAYOUTS = {
+    "float8_e4m3fn": "TensorCoreFP8Layout",
+    "int8_tensorwise": "TensorWiseINT8Layout",
+    "nvfp4": "TensorCoreNVFP4Layout",
+    "mxfp8": "TensorCoreMXFP8Layout",
+    "convrot_w4a4": "TensorCoreConvRotW4A4Layout",
+    "asym_w4a8_int8": "AsymW4A8Int8Layout",
+}
+"""comfy-kitchen's name of a format."""
+
+CAPABILITY = {"float8_e4m3fn": (8, 9), "nvfp4": (10, 0), "mxfp8": (10, 0)}
+"""Compute capability of NVIDIA GPUs from which ComfyUI multiplies in a format. These round the layer's input as the weight
+is; the others do so inside the product."""
+
+ALIGNED = 16
+"""Rows and columns of CAPABILITY's weights come in such groups, or the product is refused."""
+
+CUDA_TORCH = 13
+"""CUDA version of the torch that comfy-kitchen's CUDA kernels need. ComfyUI disables them below."""
+
+
+@dataclass(frozen=True)
+class Kitchen:
+    """The package, or None and a word why not. `word` also says what of it cannot be used."""
+
+    tensors: ModuleType | None
+    word: str
+
+
+@functools.cache
+def kitchen() -> Kitchen:
+    """comfy-kitchen with the kernels that ComfyUI itself would use."""
+    try:
+        import comfy_kitchen
+        import comfy_kitchen.tensor
+    except (ImportError, AttributeError, RuntimeError) as error:  # an old torch lacks what the package is defined with
+        return Kitchen(None, f"comfy-kitchen cannot be used ({type(error).__name__}: {error})")
+    comfy_kitchen.registry.disable("triton")  # as in ComfyUI, unless it is asked for
+    if torch.version.cuda is None:
+        comfy_kitchen.registry.disable("cuda")
+    elif int(torch.version.cuda.split(".")[0]) < CUDA_TORCH:
+        comfy_kitchen.registry.disable("cuda")
+        return Kitchen(comfy_kitchen.tensor, f"its CUDA kernels need a torch for CUDA {CUDA_TORCH}")
+    return Kitchen(comfy_kitchen.tensor, "")
+
+
+class KitchenWeight:
+    """A packed weight [out, in] as comfy-kitchen's own tensor, on the same memory."""
+
+    def __init__(self, tensors: ModuleType, packed: torch.Tensor, packing: Packing, dtype: torch.dtype, multiplies: bool):
+        """`packed` [out, n] uint8. `multiplies`: there are products, else the weight is expanded to `dtype` at each use."""
+        self.multiplies = multiplies
+        self.smoothing = self.input_scale = None
+        if isinstance(packing, Fp8):
+            format, data = "float8_e4m3fn", packed.view(FP8_KINDS[packing.kind])
+            one = torch.ones((), device=packed.device)
+            fields = {"scale": one if packing.scale is None else packing.scale.view(())}
+            if packing.scale is not None:  # else there is no file to say it: by the input's largest value
+                self.input_scale = one if packing.input_scale is None else packing.input_scale.view(())
+        else:
+            assert isinstance(packing, Quantised)
+            format, data = packing.layer.format, packed
+            fields, data = _fields(packing, packed)
+            self.smoothing = packing.beside.get("pre_quant_scale")
+            given = packing.beside.get("input_scale")
+            self.input_scale = None if given is None else given.view(())
+        self._layout, self._tensor_class = LAYOUTS[format], tensors.QuantizedTensor
+        self._rounds_input = format in CAPABILITY
+        shape = packed.shape[0], packing.columns(packed.shape[1])
+        params = tensors.get_layout_class(self._layout).Params(orig_dtype=dtype, orig_shape=shape, **fields)
+        self.weight = tensors.QuantizedTensor(data, self._layout, params)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
+        if not x.numel():  # kernels want rows, but a band without text has none
+            return x.new_empty(*x.shape[:-1], self.weight.shape[0])
+        if self.smoothing is not None:
+            x = x * self.smoothing.to(x.dtype)
+        if not self.multiplies:
+            return F.linear(x, self.weight.dequantize(), bias)
+        if not self._rounds_input:
+            return F.linear(x, self.weight, bias)
+        rows = self._tensor_class.from_float(x.reshape(-1, x.shape[-1]), self._layout, scale=self.input_scale)
+        return F.linear(rows, self.weight, bias).reshape(*x.shape[:-1], -1)
+
+
+def _fields(packing: Quantised, packed: torch.Tensor) -> tuple[dict[str, object], torch.Tensor]:
+    """What comfy-kitchen's parameters of the layout are called and hold, and the values as it wants them."""
+    layer, beside = packing.layer, packing.beside
+    match layer.format:
+        case "nvfp4":
+            tiles = beside["weight_scale"].view(torch.float8_e4m3fn)
+            return {"scale": beside["weight_scale_2"].view(()), "block_scale": tiles}, packed
+        case "mxfp8":
+            return {"scale": beside["weight_scale"].view(torch.float8_e8m0fnu)}, packed.view(torch.float8_e4m3fn)
+        case "int8_tensorwise":
+            rotation = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
+            return {"scale": beside["weight_scale"], **rotation}, packed.view(torch.int8)
+        case "convrot_w4a4":
+            scale = beside["weight_scale"].view(-1)
+            settings = {"convrot_groupsize": layer.rotation, "quant_group_size": layer.block}
+            return {"scale": scale, "linear_dtype": layer.linear_dtype, **settings}, packed.view(torch.int8)
+    codebook = beside.get("weight_codebook")
+    return {
+        "scale": beside["weight_s_rel"],
+        "s_channel": beside["weight_s_channel"].view(-1),
+        "codebook": None if codebook is None else codebook.view(-1),
+        "group_size": layer.block,
+        "convrot_groupsize": layer.rotation,
+    }, packed.view(torch.int8)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a packed weight is computed with. `weight`: None where our own code expands it. `word`: the same for people."""
+
+    weight: KitchenWeight | None
+    word: str
+
+
+def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Arithmetic:
+    """For a weight [out, n] uint8 on its device and a layer whose input is in `dtype`."""
+    if isinstance(packing, Fp8):
+        format = "float8_e4m3fn" if packing.kind == "fp8_e4m3fn" else "float8_e5m2"
+        full_precision = packing.full_precision
+    elif isinstance(packing, Quantised):
+        format, full_precision = packing.layer.format, packing.layer.full_precision
+    else:
+        return Arithmetic(None, "")
+    reason = _obstacle(format, packed, packing, dtype) or ("the file wants it" if full_precision else "")
+    expanded = f"{format} expanded to {str(dtype).removeprefix('torch.')}"
+    if reason and isinstance(packing, Fp8):
+        return Arithmetic(None, f"{expanded}: {reason}")
+    found = kitchen()
+    known = found.tensors is not None and hasattr(found.tensors, LAYOUTS[format])
+    if not known:
+        return Arithmetic(None, f"{expanded}: {found.word or 'this comfy-kitchen is too old for the format'}")
+    weight = KitchenWeight(found.tensors, packed, packing, dtype, not reason)
+    if reason:
+        return Arithmetic(weight, f"{expanded}: {reason}")
+    return Arithmetic(weight, f"{format} multiplied by comfy-kitchen" + (f" ({found.word})" if found.word else ""))
+
+
+def _obstacle(format: str, packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> str:
+    """Why there are no products in a format on the weight's device. Empty: there are."""
+    if format == "float8_e5m2":
+        return "GPUs do not multiply it by itself"
+    if format not in CAPABILITY:
+        return ""
+    if isinstance(packing, Fp8) and packing.scale is not None and packing.scale.numel() > 1:
+        return "products are with one scale for a whole weight"
+    if packed.device.type != "cuda" or torch.version.hip is not None:
+        return "this device does not multiply in it"
+    if torch.cuda.get_device_capability(packed.device) < CAPABILITY[format]:
+        return "this GPU does not multiply in it"
+    if format == "mxfp8" and not hasattr(F, "scaled_mm"):
+        return "torch is older than 2.10"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "weight_dtype asks for more"
+    if packed.shape[0] % ALIGNED or packing.columns(packed.shape[1]) % ALIGNED:
+        return f"a side is no multiple of {ALIGNED}"
+    return ""

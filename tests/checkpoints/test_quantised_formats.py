@@ -1,0 +1,299 @@
+"""ComfyUI's quantised formats: what a file says is what a rank has, bit for bit, and a damaged file is refused by name.
+
+Files are made by comfy-kitchen's quantisers, and expected values by its own expansion and products.
+"""
+
+import comfy_kitchen
+import pytest
+import torch
+import torch.nn.functional as F
+from comfy_kitchen.tensor import QuantizedTensor
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.quantised_formats import (
+    FORMATS,
+    ROTATIONS,
+    hadamard,
+    quantise_int8,
+    tiled,
+    tiled_shape,
+    untiled,
+)
+from parallel_backend.checkpoints.reader import reading
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Shard, Span
+from parallel_backend.rank.stage import quantised_products
+from parallel_backend.rank.stage.linear import PackedLinear
+from tests.support import tiny
+from tests.support.quantised import KINDS, marked, quantise_blocks, quantised, settings
+
+CONFIG = tiny.FLUX | {
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 64,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 64,
+    "pooled_projection_dim": 64,
+    "axes_dims_rope": (8, 28, 28),
+}
+CPU = torch.device("cpu")
+LAYER, TARGET = "double_blocks.1.img_attn.qkv", "transformer_blocks.1.attn.to_k.weight"
+"""A fused layer of the file, and the second third of its rows."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    model = tiny.random_flux(CONFIG)
+    return load_file(tiny.save_original(model, CONFIG, tmp_path_factory.mktemp("whole") / "whole.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def files(whole, tmp_path_factory):
+    """`files(kind)`: (the file, the values that it stands for)."""
+    folder, made = tmp_path_factory.mktemp("quantised"), {}
+
+    def make(kind: str):
+        if kind not in made:
+            tensors, values = quantise_blocks(whole, kind)
+            path = folder / f"{len(made)}.safetensors"
+            save_file(tensors, path)
+            made[kind] = path, values
+        return made[kind]
+
+    return make
+
+
+def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_comfy_kitchens_and_stay_as_small_as_in_the_file(files, kind):
+    path, values = files(kind)
+    checkpoint, model = open_checkpoint(path), tiny.whole_model(path)
+    layers = packed_layers(model)
+    assert len(layers) > 12
+    for name, layer in layers.items():
+        source = checkpoint.key_map[f"{name}.weight"]
+        expected = values[source.key] if source.rows is None else values[source.key][source.rows.slice]
+        if source.swap_halves:
+            expected = torch.cat(expected.chunk(2)[::-1])
+        assert torch.equal(layer.weight, expected), name
+        assert layer.weight_shape == tuple(expected.shape)
+    held = sum(layer.nbytes for layer in layers.values())
+    plain = sum(p.nbytes for name, p in model.named_parameters() if not name.endswith(".packed"))
+    assert held + plain < 1.02 * path.stat().st_size
+    foretold = sum(checkpoint.nbytes(f"{name}.weight", "fp32") for name in layers)
+    assert foretold == pytest.approx(held, rel=0.03)  # the parts of a fused layer each have whole tiles
+
+
+def as_comfyui(path, layer: str, kind: str) -> QuantizedTensor:
+    """A layer's weight as ComfyUI makes it of the file: comfy/ops.py `_load_quantized_module`."""
+    file = load_file(path)
+    weight, scale = file[f"{layer}.weight"], file.get(f"{layer}.weight_scale")
+    other = quantised(torch.zeros(256, 256), kind)
+    fields = {name: getattr(other._params, name) for name in vars(other._params)}
+    match KINDS[kind][0]:
+        case "nvfp4":
+            fields |= {"scale": file[f"{layer}.weight_scale_2"], "block_scale": scale.view(torch.float8_e4m3fn)}
+        case "mxfp8":
+            fields |= {"scale": scale.view(torch.float8_e8m0fnu)}
+        case "asym_w4a8_int8":
+            fields |= {"scale": file[f"{layer}.weight_s_rel"], "s_channel": file[f"{layer}.weight_s_channel"]}
+            fields |= {"codebook": file.get(f"{layer}.weight_codebook")}
+        case _:
+            fields |= {"scale": scale}
+    return QuantizedTensor(weight, other._layout_cls, type(other._params)(**fields))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Every format is multiplied in. comfy-kitchen then finds that its kernels for blocks do not run here, and takes its own
+    way out: it multiplies the rounded input by the expanded weight."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("no such kernel on a CPU")
+
+    monkeypatch.setattr(quantised_products, "_obstacle", lambda *_: "")
+    for name in ("scaled_mm_nvfp4", "scaled_mm_mxfp8"):
+        monkeypatch.setattr(comfy_kitchen, name, refuse)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forced", [False, True], ids=["on this device", "as on a GPU"])
+def test_a_layers_product_is_comfy_kitchens_own(files, request, kind, forced):
+    path, _ = files(kind)
+    if forced:
+        request.getfixturevalue("as_on_a_gpu")
+    layer = tiny.whole_model(path).get_submodule("transformer_blocks.1.attn.to_out.0")
+    weight = as_comfyui(path, "double_blocks.1.img_attn.proj", kind)
+    x = torch.randn(2, 5, 256, generator=torch.Generator().manual_seed(0))
+    rounds_input = KINDS[kind][0] in quantised_products.CAPABILITY
+    if rounds_input and forced:
+        given = {"scale": torch.ones(())} if kind == "fp8" else {}
+        rounded = QuantizedTensor.from_float(x.reshape(-1, 256), weight._layout_cls, **given)
+        expected = F.linear(rounded, weight, layer.bias).reshape(2, 5, -1)
+    else:
+        expected = F.linear(x, weight, layer.bias)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), expected)
+        assert layer(x[:, :0]).shape == (2, 0, 256)
+        # The control: a product that rounds the input is another one.
+        assert (tiny.relative(layer(x), F.linear(x, layer.weight, layer.bias)) > 1e-3) == (forced or not rounds_input)
+
+
+def test_what_is_beside_the_product(whole, tmp_path, as_on_a_gpu):
+    """Scales of inputs, a layer that is to multiply in full, and inputs that are smoothed before they are rounded."""
+    proj, mlp, x = "double_blocks.1.img_attn.proj", "double_blocks.1.img_mlp.0", torch.randn(5, 256)
+    smoothing = 0.5 + torch.rand(256)
+    tensors, values = quantise_blocks(whole, "fp8")
+    tensors |= {f"{proj}.input_scale": torch.tensor([0.03]), f"{mlp}.comfy_quant": marked(settings("fp8"))}
+    tensors |= {f"{mlp}.comfy_quant": marked(settings("fp8", full_precision_matrix_mult=True))}
+    save_file(tensors, tmp_path / "fp8.safetensors")
+    layers = packed_layers(tiny.whole_model(tmp_path / "fp8.safetensors"))
+    layer = layers["transformer_blocks.1.attn.to_out.0"]
+    rounded = QuantizedTensor.from_float(x, "TensorCoreFP8Layout", scale=torch.tensor(0.03))
+    assert torch.equal(layer(x), F.linear(rounded, as_comfyui(tmp_path / "fp8.safetensors", proj, "fp8"), layer.bias))
+    full = layers["transformer_blocks.1.ff.net.0.proj"]
+    assert torch.equal(full(x), F.linear(x, values[f"{mlp}.weight"], full.bias))
+
+    tensors, values = quantise_blocks(whole, "nvfp4")
+    tensors |= {f"{proj}.input_scale": torch.tensor(0.002), f"{proj}.pre_quant_scale": smoothing}
+    save_file(tensors, tmp_path / "nvfp4.safetensors")
+    layer = packed_layers(tiny.whole_model(tmp_path / "nvfp4.safetensors"))["transformer_blocks.1.attn.to_out.0"]
+    rounded = QuantizedTensor.from_float(x * smoothing, "TensorCoreNVFP4Layout", scale=torch.tensor(0.002))
+    assert torch.equal(layer(x), F.linear(rounded, as_comfyui(tmp_path / "nvfp4.safetensors", proj, "nvfp4"), layer.bias))
+    assert torch.equal(layer.weight, values[f"{proj}.weight"] * smoothing)
+
+
+def test_without_the_package_weights_are_expanded(files, monkeypatch):
+    path, values = files("int8, rotated")
+    missing = quantised_products.Kitchen(None, "comfy-kitchen cannot be used (it is not there)")
+    monkeypatch.setattr(quantised_products, "kitchen", lambda: missing)
+    layer = tiny.whole_model(path).get_submodule("transformer_blocks.1.attn.to_out.0")
+    x = torch.randn(5, 256)
+    assert torch.equal(layer(x), F.linear(x, values["double_blocks.1.img_attn.proj.weight"], layer.bias))
+    assert layer.arithmetic.word == ("int8_tensorwise expanded to float32: comfy-kitchen cannot be used (it is not there)")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_weight(files, kind):
+    """Rows of a fused layer, in any order; columns in whole groups stay packed, others are expanded and cut."""
+    path, values = files(kind)
+    checkpoint = open_checkpoint(path)
+    entry = checkpoint.entries[f"{LAYER}.weight"]
+    weight, unit = values[f"{LAYER}.weight"][256:512], entry.layer.unit
+    shards = [Shard(0, spans) for spans in ((Span(3, 40), Span(64, 65)), (Span(128, 256), Span(0, 128)))]
+    shards += [Shard(1, (Span(unit, 3 * unit),)), Shard(1, (Span(128, 256), Span(0, 64))), Shard(1, (Span(3, 70),))]
+    with reading(checkpoint) as reader:
+        for shard in shards:
+            expected = torch.cat([weight.narrow(shard.dim, span.start, len(span)) for span in shard.spans], shard.dim)
+            assert torch.equal(reader.values(TARGET, torch.float32, shard, CPU), expected)
+            inside = shard.dim == 0 or all(edge % unit == 0 for span in shard.spans for edge in (span.start, span.stop))
+            assert reader.packable(TARGET, entry.dtype, shard) == inside
+            if inside:
+                packed, packing = reader.packed(TARGET, entry.dtype, shard, CPU)
+                assert torch.equal(packing.expand(packed, torch.float32), expected)
+                assert packed.nbytes == expected.numel() // entry.layer.per_byte
+
+
+def test_large_weights_are_expanded_piece_by_piece(files, monkeypatch):
+    monkeypatch.setattr("parallel_backend.checkpoints.quantised_formats.CHUNK_VALUES", 5 * 256)
+    for kind in ("nvfp4", "w4a8", "int8, rotated"):
+        path, values = files(kind)
+        layer = packed_layers(tiny.whole_model(path))["transformer_blocks.1.attn.to_out.0"]
+        assert torch.equal(layer.weight, values["double_blocks.1.img_attn.proj.weight"])
+
+
+def test_our_own_pieces_are_comfy_kitchens():
+    from comfy_kitchen.float_utils import from_blocked, to_blocked
+    from comfy_kitchen.tensor.int8_utils import _build_hadamard
+
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((1, 1), (128, 4), (130, 5), (300, 17)):
+        scales = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        assert torch.equal(tiled(scales), to_blocked(scales, flatten=False))
+        assert tiled(scales).shape == tiled_shape(*shape)
+        assert torch.equal(untiled(tiled(scales), *shape), from_blocked(tiled(scales), *shape))
+    for size in ROTATIONS:
+        assert torch.equal(hadamard(size, CPU), _build_hadamard(size))
+    weight = torch.randn(40, 256, generator=generator)
+    packed, made = quantise_int8(weight)
+    theirs = QuantizedTensor.from_float(
+        weight, "TensorWiseINT8Layout", per_channel=True, convrot=True, convrot_groupsize=256
+    )
+    assert torch.equal(packed.view(torch.int8), theirs._qdata)
+    assert torch.equal(made.beside["weight_scale"], theirs._params.scale)
+
+
+def drop(leaf: str):
+    return lambda tensors: {key: value for key, value in tensors.items() if key != f"{LAYER}.{leaf}"}
+
+
+def put(leaf: str, value: torch.Tensor):
+    return lambda tensors: tensors | {f"{LAYER}.{leaf}": value}
+
+
+def says(kind: str, **more: object):
+    return put("comfy_quant", marked(settings(kind, **more)))
+
+
+def half(leaf: str):
+    """A tensor whose second half is lost."""
+    return lambda tensors: tensors | {f"{LAYER}.{leaf}": tensors[f"{LAYER}.{leaf}"].flatten(1)[: 768 // 2].contiguous()}
+
+
+INT8, FP4, FP8, W4A4, W4A8 = "int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8"
+BROKEN = {
+    "int8, no scale": (INT8, drop("weight_scale"), "lacks .*qkv.weight_scale"),
+    "int8, half of the scales": (INT8, half("weight_scale"), r"holds .*weight_scale as fp32 of shape \[384, 1\]"),
+    "int8, integer scales": (INT8, put("weight_scale", torch.ones(768, 1, dtype=torch.int8)), "weight_scale as I8"),
+    "int8, another rotation": (INT8, says(INT8, convrot_groupsize=32), "has convrot_groupsize 32"),
+    "int8, a rotation that does not divide": (INT8, says(INT8, convrot_groupsize=1024), "has convrot_groupsize 1024"),
+    "int8, in floats": (INT8, put("weight", torch.ones(768, 256)), "format int8_tensorwise, but holds it as fp32"),
+    "int8, half of the rows": (INT8, half("weight"), r"holds .*weight_scale as .* beside a weight of shape \[384, 256\]"),
+    "nvfp4, no scales of blocks": (FP4, drop("weight_scale"), "lacks .*qkv.weight_scale"),
+    "nvfp4, no scale of all": (FP4, drop("weight_scale_2"), "lacks .*qkv.weight_scale_2"),
+    "nvfp4, half of the scales": (FP4, half("weight_scale"), r"holds .*weight_scale as fp8_e4m3fn of shape \[384, 16\]"),
+    "nvfp4, a scale by row": (FP4, put("weight_scale_2", torch.ones(768)), "holds .*weight_scale_2 as fp32"),
+    "nvfp4, in fp8": (FP4, put("weight", torch.ones(768, 128).to(torch.float8_e4m3fn)), "nvfp4, but holds it as fp8_e4m3fn"),
+    "mxfp8, no scales": (FP8, drop("weight_scale"), "lacks .*qkv.weight_scale"),
+    "mxfp8, scales of nvfp4": (FP8, put("weight_scale", torch.ones(768, 16, dtype=torch.uint8)), "weight_scale as U8"),
+    "w4a4, no scale": (W4A4, drop("weight_scale"), "lacks .*qkv.weight_scale"),
+    "w4a4, one scale": (W4A4, put("weight_scale", torch.ones(1)), "holds .*weight_scale as fp32"),
+    "w4a4, another rotation": (W4A4, says(W4A4, convrot_groupsize=48), "has convrot_groupsize 48"),
+    "w4a4, another product": (W4A4, says(W4A4, linear_dtype="int2"), "linear_dtype int2"),
+    "w4a8, no group scales": (W4A8, drop("weight_s_rel"), "lacks .*qkv.weight_s_rel"),
+    "w4a8, no row scales": (W4A8, drop("weight_s_channel"), "lacks .*qkv.weight_s_channel"),
+    "w4a8, half of the scales": (W4A8, half("weight_s_rel"), "holds .*weight_s_rel as fp8_e4m3fn"),
+    "w4a8, other groups": (W4A8, says(W4A8, group_size=32), "holds .*weight_s_rel as fp8_e4m3fn"),
+    "w4a8, groups of no size": (W4A8, says(W4A8, group_size=0), "has group_size 0"),
+    "w4a8, a codebook of eight": (W4A8, put("weight_codebook", torch.ones(8)), "holds .*weight_codebook as fp32"),
+    "an unknown format": (INT8, put("comfy_quant", marked({"format": "svdquant_w4a4"})), "in the format svdquant_w4a4"),
+    "another scale": (INT8, put("weight_scale_2", torch.ones(())), "holds .*weight_scale_2"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_damaged_file_is_refused_by_name(files, tmp_path, case):
+    kind, edit, message = BROKEN[case]
+    save_file(edit(load_file(files(kind)[0])), tmp_path / "broken.safetensors")
+    with pytest.raises(ValueError, match=f"^model_name: broken.safetensors .*{message}"):
+        open_checkpoint(tmp_path / "broken.safetensors")
+
+
+def test_every_format_has_a_damaged_file():
+    """fp8's are in test_formats.py."""
+    assert {KINDS[kind][0] for kind, _, _ in BROKEN.values()} == set(FORMATS) - {"float8_e4m3fn", "float8_e5m2"}
+
+
+@pytest.mark.parametrize("kind", ["int8, rotated", "nvfp4"])
+def test_a_tensor_degree_that_cuts_groups_apart_is_refused(whole, files, kind):
+    """Four heads of 64 columns: three ranks have two, one and one, the feed-forward's 1,024 columns in thirds."""
+    checkpoint = open_checkpoint(files(kind)[0])
+    assert checkpoint.tensor_degrees == {1, 2, 4}
+    with pytest.raises(ValueError, match=r"^tensor_parallel_degree is 3, .* Use tensor_parallel_degree 1, 2, "):
+        checkpoint.check_degrees(Degrees(tensor=3))
+    checkpoint.check_degrees(Degrees(tensor=4))

@@ -1,0 +1,69 @@
+"""Files in ComfyUI's quantised formats, made by comfy-kitchen's own quantisers."""
+
+import json
+
+import torch
+from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
+
+Tensors = dict[str, torch.Tensor]
+
+CODEBOOK = torch.linspace(-1, 1, 16).pow(3) * 0.3 + torch.linspace(-1, 1, 16) * 0.7
+"""Given, since to fit one takes time."""
+INT8 = {"per_channel": True}
+KINDS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "fp8": ("float8_e4m3fn", "TensorCoreFP8Layout", {}),
+    "int8": ("int8_tensorwise", "TensorWiseINT8Layout", INT8),
+    "int8, one scale": ("int8_tensorwise", "TensorWiseINT8Layout", {}),
+    "int8, rotated by 16": ("int8_tensorwise", "TensorWiseINT8Layout", INT8 | {"convrot": True, "convrot_groupsize": 16}),
+    "int8, rotated": ("int8_tensorwise", "TensorWiseINT8Layout", INT8 | {"convrot": True, "convrot_groupsize": 64}),
+    "nvfp4": ("nvfp4", "TensorCoreNVFP4Layout", {}),
+    "mxfp8": ("mxfp8", "TensorCoreMXFP8Layout", {}),
+    "w4a4": ("convrot_w4a4", "TensorCoreConvRotW4A4Layout", {"convrot_groupsize": 64}),
+    "w4a8": ("asym_w4a8_int8", "AsymW4A8Int8Layout", {"convrot_groupsize": 64, "codebook_tensor": CODEBOOK}),
+    "w4a8, no codebook": ("asym_w4a8_int8", "AsymW4A8Int8Layout", {"convrot_groupsize": 64, "codebook": False}),
+}
+"""Name -> ComfyUI's format, comfy-kitchen's layout, and what it is made with."""
+SLOW = ("w4a8",)
+"""To make."""
+SAID = ("convrot", "convrot_groupsize", "group_size")
+"""What a file says of those."""
+
+
+def quantised(weight: torch.Tensor, kind: str) -> QuantizedTensor:
+    """Of a weight [out, in] float32."""
+    _, layout, settings = KINDS[kind]
+    return QuantizedTensor.from_float(weight, layout, **settings)
+
+
+def settings(kind: str, **more: object) -> dict[str, object]:
+    """What a file says of a layer."""
+    format, _, made = KINDS[kind]
+    return {"format": format} | {name: made[name] for name in SAID if name in made} | more
+
+
+def marked(how: dict[str, object]) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(how).encode()), dtype=torch.uint8)
+
+
+def stored(layer: str, weight: torch.Tensor, kind: str, **more: object) -> Tensors:
+    """A layer's tensors in a file. `more`: other settings of it."""
+    whole = quantised(weight, kind)
+    tensors = get_layout_class(whole._layout_cls).state_dict_tensors(whole._qdata, whole._params)
+    return {f"{layer}.weight{suffix}": tensor.clone() for suffix, tensor in tensors.items()} | {
+        f"{layer}.comfy_quant": marked(settings(kind, **more))
+    }
+
+
+def quantise_blocks(state: Tensors, kind: str, multiple: int = 64) -> tuple[Tensors, Tensors]:
+    """(what the file holds, the values that it stands for in float32): matrices of blocks are quantised.
+
+    Those whose columns are no `multiple` of a group of values stay, as converters leave them; of SLOW only some are.
+    """
+    made, values, place = {}, {}, "blocks.1." if kind in SLOW else "blocks."
+    for key, value in state.items():
+        if key.endswith(".weight") and value.ndim == 2 and place in key and value.shape[1] % multiple == 0:
+            made |= stored(key.removesuffix(".weight"), value, kind)
+            values[key] = quantised(value, kind).dequantize()
+        else:
+            made[key] = values[key] = value
+    return made, values
