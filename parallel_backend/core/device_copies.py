@@ -30,10 +30,17 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
-def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The tensor on the device; as it is if it is there already. The host does not wait for what the device does before.
+def to_device(
+    tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None, copy: bool = False
+) -> torch.Tensor:
+    """The tensor on the device; as it is if it is there already and there is no `copy`. The host does not wait for what the
+    device does before.
 
-    What is copied may be dropped at once: CUDA reads pageable memory before the call returns. It must not be written to if
-    it is pinned, before the device has come to the copy.
+    From memory that is not page-locked CUDA may make the host wait all the same (driver API, "API synchronization
+    behavior"), so the tensor is copied into such memory first, and may be dropped at once. One that was page-locked before,
+    as shared memory is, must not be written to before the device has come to the copy.
     """
-    return tensor.to(device, dtype, non_blocking=True)
+    if not page_locked(device) or tensor.device.type != "cpu":
+        return tensor.to(device, dtype, non_blocking=True, copy=copy)
+    source = tensor if tensor.is_pinned() else tensor.pin_memory()
+    return source.to(device, non_blocking=True).to(dtype or tensor.dtype)  # converted there: on the host it is unlocked

@@ -113,7 +113,7 @@ class StageForward:
         order = conditioning.token_order
         # Copies in any case: the client's memory is written to again once the micro-step's outputs are there, and a rank of
         # a tensor group may by then still be behind its last block.
-        added = [tensor.to(self._stage.device, self._stage.dtype, non_blocking=True, copy=True) for tensor in step.added]
+        added = [to_device(tensor, self._stage.device, self._stage.dtype, copy=True) for tensor in step.added]
         if order.references:
             own = self._of_tokens(conditioning, image, "picture rows", order.picture_rows)
             for index, tensor in enumerate(added):

@@ -1,0 +1,86 @@
+"""What tests of the pretended device and of the fake torch.cuda cannot show: CUDA itself stops the host, or does not."""
+
+import time
+import warnings
+
+import pytest
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.device_copies import to_device, to_host
+from parallel_backend.processes.pool import Pool
+from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.rank.comm.transfers import Traffic
+from parallel_backend.rank.pinned import pinning
+from parallel_backend.wire.heartbeat import Heartbeat
+from parallel_backend.wire.shared_memory import make_segment
+from tests.support import tiny
+from tests.support.thread_ranks import thread_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICE = torch.device("cuda:0")
+LONG = 2_000_000_000
+"""Cycles that a device sleeps in: about a second."""
+
+
+def test_a_micro_step_stops_its_host_for_its_output_alone(flux_file):
+    """Counted by CUDA's own look-out for calls that wait. The rank is a thread, so that it counts here."""
+    with thread_ranks() as start:
+        pool = Pool((str(DEVICE),), start=start, silence=600.0)
+        model = RemoteTransformer(pool, open_checkpoint(flux_file), Degrees(), "fp32", "sdpa", lambda: None)
+        x, _, tensors = tiny.inputs(tiny.FLUX)
+
+        def run() -> None:
+            sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, tensors, 1.0), 2, 1)
+
+        run()  # what belongs to a prompt or a size is made once
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                run()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        stops = [f"{stop.filename}:{stop.lineno}" for stop in caught if "synchronizing CUDA operation" in str(stop.message)]
+        assert stops
+        assert not [stop for stop in stops if "encoding.py" not in stop], stops
+        pool.close()
+
+
+def test_copies_to_a_busy_device_are_not_waited_for_and_those_from_it_are():
+    values = [torch.randn(1000, 1000), torch.arange(10)]
+    torch.cuda._sleep(LONG)
+    started = time.perf_counter()
+    there = [to_device(value, DEVICE) for value in values]
+    assert time.perf_counter() - started < 0.3
+    here = to_host([*there, values[0]])
+    assert here[2] is values[0]
+    assert all(map(torch.equal, here, values))
+
+
+def test_a_segment_is_read_while_the_host_goes_on():
+    segment = make_segment(1, 1 << 24)
+    let_go = pinning(DEVICE)(segment.memory)
+    values = segment.tensor(torch.float32, [1 << 20], 64).copy_(torch.randn(1 << 20))
+    expected = values.clone()
+    torch.cuda._sleep(LONG)
+    started = time.perf_counter()
+    there = values.to(DEVICE, non_blocking=True, copy=True)
+    assert time.perf_counter() - started < 0.3
+    assert torch.equal(there.cpu(), expected)
+    let_go()
+    segment.close()
+
+
+def test_a_heartbeat_says_where_a_busy_device_is():
+    heartbeat = Heartbeat("micro-step 1")
+    traffic = Traffic(DEVICE, heartbeat)
+    traffic.mark(traffic.clock.now())
+    torch.cuda._sleep(LONG)
+    traffic.mark(traffic.clock.now(), idle=True)
+    heartbeat.doing = "idle"
+    assert heartbeat.beat(0).doing == "micro-step 1"
+    torch.cuda.synchronize()
+    assert heartbeat.beat(0).doing == "idle"
