@@ -8,7 +8,6 @@ import comfy.k_diffusion.sampling
 import comfy.samplers
 import torch
 
-from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import Patching
 
@@ -19,11 +18,12 @@ NoiseSampler = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class WholeNoise:
     """Noise of the whole latent, from one call of `draw` per draw, in order. Bands read their rows of it, on the host.
 
-    `device`: where ComfyUI would draw it. Another device's generator gives other noise.
+    `draw` gives it where ComfyUI would: another device's generator gives other noise. Sigmas are on the host, where a
+    Brownian tree looks at them.
     """
 
-    def __init__(self, draw: NoiseSampler, device: torch.device):
-        self._draw, self._device, self._lock, self._drawn = draw, device, threading.Lock(), []
+    def __init__(self, draw: NoiseSampler):
+        self._draw, self._lock, self._drawn = draw, threading.Lock(), []
 
     def band(self, patching: Patching, rows: Span) -> NoiseSampler:
         """Noise sampler of one band. Every band makes the same draws in the same order."""
@@ -33,7 +33,7 @@ class WholeNoise:
             nonlocal count
             with self._lock:
                 if len(self._drawn) == count:
-                    self._drawn.append(self._draw(*(to_device(each, self._device) for each in (sigma, sigma_next))).cpu())
+                    self._drawn.append(self._draw(sigma, sigma_next).cpu())
                 noise = self._drawn[count]
             count += 1
             return patching.rows(noise, rows).clone()
@@ -52,11 +52,11 @@ def whole_noise(sampler: comfy.samplers.KSAMPLER, noise: torch.Tensor, sigmas: t
     CPU unless their name ends in _gpu.
     """
     if (given := sampler.extra_options.get("noise_sampler")) is not None:
-        return WholeNoise(given, noise.device)
+        return WholeNoise(given)
     name = sampler.sampler_function.__name__
     if name.startswith("sample_dpmpp") and "_sde" in name:
         low, high = sigmas[sigmas > 0].min(), sigmas.max()
         cpu = not name.endswith("_gpu")
         tree = comfy.k_diffusion.sampling.BrownianTreeNoiseSampler(noise, low, high, seed=seed, cpu=cpu)
-        return WholeNoise(tree, noise.device)
-    return WholeNoise(comfy.k_diffusion.sampling.default_noise_sampler(noise, seed=seed), noise.device)
+        return WholeNoise(tree)
+    return WholeNoise(comfy.k_diffusion.sampling.default_noise_sampler(noise, seed=seed))
