@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.pool import Pool
+from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.rank.free_memory import host_memory
 from parallel_backend.wire.shared_memory import ALIGNMENT, Segment, make_segment, sharing_possible
 
@@ -90,9 +90,13 @@ class SharedResiduals:
             log.warning("Parallel DiT: no memory to share with the ranks (%s): ControlNets go over pipes, slower.", error)
             self._possible = False
             return None
+        try:
+            for rank in self._ranks(replica):
+                self._pool.lend(rank, segment)
+        except RankError:
+            segment.close()
+            raise
         self._nbytes += nbytes
-        for rank in self._ranks(replica):
-            self._pool.lend(rank, segment)
         return segment
 
     def _drop(self, replica: int, segment: Segment) -> None:

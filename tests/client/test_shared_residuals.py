@@ -102,15 +102,17 @@ def test_memory_goes_with_the_model(remote):
 
 
 class PoolOfNobody:
-    """A pool whose ranks take note of what they are lent. `far`: ranks on another machine."""
+    """A pool whose ranks take note of what they are lent. `far`: ranks on another machine. `error`: it has failed."""
 
     def __init__(self, far: tuple[int, ...] = ()):
-        self.far, self.lent, self.taken_back = far, [], []
+        self.far, self.lent, self.taken_back, self.error = far, [], [], None
 
     def lends_to(self, rank: int) -> bool:
         return rank not in self.far
 
     def lend(self, rank: int, segment) -> None:
+        if self.error is not None:
+            raise self.error
         self.lent.append((rank, segment.number))
 
     def take_back(self, rank: int, segment) -> None:
@@ -199,6 +201,14 @@ def test_after_the_end_nothing_is_shared_and_nothing_is_left(pool):
     shared.done(2)  # an output that was on its way
     assert not is_shared(shared.place(0, 3, [LARGE]))
     assert (maps(), len(os.listdir("/proc/self/fd"))) == (before, handles)
+
+
+def test_a_pool_that_has_failed_is_lent_nothing_that_stays(shared, pool):
+    before = maps(), len(os.listdir("/proc/self/fd"))
+    pool.error = RankError("gone")
+    with pytest.raises(RankError, match="gone"):
+        shared.place(0, 1, [LARGE])
+    assert (maps(), len(os.listdir("/proc/self/fd"))) == before
 
 
 def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, flux_file):

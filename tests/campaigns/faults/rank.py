@@ -366,8 +366,8 @@ def _watch_outputs(agent: Agent, worker: Any) -> None:
 
     send = Channel.send
 
-    def make(connection: Connection) -> Any:
-        agent.channel = Channel(connection)
+    def make(connection: Connection, **named: Any) -> Any:
+        agent.channel = Channel(connection, **named)
         return agent.channel
 
     worker.Channel = make
