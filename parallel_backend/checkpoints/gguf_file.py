@@ -14,7 +14,7 @@ from parallel_backend.core.dtypes import TORCH_DTYPES
 
 from .gguf_header import MAX_HEADER_BYTES, StoredTensor, read_gguf_header
 from .mapped_bytes import map_for_reading, mapped_bytes
-from .packed_formats import GGUF_BLOCKS, Blocks
+from .packed_formats import GGUF_BLOCKS, GgufBlocks
 
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 PLAIN = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
@@ -91,7 +91,7 @@ class GgufFile:
             return stored.view(TORCH_DTYPES[PLAIN[kind]]).view(shape)
         if self._whole_blocks(key, kind):
             return stored.view(shape[0], -1)
-        return Blocks(kind).expand(stored.view(1, -1), torch.float32).view(shape)
+        return GgufBlocks(kind).expand(stored.view(1, -1), torch.float32).view(shape)
 
     def _whole_blocks(self, key: str, kind: str) -> bool:
         shape = self.shape(key)

@@ -112,7 +112,7 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class GgufBlocks:
     """GGUF's block formats. Every row is a whole number of blocks."""
 
     kind: str

@@ -10,7 +10,7 @@ import torch
 from parallel_backend.core.spans import Shard, Span
 
 from .checkpoint import Checkpoint, to_original
-from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Blocks, Fp8, Half, Packing
+from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half, Packing
 from .quantised_formats import FORMATS, KEPT, Quantised, cut_beside, quantise_int8
 from .tensor_files import Entry, open_file
 
@@ -89,7 +89,7 @@ class Reader:
             return Quantised(entry.layer, {})
         if entry.dtype in FP8_KINDS:
             return Fp8(entry.dtype)
-        return Blocks(entry.dtype) if entry.dtype in GGUF_BLOCKS else None
+        return GgufBlocks(entry.dtype) if entry.dtype in GGUF_BLOCKS else None
 
     def _beside(self, target: str, shard: Shard | None, device: torch.device) -> dict[str, torch.Tensor]:
         """What belongs to this part of a weight in one of KEPT, as Quantised has it."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Blocks, Fp8, Half
+from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half
 from parallel_backend.checkpoints.quantised_formats import KEPT, blank, int8_layer
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span
@@ -118,7 +118,7 @@ def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: tor
         if storage in GGUF_BLOCKS:
             values, size = GGUF_BLOCKS[storage]
             packed = torch.zeros(rows, columns // values * size, dtype=torch.uint8, device=device)
-            module.pack(packed, Blocks(storage), dtype)
+            module.pack(packed, GgufBlocks(storage), dtype)
         elif storage in KEPT:
             module.pack(*blank(entry.layer or int8_layer(columns), rows, columns, device), dtype)
         elif storage in HALF_KINDS:

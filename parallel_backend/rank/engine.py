@@ -1,4 +1,4 @@
-"""One rank's model at work: turns a `Step` message into receives, the model's forward, and a send or an output."""
+"""Runs a rank's model: a `Step` message becomes a receive, the forward of the rank's stage, and a send or an output."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ from .stage_ops import Op, stage_ops
 
 
 class Engine:
-    """A loaded stage. All methods are collective only where the mesh says so; none waits for another rank's choice."""
+    """A loaded stage that runs micro-steps. Methods wait for other ranks only in the transfers of the mesh."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Engine:
         self.stage.close()
 
     def adapted(self) -> int:
-        """The adapters are all in place: bytes that they take."""
+        """All adapters are in place. Returns their bytes."""
         self.stage.module_cache.forget()
         return self.stage.adapters.nbytes
 
@@ -139,7 +139,7 @@ class Engine:
         return Output(self.rank, step.seq, output) if answers else None
 
     def begin_timeline(self) -> None:
-        """What is recorded from now on is the last run's. Sends of the one before are over, or would count from then."""
+        """A run begins: forget earlier spans. Waits for sends under way, which would else end in this run."""
         self._link.await_sends()
         self._traffic.recorder.restart()
 
@@ -147,7 +147,7 @@ class Engine:
         return Timeline(self.rank, *self._traffic.recorder.read())
 
     def find_not_finite(self, asked: FindNotFinite) -> NotFiniteFound:
-        """Where values that are not finite began on this rank."""
+        """Where values that are not finite first were on this rank."""
         seq = self._finite.first(asked.run, asked.since)
         return NotFiniteFound(self.rank, seq, bad_weights(self.stage.model), bad_adapters(self.stage.model))
 
@@ -167,14 +167,14 @@ class Engine:
         return step.seq, step.tokens.start, step.tokens.stop, int(exact)
 
     def _slow_down(self, began, waited: float) -> None:
-        """Sleep as long as the slower device that this rank stands in for would still compute."""
+        """Sleep for the rest of the time that the slower device, which this rank stands in for, would take."""
         whole = Elapsed(self._traffic.clock)
         whole.add(began, self._traffic.clock.now())
         time.sleep((self.slowdown - 1) * max(0.0, whole.seconds() - (self._traffic.waited.seconds() - waited)))
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Device memory at its highest on CUDA, else the process's largest resident set."""
+    """Highest device memory on CUDA, else the process's largest resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":

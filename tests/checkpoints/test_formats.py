@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.checkpoints.packed_formats import CHUNK_VALUES, GGUF_BLOCKS, HALF_KINDS, Blocks, Fp8, Half
+from parallel_backend.checkpoints.packed_formats import CHUNK_VALUES, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half
 from parallel_backend.checkpoints.reader import reading
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import resolve_dtype
@@ -367,7 +367,7 @@ def test_loading_expands_nothing(files, monkeypatch, what):
         raise AssertionError("expanded while loading")
 
     monkeypatch.setattr(Fp8, "expand", refuse)
-    monkeypatch.setattr(Blocks, "expand", refuse)
+    monkeypatch.setattr(GgufBlocks, "expand", refuse)
     monkeypatch.setattr(Half, "expand", refuse)
     model = tiny.whole_model(files(what)[0], dtype_of(what))
     with pytest.raises(AssertionError, match="expanded while loading"):
@@ -427,16 +427,16 @@ def test_expanding_to_half_precision_rounds_once(dtype):
     ):
         assert torch.equal(packing.expand(bits, dtype), packing.expand(bits, torch.float32).to(dtype))
     blocks = torch.from_numpy(to_blocks(np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32), "Q5_K"))
-    assert torch.equal(Blocks("Q5_K").expand(blocks, dtype), Blocks("Q5_K").expand(blocks, torch.float32).to(dtype))
+    assert torch.equal(GgufBlocks("Q5_K").expand(blocks, dtype), GgufBlocks("Q5_K").expand(blocks, torch.float32).to(dtype))
 
 
 @pytest.mark.parametrize("kind", GGUF_BLOCKS)
 def test_large_weights_are_expanded_piece_by_piece(monkeypatch, kind):
     blocks = torch.from_numpy(to_blocks(np.random.default_rng(0).normal(size=(24, 512)).astype(np.float32), kind))
     assert CHUNK_VALUES > 24 * 512
-    at_once = Blocks(kind).expand(blocks, torch.float32)
+    at_once = GgufBlocks(kind).expand(blocks, torch.float32)
     monkeypatch.setattr("parallel_backend.checkpoints.packed_formats.CHUNK_VALUES", 5 * 256)
-    assert torch.equal(Blocks(kind).expand(blocks, torch.float32), at_once)
+    assert torch.equal(GgufBlocks(kind).expand(blocks, torch.float32), at_once)
     assert gguf.GGML_QUANT_SIZES[TYPES[kind]] == GGUF_BLOCKS[kind]
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from parallel_backend.acceptance.ground import Settings
 from parallel_backend.acceptance.kit import FAILED, NOT_LOOKED_AT, run
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.checkpoints.packed_formats import GGUF_BLOCKS, Blocks
+from parallel_backend.checkpoints.packed_formats import GGUF_BLOCKS, GgufBlocks
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.vae import RemoteDecoder, TooLittleMemory
 from parallel_backend.core.degrees import Degrees
@@ -256,9 +256,9 @@ def test_packed_blocks_expand_as_on_a_cpu(kind, dtype):
     """8-bit floats are in the self-test."""
     value = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
     packed = torch.from_numpy(encode(value, kind))
-    expected = Blocks(kind).expand(packed, dtype)
+    expected = GgufBlocks(kind).expand(packed, dtype)
     assert expected.std() > 0.01
-    assert torch.equal(Blocks(kind).expand(packed.to(DEVICE), dtype).cpu(), expected)
+    assert torch.equal(GgufBlocks(kind).expand(packed.to(DEVICE), dtype).cpu(), expected)
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)

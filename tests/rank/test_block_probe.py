@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
-from parallel_backend.checkpoints.packed_formats import Blocks, Fp8, Half
+from parallel_backend.checkpoints.packed_formats import Fp8, GgufBlocks, Half
 from parallel_backend.families import FAMILIES
 from parallel_backend.rank.block_probe import probe
 from tests.checkpoints.test_formats import make_gguf
@@ -15,7 +15,7 @@ from tests.support import tiny
 def expanded(monkeypatch) -> set[str]:
     """Formats that were expanded."""
     kinds: set[str] = set()
-    for packing in (Fp8, Half, Blocks):
+    for packing in (Fp8, Half, GgufBlocks):
 
         def noting(self, packed, dtype, expand=packing.expand):
             kinds.add(self.kind)

@@ -286,8 +286,8 @@ RANK_MUTANTS = (
     Mutant(
         "shared outputs outlive a LoRA",
         RANK + "engine.py",
-        '        """The adapters are all in place: bytes that they take."""\n        self.stage.module_cache.forget()\n',
-        '        """The adapters are all in place: bytes that they take."""\n',
+        '        """All adapters are in place. Returns their bytes."""\n        self.stage.module_cache.forget()\n',
+        '        """All adapters are in place. Returns their bytes."""\n',
         ("tests/rank/test_module_cache.py", "tests/rank/test_lora.py", "-k", "lora or adapt or weight"),
     ),
     Mutant(
