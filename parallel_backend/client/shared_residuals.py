@@ -59,7 +59,10 @@ class SharedResiduals:
     def close(self) -> None:
         """The model is over. Its ranks have segments mapped until the next one is loaded: what is under way stays right."""
         self._possible = False
-        for segment in (*itertools.chain(*self._free), *(segment for _, segment in self._used.values())):
+        free = [(replica, segment) for replica, segments in enumerate(self._free) for segment in segments]
+        for replica, segment in (*free, *self._used.values()):
+            for rank in self._ranks(replica):
+                self._pool.forget(rank, segment)
             segment.close()
         self._free, self._used = [[] for _ in self._free], {}
 

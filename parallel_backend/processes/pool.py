@@ -139,6 +139,10 @@ class Pool:
         with contextlib.suppress(OSError):
             self.ranks.channels[rank].take_back(segment.number)
 
+    def forget(self, rank: int, segment: Segment) -> None:
+        """See Channel.forget. Also once the pool has failed."""
+        self.ranks.channels[rank].forget(segment.number)
+
     def ask(self, message: Any, reply: type) -> Future:
         """Send to every rank; the future gives their replies of type `reply`, in rank order."""
         request_id, future = self._gathers.open(reply)

@@ -96,9 +96,12 @@ def test_memory_goes_with_the_model(remote):
     before = maps()
     outputs(model)
     assert maps() > before
+    channels = model.pool.ranks.channels
+    assert all(channel._lent for channel in channels)
     del model
     remote(Degrees(ulysses=2), fresh=True)
     assert maps() <= before
+    assert not any(channel._lent for channel in channels)
 
 
 class PoolOfNobody:
@@ -117,6 +120,9 @@ class PoolOfNobody:
 
     def take_back(self, rank: int, segment) -> None:
         self.taken_back.append((rank, segment.number))
+
+    def forget(self, rank: int, segment) -> None:
+        pass
 
 
 LARGE = torch.ones(1 << 16)
