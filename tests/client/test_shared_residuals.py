@@ -105,17 +105,17 @@ def test_memory_goes_with_the_model(remote):
 
 
 class PoolOfNobody:
-    """A pool whose ranks take note of what they are lent. `far`: ranks on another machine. `error`: it has failed."""
+    """A pool whose ranks take note of what they are lent. `far`: ranks on another machine. `failed`: all is over."""
 
     def __init__(self, far: tuple[int, ...] = ()):
-        self.far, self.lent, self.taken_back, self.error = far, [], [], None
+        self.far, self.lent, self.taken_back, self.failed = far, [], [], False
 
     def lends_to(self, rank: int) -> bool:
         return rank not in self.far
 
     def lend(self, rank: int, segment) -> None:
-        if self.error is not None:
-            raise self.error
+        if self.failed:
+            raise RankError("gone")
         self.lent.append((rank, segment.number))
 
     def take_back(self, rank: int, segment) -> None:
@@ -211,7 +211,7 @@ def test_after_the_end_nothing_is_shared_and_nothing_is_left(pool):
 
 def test_a_pool_that_has_failed_is_lent_nothing_that_stays(shared, pool):
     before = maps(), len(os.listdir("/proc/self/fd"))
-    pool.error = RankError("gone")
+    pool.failed = True
     with pytest.raises(RankError, match="gone"):
         shared.place(0, 1, [LARGE])
     assert (maps(), len(os.listdir("/proc/self/fd"))) == before
