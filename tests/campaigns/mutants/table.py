@@ -10,6 +10,7 @@ RANK = "parallel_backend/rank/"
 PROCESSES = "parallel_backend/processes/"
 CLIENT = "parallel_backend/client/"
 PLANNING = "parallel_backend/planning/"
+ACCEPTANCE = "parallel_backend/acceptance/"
 
 CORE_MUTANTS = (
     Mutant(
@@ -550,6 +551,16 @@ PLANNING_MUTANTS = (
     ),
 )
 
+ACCEPTANCE_MUTANTS = (
+    Mutant(
+        "the self-test's file says the user's name",
+        ACCEPTANCE + "document.py",
+        '((socket.gethostname(), "HOST"), (_user(), "USER")):',
+        '((socket.gethostname(), "HOST"),):',
+        ("tests/acceptance/test_self_test.py", "-k", "whose_machine"),
+    ),
+)
+
 NODE_MUTANTS = (
     Mutant(
         "numbers above their limit accepted",
@@ -604,5 +615,6 @@ MUTANTS = (
     *PROCESS_MUTANTS,
     *CLIENT_MUTANTS,
     *PLANNING_MUTANTS,
+    *ACCEPTANCE_MUTANTS,
     *NODE_MUTANTS,
 )
