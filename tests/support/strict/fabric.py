@@ -47,7 +47,7 @@ class Fabric:
         """Queue `operation(number, ready)`. Blocks until all ranks of the communicator have used it for the first time."""
         rules = self.rules
         with self._changed:
-            self._meet(communicator, rank, where)
+            self._first_use(communicator, rank, where)
             number = self._numbers[rank]
             self.before_issue(rank, number)
             self._numbers[rank] += 1
@@ -112,7 +112,8 @@ class Fabric:
 
     # All below is under the lock.
 
-    def _meet(self, communicator: Communicator, rank: int, where: str) -> None:
+    def _first_use(self, communicator: Communicator, rank: int, where: str) -> None:
+        """Wait until all of its ranks have come to it, if this one has not yet. DistStoreError if they do not in time."""
         came = self._came[communicator]
         if rank in came:
             self._raise_if_over()
