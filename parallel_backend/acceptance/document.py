@@ -92,5 +92,5 @@ def _cut(text: str) -> str:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a container's user without a name
+    except (OSError, KeyError, ImportError):  # a container's user without a name, or Windows without the variable
         return ""

@@ -5,20 +5,25 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.failure_text import OUT_OF_MEMORY
 from parallel_backend.processes.local import LocalRanks
-from parallel_backend.processes.pool import Pool, RankError
+from parallel_backend.processes.pool import Poll, Pool, RankError
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_whole
+from parallel_backend.wire.rank_settings import RankSettings
 
 from . import faulty_rank, tiny_flux
-from .findings import Findings
+from .findings import Findings, NotLookedAt
 from .ground import Ground
 from .one_rank import OTHER_KERNELS
 
+Entry = Callable[[RankSettings, Connection], None]
+"""What a rank's process runs."""
 ERROR_SECONDS = 5.0
 """From a rank's end to the error."""
 HANG_MORE = 10.0
@@ -52,8 +57,19 @@ def look_at_memory_running_out(ground: Ground, findings: Findings) -> None:
 
 def look_at_a_hang(ground: Ground, findings: Findings) -> None:
     """The limit is short here; the product's own is a minute, or twenty times the longest block before."""
+    _look_at_a_hang(ground, findings, faulty_rank.hang)
+
+
+def look_at_a_stuck_gpu(ground: Ground, findings: Findings) -> None:
+    """As `look_at_a_hang`. The rank's host goes on, and so the watchdog has to see where its device is."""
+    if not ground.settings.on_gpus:
+        raise NotLookedAt("the ranks are on CPUs")
+    _look_at_a_hang(ground, findings, faulty_rank.stuck_device)
+
+
+def _look_at_a_hang(ground: Ground, findings: Findings, entry: Entry) -> None:
     limit = ground.settings.hang_seconds
-    with ground.special_ranks(functools.partial(LocalRanks, entry=faulty_rank.hang)) as pool:
+    with ground.special_ranks(functools.partial(LocalRanks, entry=entry)) as pool:
         pool.watchdog.stall, pool.watchdog.factor = limit, FACTOR
         started = time.monotonic()
         error = _error_of(ground, _tiny_on(ground, pool))
@@ -65,7 +81,7 @@ def look_at_a_hang(ground: Ground, findings: Findings) -> None:
 class _After:
     """A poll that acts once, some time after its first call, and knows when it did."""
 
-    def __init__(self, seconds: float, action):
+    def __init__(self, seconds: float, action: Poll):
         self.seconds, self.action = seconds, action
         self.at: float | None = None
         self._first: float | None = None
@@ -91,7 +107,7 @@ def _kill(pid: int) -> None:
     os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows ends a process by any signal
 
 
-def _error_of(ground: Ground, model: RemoteTransformer, act=lambda: None) -> str | None:
+def _error_of(ground: Ground, model: RemoteTransformer, act: Poll = lambda: None) -> str | None:
     """What a long run ends with; None if it comes to its end. RankErrors alone are caught."""
 
     def poll() -> None:

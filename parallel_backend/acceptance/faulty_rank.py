@@ -9,6 +9,8 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 AT = 4
 """The micro-step in which it does, from 1 on. The ones before are of the same size, so that the watchdog knows such."""
+SPIN_CYCLES = 200_000_000_000
+"""Of a GPU's clock: about two minutes, should nobody end it."""
 TOO_MUCH = 1 << 50
 """Bytes that no device has."""
 
@@ -27,6 +29,17 @@ def out_of_memory(settings: RankSettings, connection: Connection) -> None:
 def hang(settings: RankSettings, connection: Connection) -> None:
     """The last rank's main thread stops for an hour."""
     _act(settings, connection, lambda: time.sleep(3600))
+
+
+def stuck_device(settings: RankSettings, connection: Connection) -> None:
+    """The last rank's GPU spins in a kernel, while its host runs ahead."""
+
+    def spin() -> None:
+        import torch
+
+        torch.cuda._sleep(SPIN_CYCLES)
+
+    _act(settings, connection, spin)
 
 
 def _act(settings: RankSettings, connection: Connection, act: Callable[[], None]) -> None:

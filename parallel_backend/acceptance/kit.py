@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parallel_backend.processes.pool import Poll
 
-from .faults import look_at_a_hang, look_at_a_killed_rank, look_at_memory_running_out
+from .faults import look_at_a_hang, look_at_a_killed_rank, look_at_a_stuck_gpu, look_at_memory_running_out
 from .findings import Findings, NotLookedAt
 from .ground import Ground, Host, Settings
 from .kernels import look_at_kernels
@@ -52,6 +52,7 @@ CHECKS: dict[str, tuple[str, Callable[[Ground, Findings], None]]] = {
     "killed rank": ("a rank is killed on purpose: named error, next call works", look_at_a_killed_rank),
     "out of memory": ("a rank is made to run out of memory: named error, next call works", look_at_memory_running_out),
     "hang": ("a rank is made to hang: the watchdog names it", look_at_a_hang),
+    "stuck GPU": ("a GPU is made to spin: the watchdog names its rank", look_at_a_stuck_gpu),
 }
 """By name: what it is about, in a few words, and the check. One rank comes first, since others compare with it."""
 

@@ -1,9 +1,12 @@
 """Loading and unloading many times: what ranks keep afterwards."""
 
+import contextlib
+import itertools
 import statistics
 import sys
 from pathlib import Path
 
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, wait_for
 from parallel_backend.quickstart.model import WEIGHTS
@@ -20,16 +23,17 @@ LARGER = (0.02, 16 << 20)
 
 
 def look_at_lifetime(ground: Ground, findings: Findings) -> None:
-    """The tiny model and the bundled one in turn, in modes that make different groups, each called once."""
+    """The tiny model and the bundled one, each called once."""
     cycles = ground.settings.cycles
     if cycles < 2 * SETTLED:
         raise NotLookedAt(f"{cycles} cycles are too few to tell growth; {2 * SETTLED} are needed")
     world = ground.world
     pool = ground.ranks(world)
     held, threads = [], []
+    turns = turns_of(world, ground.tiny_file)
     for cycle in range(cycles):
-        degrees = Degrees(pipe=world) if cycle % 2 else Degrees(ring=world)
-        model = ground.load(degrees, "fp32", None if cycle % 4 < 2 else WEIGHTS)
+        degrees, path = turns[cycle % len(turns)]
+        model = ground.load(degrees, "fp32", path)
         example = model.family.inputs.example(model.checkpoint.config, 4)
         x, timestep, _ = tiny_flux.inputs(batch=1)
         model.predict(x, timestep, example, ground.poll)
@@ -44,6 +48,17 @@ def look_at_lifetime(ground: Ground, findings: Findings) -> None:
         findings.at_most(f"bytes that rank {rank} has more after all cycles", after - before, max(least, share * before))
     for rank, counts in enumerate(zip(*threads, strict=True)):
         findings.at_most(f"threads that rank {rank} has more after all cycles", counts[-1] - counts[-SETTLED], 1)
+
+
+def turns_of(world: int, tiny_file: Path) -> list[tuple[Degrees, Path]]:
+    """What is loaded in turn: modes that make different groups, those of them that each model has."""
+    turns = itertools.product((tiny_file, WEIGHTS), (Degrees(ring=world), Degrees(pipe=world)))
+    found = []
+    for path, degrees in turns:
+        with contextlib.suppress(ValueError):  # more stages than blocks
+            open_checkpoint(path).check_degrees(degrees)
+            found.append((degrees, path))
+    return found
 
 
 def held_bytes(pool: Pool, ground: Ground) -> list[int]:

@@ -47,17 +47,16 @@ def links(pool: Pool, ground: Ground) -> dict[str, Any]:
 
 def look_at_hop(ground: Ground, findings: Findings) -> None:
     """Milliseconds from the last stage through this process to the first: what planning takes HOP_SECONDS for."""
-    world = ground.several()
-    model = ground.load(Degrees(pipe=world), "fp32")
-    call = tiny_flux.inputs(batch=1)
-    hops = []
-    for number in range(WARM_UP + HOP_CALLS):
-        started = time.perf_counter()
-        model.predict(*call, ground.poll)
-        whole = time.perf_counter() - started
-        stages = model.close_run(0, ground.poll)
-        if number >= WARM_UP:  # the last stage waits for the first from the call's beginning on
-            hops.append(whole - max(stage.compute_seconds + stage.wait_seconds for stage in stages))
-    findings.note("ms of a hop, median", round(1000 * statistics.median(hops), 3))
-    findings.note("ms of a hop, fastest and slowest", [round(1000 * bound, 3) for bound in (min(hops), max(hops))])
-    findings.note("ms of a hop that planning expects", 1000 * HOP_SECONDS)
+    degrees = Degrees(pipe=ground.several())
+    with findings.of(str(degrees)):  # which is left out where there are more ranks than blocks
+        model, call, hops = ground.load(degrees, "fp32"), tiny_flux.inputs(batch=1), []
+        for number in range(WARM_UP + HOP_CALLS):
+            started = time.perf_counter()
+            model.predict(*call, ground.poll)
+            whole = time.perf_counter() - started
+            stages = model.close_run(0, ground.poll)
+            if number >= WARM_UP:  # the last stage waits for the first from the call's beginning on
+                hops.append(whole - max(stage.compute_seconds + stage.wait_seconds for stage in stages))
+        findings.note("ms of a hop, median", round(1000 * statistics.median(hops), 3))
+        findings.note("ms of a hop, fastest and slowest", [round(1000 * bound, 3) for bound in (min(hops), max(hops))])
+        findings.note("ms of a hop that planning expects", 1000 * HOP_SECONDS)

@@ -1,4 +1,4 @@
-"""The self-test on two CPU ranks in processes: every check passes."""
+"""The self-test on two CPU ranks in processes: every check that needs no GPU passes."""
 
 import json
 import time
@@ -24,5 +24,6 @@ def test_two_cpu_ranks_pass(measured):
     measured("seconds of a short self-test", found["seconds"])
     jsonschema.validate(json.loads(document.dumps(found)), json.loads(document.SCHEMA.read_text()))
     assert [result.name for result in results] == list(kit.CHECKS)
-    assert {result.status for result in results} == {kit.PASSED}, describe(found)
+    assert [result.name for result in results if result.status != kit.PASSED] == ["stuck GPU"], describe(found)
+    assert (results[-1].status, results[-1].why) == (kit.NOT_LOOKED_AT, "the ranks are on CPUs")
     assert any("topology" in text for text in results[0].left_out)  # what it could not look at is said

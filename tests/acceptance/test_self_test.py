@@ -322,6 +322,11 @@ def test_links_of_gpus_are_timed_with_p2p_and_without(monkeypatch, p2p):
     valid(document.document_of(CPUS, [result], 1.0))
 
 
+@pytest.mark.parametrize(("world", "turns"), [(1, 4), (2, 4), (6, 3), (16, 2)])
+def test_models_are_loaded_in_the_modes_that_they_have(world, turns, flux_file):
+    assert len(lifetime.turns_of(world, flux_file)) == turns
+
+
 GROWING = {
     "flat": ([100, 104, 99, 101] * 3, [9] * 12, kit.PASSED),
     "grows at first": ([50, 70, 90, 100] + [100] * 8, [5] * 2 + [9] * 10, kit.PASSED),
