@@ -33,6 +33,7 @@ def test_comfyuis_own_model_is_run_beside_the_ranks(looked, file, measured):
     jsonschema.validate(document, json.loads(SCHEMA.read_text()))
     assert document == found["saved"]
     assert found["shown"]
+    assert found["others_ended"]  # which would share the devices with the self-test's
     assert "JSON: " in found["text"]
     system, model = document["checks"]
     assert [check["status"] for check in (system, model)] == ["passed", "passed"], found["text"]
