@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.rank.comm.transfers import Clock, Traffic
+from parallel_backend.rank.comm.transfers import Clock, Elapsed, Traffic
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.heartbeat import Heartbeat
 from tests.processes.test_watchdog import Played, step
@@ -156,3 +156,20 @@ def test_an_engine_marks_where_its_micro_steps_begin_wait_and_end(pools, flux_fi
     begin, waits, computes, end = (doing, False, False), (doing, True, False), (doing, False, False), (doing, False, True)
     assert marks["rank 0"][:2] == [begin, end]
     assert marks["rank 1"] == [begin, waits, computes, end]
+
+
+def test_seconds_are_added_up_early_without_waiting_for_the_newest(stages, monkeypatch):
+    cuda, clock = stages[0].cuda, stages[0].traffic.clock
+    cuda.set_device(0)
+    monkeypatch.setattr(Elapsed, "UNREAD", 4)
+    monkeypatch.setattr(Elapsed, "BATCH", 2)
+    elapsed, sums = Elapsed(clock), cuda.waits
+    for number in range(1, 7):
+        cuda.stuck[0] = number == 6  # its host would wait for ever
+        started = clock.now()
+        cuda.issue(1.0)
+        elapsed.add(started, clock.now())
+        cuda.advance(1.0)
+    assert cuda.waits == sums + 1
+    cuda.stuck[0] = False
+    assert elapsed.drain() == 6.0
