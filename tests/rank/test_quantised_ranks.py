@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from tests.families.cases import all_cases
+from tests.rank.test_lora import lora, merged
 from tests.support import tiny
 from tests.support.quantised import quantise_blocks
 
@@ -122,3 +123,36 @@ def test_a_part_of_a_file_on_each_rank(pools, files, family):
         for degrees, limit in ((Degrees(pipe=2), 1.001), (Degrees(tensor=2), 1.05)):
             held = pools.load(path, degrees).weight_bytes
             assert in_blocks < sum(held) < limit * in_blocks + 2 * (whole - in_blocks)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_weight_dtype_int8_is_as_close_as_a_file_in_int8(pools, made, files, measured, family):
+    case, (_, path, plain) = CASES[family], made(family)
+    theirs = tiny.relative(predict(pools, files(family, "int8, rotated")[0], Degrees(), case), plain)
+    for degrees in (Degrees(), *MODES):
+        ours = tiny.relative(predict(pools, path, degrees, case, "int8"), plain)
+        measured(f"{family}, weight_dtype int8, {degrees}: distance over that of an int8 file", ours / theirs)
+        assert ours == pytest.approx(theirs, rel=0.25)
+    fp8 = tiny.relative(predict(pools, path, Degrees(), case, "fp8_e4m3fn"), plain)
+    measured(f"{family}, weight_dtype fp8_e4m3fn: distance over int8's", fp8 / ours)
+    assert fp8 > 2 * ours  # though inputs stay as they are in fp8 on a CPU
+    weights = sum(value.numel() for key, value in load_file(path).items() if "blocks." in key)
+    others = path.stat().st_size - 4 * weights
+    assert pools.load(path, Degrees(), "int8").weight_bytes[0] < 1.1 * weights + others
+
+
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2)], ids=str)
+def test_a_lora_is_added_beside_the_product(pools, files, measured, tmp_path, degrees):
+    """It moves the output as it does when it is merged into the expanded weights, but for the rounding of inputs."""
+    case, (path, values) = CASES["flux"], files("flux", "int8, rotated")
+    plain, deltas = predict(pools, values, degrees, case), lora(load_file(values))
+    model = pools.load(path, degrees)
+    before = model.predict(*case.inputs(), lambda: None)
+    model.adapt("a LoRA", deltas, lambda: None)
+    found = model.predict(*case.inputs(), lambda: None)
+    with torch.inference_mode():
+        expected = case.reference(merged(values, deltas, tmp_path), *case.inputs())
+    measured("a LoRA beside int8 products: distance from the merged one", tiny.relative(found, expected))
+    assert tiny.relative(found, expected) < 0.02 * tiny.relative(plain, expected)
+    model.adapt(None, (), lambda: None)
+    assert torch.equal(model.predict(*case.inputs(), lambda: None), before)
