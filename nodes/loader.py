@@ -89,8 +89,8 @@ class ParallelDiTLoader:
                     {
                         "default": "default",
                         "tooltip": "default: as in the file on GPUs, fp32 on CPU ranks. fp8_e4m3fn and int8 take about half "
-                        "the memory of bf16, and multiply in 8 bits where the GPU does. What a GPU does not compute in, such as bf16 before Ampere, is computed in fp16 or "
-                        "fp32, as in ComfyUI.",
+                        "the memory of bf16, and multiply in 8 bits where the GPU does. What a GPU does not compute in, "
+                        "such as bf16 before Ampere, is computed in fp16 or fp32, as in ComfyUI.",
                     },
                 ),
                 "pipefusion_degree": degree(
