@@ -534,3 +534,13 @@ def test_the_command_line(monkeypatch, tmp_path, capsys):
     jsonschema.validate(json.loads(out.read_text()), SCHEMA)
     monkeypatch.setitem(kit.CHECKS, "kernels", ("", fails))
     assert main(["--devices", "cpu,cpu", "--only", "kernels"]) == 1
+
+
+def test_a_first_stage_that_lingers_over_its_send_takes_nothing_from_the_hop(monkeypatch):
+    """Its micro-step may end after the call: the hop of a busy machine would be below zero."""
+    stages = [types.SimpleNamespace(compute_seconds=compute, wait_seconds=0.0) for compute in (5.0, 0.0)]
+    model = types.SimpleNamespace(predict=lambda *_: None, close_run=lambda *_: stages)
+    monkeypatch.setattr(Ground, "load", lambda *_: model)
+    findings = Findings()
+    transport.look_at_hop(Ground(CPUS), findings)
+    assert findings.figures["ms of a hop, median"] >= 0
