@@ -24,6 +24,9 @@ ALL = 1e32
 class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
     """ModelPatcher of a model whose weights are on ranks. Refuses patches that would not reach them."""
 
+    on_ranks = True
+    """What a run takes room for (room.py)."""
+
     def __init__(self, model, load_device, *arguments, **named):
         self.load_device = load_device  # ComfyUI 0.3.64 asks for `model_size` before it sets this
         super().__init__(model, load_device, *arguments, **named)

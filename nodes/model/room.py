@@ -24,13 +24,15 @@ def comfyui_gpus() -> set[torch.device]:
 def make_room(device: str, missing: int) -> int:
     """Have ComfyUI free `missing` bytes more on `device`, such as cuda:0. Bytes that came free; 0 on a GPU it does not use.
 
-    Models that ComfyUI has loaded for the present sampling, such as a ControlNet, stay. So does its reserve for itself.
+    Models that ComfyUI has loaded for the present sampling, such as a ControlNet, stay. So does its reserve for itself, and
+    every MODEL on ranks: to unload another one of the same weights would unload the one that asks.
     """
     management, place = comfy.model_management, torch.device(device)
     if place not in comfyui_gpus():
         return 0
     before = torch.cuda.mem_get_info(place)[0]
-    in_use = [loaded for loaded in management.current_loaded_models if loaded.currently_used]
+    listed = management.current_loaded_models
+    in_use = [loaded for loaded in listed if loaded.currently_used or getattr(loaded.model, "on_ranks", False)]
     management.free_memory(before + missing + management.extra_reserved_memory(), place, keep_loaded=in_use)
     management.soft_empty_cache()
     freed = max(0, torch.cuda.mem_get_info(place)[0] - before)

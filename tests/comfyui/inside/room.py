@@ -107,7 +107,23 @@ def main(results: Results) -> None:
         ):
             return {"freed": make_room("cuda:1", MB), "touched": touched.call_count}
 
+    def same_weights() -> dict[str, object]:
+        """Two loaders may give a MODEL each with the same weights on the same ranks: the idle one is not asked to go."""
+        (make_room,) = (module.make_room for name, module in sys.modules.items() if name.endswith("nodes.model.room"))
+        with (
+            fakes.fake_cuda(fakes.ADA, fakes.ADA) as cuda,
+            patch.object(management, "cpu_state", management.CPUState.GPU),
+            patch.object(management, "get_torch_device", lambda: torch.device("cuda:0")),
+            patch.object(management, "current_loaded_models", []),
+        ):
+            other, idle = Resident(cuda, 300 * MB), Resident(cuda, 500 * MB)
+            other.on_ranks = type(model).on_ranks
+            for resident in (other, idle):
+                resident.add_to_comfyui(currently_used=False)
+            return {"freed": make_room("cuda:0", 700 * MB), "left": [other.there, idle.there]}
+
     results.case("another GPU", another_gpu)
+    results.case("same weights", same_weights)
     results.case("too little", lambda: evicted(free=MB, idle=500 * MB, used=100 * MB))
     results.case("enough", lambda: evicted(free=500 * MB, idle=500 * MB, used=100 * MB))
     results.case("nothing idle", lambda: evicted(free=MB, idle=0, used=100 * MB))
