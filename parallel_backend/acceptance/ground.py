@@ -1,6 +1,7 @@
 """What the checks of a self-test share: devices, the ranks that serve now, tiny files, and how to be cancelled."""
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -93,7 +94,8 @@ class OneRank:
 class Ground:
     """At most one set of ranks is there at a time, so that a model has each device to itself. Close it at the end.
 
-    The ranks are started as for a prompt, by a registry: without P2P if their links fail with it.
+    The ranks are started as for a prompt, by a registry: without P2P if their links fail with it. But each has as many CPU
+    threads, however many there are, so that two have twice what one has.
 
     `poll` may raise, here or in any wait: that ends the self-test and is kept in `stopped`.
     """
@@ -105,6 +107,9 @@ class Ground:
     one_rank: OneRank | None = None
     """What the others are compared with, once that check has been made."""
     _registry: Registry = field(default_factory=Registry)
+
+    def __post_init__(self):
+        self._registry.threads = max(1, (os.cpu_count() or 1) // self.world)
 
     @property
     def world(self) -> int:

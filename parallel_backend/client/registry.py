@@ -51,6 +51,8 @@ class Registry:
     def __init__(self):
         self.logs: Callable[[], Path | None] = lambda: None
         """Folder in which logs of ranks to be started are kept, see pool.Pool. None: nowhere."""
+        self.threads: int | None = None
+        """CPU threads of each rank to be started, see pool.Pool. None: the cores are shared out."""
         self._lock = threading.RLock()  # make_room may unload another model, on the thread that loads this one
         self._pool: Pool | None = None
         self._key: ModelKey | None = None
@@ -232,7 +234,7 @@ class Registry:
         if self._pool is None:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
             self_test = replace(SELF_TEST, p2p=devices not in self._without_p2p)
-            self._pool = Pool(devices, start=start_of(devices), logs=self.logs(), self_test=self_test)
+            self._pool = Pool(devices, threads=self.threads, start=start_of(devices), logs=self.logs(), self_test=self_test)
 
     def _drop(self, politely: bool = True) -> None:
         if self._pool is not None:
