@@ -71,8 +71,9 @@ def _look_at_a_hang(ground: Ground, findings: Findings, entry: Entry) -> None:
     limit = ground.settings.hang_seconds
     with ground.special_ranks(functools.partial(LocalRanks, entry=entry)) as pool:
         pool.watchdog.stall, pool.watchdog.factor = limit, FACTOR
+        model = _tiny_on(ground, pool)
         started = time.monotonic()
-        error = _error_of(ground, _tiny_on(ground, pool))
+        error = _error_of(ground, model)
         findings.at_most("seconds until the error", time.monotonic() - started, limit + HANG_MORE + ERROR_SECONDS)
     _expect(findings, error, rf"rank {ground.world - 1} \([^)]*\) came no further for {limit:.0f} s")
     _works_again(ground, findings)
