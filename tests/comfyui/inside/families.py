@@ -7,10 +7,11 @@ tensors as `<name>/<index>`, a tensor that is an object's attribute as `<name>.<
 
 import json
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from boot import BASE, Results, comfy, difference, ksampler, node, parallel, sequence, torch
 from safetensors import safe_open
@@ -42,8 +43,12 @@ def sample(model, name: str) -> torch.Tensor:
 
 @contextmanager
 def detecting(entries: dict):
-    """ComfyUI's model detection finds these entries of a unet_config, whatever the file has."""
-    detect = comfy.model_detection.detect_unet_config
+    """ComfyUI's model detection finds these entries of a unet_config, whatever the file has.
+
+    Those under "classes" are by class of its supported_models: sizes by which that class is told from others.
+    """
+    detect, sizes = comfy.model_detection.detect_unet_config, entries.get("classes", {})
+    entries = {name: value for name, value in entries.items() if name != "classes"}
 
     def detect_small(*arguments, **keywords):
         found = detect(*arguments, **keywords)
@@ -51,7 +56,11 @@ def detecting(entries: dict):
 
     comfy.model_detection.detect_unet_config = detect_small
     try:
-        yield
+        with ExitStack() as stack:
+            for name, told in sizes.items():
+                if (kind := getattr(comfy.supported_models, name, None)) is not None:  # an older ComfyUI may lack it
+                    stack.enter_context(patch.object(kind, "unet_config", kind.unet_config | told))
+            yield
     finally:
         comfy.model_detection.detect_unet_config = detect
 

@@ -32,7 +32,7 @@ class Native:
 
     `conditioning(generator)`: (text [1, T, D], the extras of a CONDITIONING entry: tensors or plain values). `latent`:
     [C, (T,) H, W]. `limit`: largest absolute difference in fp32. `detected`: entries of the unet_config that detection
-    takes for granted and that are others in a small model.
+    takes for granted and that are others in a small model; under "classes", sizes by which ComfyUI tells a class apart.
     """
 
     config: dict[str, Any]

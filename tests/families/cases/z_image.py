@@ -31,6 +31,7 @@ DETECTED = {
     "z_image_modulation": True,
     "time_scale": 1000.0,
     "pad_tokens_multiple": 32,
+    "classes": {"ZImage": {"dim": NATIVE["dim"]}},
 }
 """What ComfyUI takes from the width of 3840, and a feed-forward that is rounded as diffusers' is."""
 
