@@ -20,7 +20,6 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -28,6 +27,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on; diffusers takes 2.6
+    _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 _LENGTH = struct.Struct("<Q")
 """A file begins with the length of its header."""
 
