@@ -6,7 +6,7 @@ fp8 is here as far as its file goes, and is expanded in packed_formats.py. A wei
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -300,7 +300,7 @@ def quantised_bytes(kind: str, shape: tuple[int, ...], whole: tuple[int, ...], b
 
 
 def cut_beside(
-    tensor: torch.Tensor, place: Place, layer: Layer, size: tuple[int, int], rows: Iterable[Span], columns: Iterable[Span]
+    tensor: torch.Tensor, place: Place, layer: Layer, size: tuple[int, int], rows: list[Span], columns: list[Span]
 ) -> torch.Tensor:
     """The part of a tensor beside a weight of `size` (rows, columns) that belongs to these rows and columns of it.
 
@@ -311,9 +311,11 @@ def cut_beside(
             return tensor.float().view(1, -1)
         case Place.ROW | Place.ROW_OR_WHOLE:
             scales = tensor.float().view(-1, 1)
-            return torch.cat([scales[span.slice] for span in rows]) if len(scales) == size[0] else scales
+            return joined([scales[span.slice] for span in rows]) if len(scales) == size[0] else scales
         case Place.COLUMN:
             return torch.cat([tensor.float().view(-1)[span.slice] for span in columns])
+    if place is Place.TILED and (whole := _whole_tiles(size, rows, columns)) is not None:
+        return joined([tensor.view(torch.uint8)[part] for part in whole])
     blocks = untiled(tensor, size[0], size[1] // layer.block) if place is Place.TILED else tensor
     single = blocks.element_size() == 1  # bytes by another name can be cut and joined on every device
     values = torch.cat([(blocks.view(torch.uint8) if single else blocks)[span.slice] for span in rows])
@@ -322,3 +324,17 @@ def cut_beside(
     if place is Place.TILED:
         return tiled(values)
     return values.view(torch.float8_e4m3fn) if single else values
+
+
+def _whole_tiles(size: tuple[int, int], rows: list[Span], columns: list[Span]) -> list[slice] | None:
+    """Rows of tiles, which lie together, where they are all that these rows need. None: tiles have to be taken apart."""
+    edges = [edge for span in rows for edge in (span.start, span.stop)]
+    inner = edges[:-1] if edges[-1] == size[0] else edges  # only what comes last may end within a tile
+    if columns != [Span(0, size[1])] or any(edge % TILE[0] for edge in inner):
+        return None
+    return [slice(span.start, tiled_shape(span.stop, 1)[0]) for span in rows]
+
+
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The parts one below the other: a single one as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -15,6 +15,9 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.quantised_formats import (
     FORMATS,
     ROTATIONS,
+    Layer,
+    Place,
+    cut_beside,
     hadamard,
     quantise_int8,
     tiled,
@@ -217,6 +220,11 @@ def test_our_own_pieces_are_comfy_kitchens():
         assert torch.equal(tiled(scales), to_blocked(scales, flatten=False))
         assert tiled(scales).shape == tiled_shape(*shape)
         assert torch.equal(untiled(tiled(scales), *shape), from_blocked(tiled(scales), *shape))
+    # The last rows, which do not fill a tile, at the end and elsewhere.
+    scales = torch.randint(0, 256, (200, 16), dtype=torch.uint8, generator=generator)
+    for spans in ([Span(0, 128), Span(128, 200)], [Span(128, 200), Span(0, 128)]):
+        found = cut_beside(tiled(scales), Place.TILED, Layer("nvfp4", block=16), (200, 256), spans, [Span(0, 256)])
+        assert torch.equal(found, tiled(torch.cat([scales[span.slice] for span in spans])))
     for size in ROTATIONS:
         assert torch.equal(hadamard(size, CPU), _build_hadamard(size))
     weight = torch.randn(40, 256, generator=generator)
