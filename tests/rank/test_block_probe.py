@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
 from parallel_backend.checkpoints.packed_formats import Fp8, GgufBlocks, Half
 from parallel_backend.families import FAMILIES
 from parallel_backend.rank.block_probe import probe
+from parallel_backend.rank.stage.quantised_products import KitchenWeight
 from tests.checkpoints.test_formats import make_gguf
 from tests.support import tiny
+from tests.support.quantised import KINDS, quantise_blocks
 
 
 @pytest.fixture
@@ -36,3 +39,17 @@ def test_packed_weights_are_expanded_while_blocks_are_timed(flux_file, flux_mode
     found = probe(0, open_checkpoint(path), torch.device("cpu"), dtype, 1.0, (4, 1))
     assert expanded == kinds
     assert all(seconds > 0 for times in found.blocks.values() for seconds in times)
+
+
+@pytest.mark.parametrize("kind", ["int8, rotated by 16", "nvfp4"])
+def test_comfyuis_formats_are_timed_as_they_are_computed(flux_file, tmp_path, monkeypatch, kind):
+    used = set()
+
+    def noting(self, x, bias, linear=KitchenWeight.linear):
+        used.add((self.format, self.multiplies))
+        return linear(self, x, bias)
+
+    monkeypatch.setattr(KitchenWeight, "linear", noting)
+    save_file(quantise_blocks(load_file(flux_file), kind, 16)[0], tmp_path / "model.safetensors")
+    probe(0, open_checkpoint(tmp_path / "model.safetensors"), torch.device("cpu"), "fp32", 1.0, (4, 1))
+    assert used == {(KINDS[kind][0], kind != "nvfp4")}

@@ -81,7 +81,7 @@ class KitchenWeight:
             self.smoothing = packing.beside.get("pre_quant_scale")
             given = packing.beside.get("input_scale")
             self.input_scale = None if given is None else given.view(())
-        self._layout, self._tensor_class = LAYOUTS[format], tensors.QuantizedTensor
+        self.format, self._layout, self._tensor_class = format, LAYOUTS[format], tensors.QuantizedTensor
         self._rounds_input = format in CAPABILITY
         shape = packed.shape[0], packing.columns(packed.shape[1])
         params = tensors.get_layout_class(self._layout).Params(orig_dtype=dtype, orig_shape=shape, **fields)
@@ -150,8 +150,8 @@ def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Ar
         return Arithmetic(None, f"{expanded}: {reason}")
     found = kitchen()
     known = found.tensors is not None and hasattr(found.tensors, LAYOUTS[format])
-    if not known:
-        return Arithmetic(None, f"{expanded}: {found.word or 'this comfy-kitchen is too old for the format'}")
+    if not known or (format == "mxfp8" and not hasattr(torch, "float8_e8m0fnu")):
+        return Arithmetic(None, f"{expanded}: {found.word or 'this comfy-kitchen or torch is too old for the format'}")
     weight = KitchenWeight(found.tensors, packed, packing, dtype, not reason)
     if reason:
         return Arithmetic(weight, f"{expanded}: {reason}")
