@@ -27,6 +27,8 @@ from .remote_transformer import RemoteTransformer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+SECOND_TRY_SECONDS = 15.0
+"""Limit of the self-test's parts without P2P: who has waited a minute in vain is not to wait for another one."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ class Registry:
         self._start(devices)
         try:
             return use()
-        except LinksDown:  # it was not P2P
+        except BaseException:  # it was not P2P, or nobody knows: Cancel, a file that cannot be read
             self._without_p2p.remove(devices)
             raise
 
@@ -233,7 +235,8 @@ class Registry:
     def _start(self, devices: tuple[str, ...]) -> None:
         if self._pool is None:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
-            self_test = replace(SELF_TEST, p2p=devices not in self._without_p2p)
+            without = devices in self._without_p2p
+            self_test = replace(SELF_TEST, p2p=False, seconds=SECOND_TRY_SECONDS) if without else SELF_TEST
             self._pool = Pool(devices, threads=self.threads, start=start_of(devices), logs=self.logs(), self_test=self_test)
 
     def _drop(self, politely: bool = True) -> None:

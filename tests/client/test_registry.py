@@ -10,6 +10,7 @@ from parallel_backend.client import registry as registry_module
 from parallel_backend.client.registry import ModelKey, Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import LinksDown, RankError
+from parallel_backend.wire.rank_settings import SELF_TEST
 
 DEVICES = ("cpu", "cpu")
 
@@ -75,11 +76,29 @@ def test_ranks_on_other_devices_are_ended(registry):
 def test_ranks_whose_links_fail_under_nccl_are_tried_once_more_without_p2p(registry, monkeypatch):
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     monkeypatch.setattr(FakePool, "down", {True: "nccl"})
-    assert not registry.pool_for(DEVICES, nobody).self_test.p2p
+    second = registry.pool_for(DEVICES, nobody).self_test
+    assert not second.p2p
+    assert SELF_TEST.seconds + second.seconds <= 75
     registry.close()
     assert not registry.pool_for(DEVICES, nobody).self_test.p2p  # as is known now
     monkeypatch.setattr(FakePool, "down", {})
     assert registry.pool_for(("cuda:0", "cuda:1"), nobody).self_test.p2p  # of these nothing is known
+
+
+def test_p2p_stays_on_where_a_second_try_was_given_up(registry, monkeypatch):
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setattr(FakePool, "down", {True: "nccl"})
+
+    def use() -> None:
+        if registry._pool.self_test.p2p:
+            raise LinksDown("the self-test failed", "nccl")
+        raise KeyboardInterrupt  # Cancel
+
+    with pytest.raises(KeyboardInterrupt):
+        registry._on_ranks(DEVICES, use)
+    registry.close()
+    monkeypatch.setattr(FakePool, "down", {})
+    assert registry.pool_for(DEVICES, nobody).self_test.p2p
 
 
 @pytest.mark.parametrize(

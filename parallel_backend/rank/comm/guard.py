@@ -40,7 +40,8 @@ class Guard:
         while True:
             left = None if seconds is None else began + seconds - time.monotonic()
             if left is not None and left <= 0:
-                self._end(late())
+                if not done.is_set():
+                    self._end(late())
                 return
             if done.wait(LOOK_SECONDS if left is None else min(left, LOOK_SECONDS)):
                 return

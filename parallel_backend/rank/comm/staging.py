@@ -24,7 +24,7 @@ def transfer_device(device: torch.device, group: dist.ProcessGroup | None) -> to
 
 def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Room on the host for what is received for `device`; its values are whatever was there."""
-    return torch.empty(*shape, dtype=dtype, pin_memory=page_locked(device))
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=page_locked(device))
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
