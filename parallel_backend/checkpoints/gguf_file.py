@@ -86,7 +86,7 @@ class GgufFile:
             with self.path.open("rb") as file:
                 self._map = map_for_reading(file)
         kind, shape, start = self._kinds[key].name, self.shape(key), self._tensors[key].start
-        stored = mapped_bytes(self._map, start, self._sizes[key])
+        stored = mapped_bytes(self._map, start, self._sizes[key], self.path.name)
         if kind in PLAIN:
             return stored.view(TORCH_DTYPES[PLAIN[kind]]).view(shape)
         if self._whole_blocks(key, kind):

@@ -44,7 +44,7 @@ class SafetensorsFile:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             self._header = json.loads(file.read(length))
             self._map: memoryview | None = map_for_reading(file)
-        self._start = _LENGTH.size + length
+        self._name, self._start = path.name, _LENGTH.size + length
 
     def __enter__(self) -> "SafetensorsFile":
         return self
@@ -60,7 +60,7 @@ class SafetensorsFile:
         dtype, (start, stop) = _DTYPES[entry["dtype"]], entry["data_offsets"]
         if start == stop:
             return torch.empty(entry["shape"], dtype=dtype)
-        return mapped_bytes(self._map, self._start + start, stop - start).view(dtype).view(entry["shape"])
+        return mapped_bytes(self._map, self._start + start, stop - start, self._name).view(dtype).view(entry["shape"])
 
     get_slice = get_tensor
     """As safetensors' own: its parts are read when they are used."""

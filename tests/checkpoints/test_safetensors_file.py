@@ -2,6 +2,7 @@
 
 import json
 import struct
+from unittest import mock
 
 import psutil
 import pytest
@@ -49,3 +50,19 @@ def test_a_file_may_be_larger_than_the_memory(tmp_path):
         part = file.get_slice("weight")[rows - 2 :]
         assert part.shape == (2, 512)
         assert not part.any()
+
+
+def test_a_file_that_was_cut_meanwhile_is_named(tmp_path):
+    path = tmp_path / "cut.safetensors"
+    save_file({"weight": torch.ones(5000)}, path)
+    checked = safetensors_file.safe_open
+
+    def check_and_cut(*arguments, **named):
+        opened = checked(*arguments, **named)
+        with path.open("r+b") as file:
+            file.truncate(10_000)
+        return opened
+
+    with mock.patch.object(safetensors_file, "safe_open", check_and_cut), SafetensorsFile(path) as file:
+        with pytest.raises(ValueError, match="^model_name: cut.safetensors has become shorter"):
+            file.get_tensor("weight")
