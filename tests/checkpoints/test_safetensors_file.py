@@ -63,6 +63,9 @@ def test_a_file_that_was_cut_meanwhile_is_named(tmp_path):
             file.truncate(10_000)
         return opened
 
-    with mock.patch.object(safetensors_file, "safe_open", check_and_cut), SafetensorsFile(path) as file:
-        with pytest.raises(ValueError, match="^model_name: cut.safetensors has become shorter"):
-            file.get_tensor("weight")
+    with (
+        mock.patch.object(safetensors_file, "safe_open", check_and_cut),
+        SafetensorsFile(path) as file,
+        pytest.raises(ValueError, match=r"^model_name: cut\.safetensors has become shorter"),
+    ):
+        file.get_tensor("weight")
