@@ -97,8 +97,8 @@ def test_links_are_measured_without_looking_at_other_gpus(monkeypatch):
     """Which a rank's process does not see there: torch would call their numbers invalid."""
     monkeypatch.setattr(link_probe, "_to_and_fro", lambda size, *_others: (size, 1.0))
     monkeypatch.setattr(link_probe, "_all_at_once", lambda *_others: 1.0)
-    monkeypatch.setattr(link_probe.dist, "barrier", lambda **_named: None)
-    monkeypatch.setattr(link_probe.dist, "get_backend", lambda: "gloo")
+    calls = SimpleNamespace(barrier=lambda **_named: None, get_backend=lambda: "gloo")
+    monkeypatch.setattr(link_probe, "dist", calls)
     with fake_cuda(ADA):
         found = link_probe.probe_links(1, ("cuda:0", "cuda:1"), (1024,))
     assert (found.name, found.peers) == (ADA.name, {})
