@@ -14,7 +14,6 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.failure_text import OUT_OF_MEMORY
 from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Poll, Pool, RankError
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_whole
 from parallel_backend.wire.rank_settings import RankSettings
 
 from . import faulty_rank, tiny_flux
@@ -29,8 +28,8 @@ ERROR_SECONDS = 5.0
 HANG_MORE = 10.0
 """Seconds above the watchdog's limit: its clock's ticks, and ending ranks that are stuck in a transfer."""
 KILL_AFTER = 0.5
-"""Seconds of a run."""
-STEPS = 5000
+"""Seconds of calls."""
+CALLS = 5000
 """Of a run that lasts until something ends it."""
 FACTOR = 1.0
 """Watchdog.factor: the limit may not wait for a multiple of a slow machine's blocks."""
@@ -109,15 +108,20 @@ def _kill(pid: int) -> None:
 
 
 def _error_of(ground: Ground, model: RemoteTransformer, act: Poll = lambda: None) -> str | None:
-    """What a long run ends with; None if it comes to its end. RankErrors alone are caught."""
+    """What many calls end with; None if they come to their end. RankErrors alone are caught.
+
+    `act` runs between calls too: a call may be over before anybody polls.
+    """
 
     def poll() -> None:
         ground.poll()
         act()
 
-    x, _, tensors = tiny_flux.inputs()
+    x, timestep, tensors = tiny_flux.call()
     try:
-        sample_whole(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), poll)
+        for _ in range(CALLS):
+            poll()
+            model.predict(x, timestep, tensors, poll)
     except RankError as error:
         return str(error)
     return None
