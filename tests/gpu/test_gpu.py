@@ -27,7 +27,7 @@ from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_i
 from parallel_backend.rank.attention import kernel_choice
 from parallel_backend.rank.attention.kernel_choice import FLASH, SDPA, choose_kernel, trial
 from parallel_backend.rank.comm.process_group import backend_for
-from parallel_backend.rank.comm.staging import host_buffer, to_device, to_host
+from parallel_backend.rank.comm.staging import from_staging, host_buffer, to_staging
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from parallel_backend.wire.sampling import RunStats
 from tests.checkpoints.test_formats import encode
@@ -209,9 +209,9 @@ def test_flash_attn_passes_the_trial(dtype):
 @pytest.mark.skipif(sys.platform == "win32", reason="page-locked memory is left alone there")
 def test_copies_for_gloo_are_page_locked_and_come_back_whole():
     device, x = torch.device(DEVICE), torch.arange(1 << 20, device=DEVICE).view(1024, 1024).T
-    copy = to_host(x)
+    copy = to_staging(x)
     assert copy.is_pinned() and copy.is_contiguous()
-    assert torch.equal(to_device(copy, device), x)
+    assert torch.equal(from_staging(copy, device), x)
     del copy
     assert host_buffer(x.shape, x.dtype, device).is_pinned()
 

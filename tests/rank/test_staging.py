@@ -31,8 +31,8 @@ def test_copies_are_page_locked_where_that_is_safe(monkeypatch, platform, device
 
 def test_a_host_copy_is_complete_contiguous_and_its_own():
     x = torch.arange(6.0).view(2, 3).T
-    copy = staging.to_host(x)
+    copy = staging.to_staging(x)
     assert torch.equal(copy, x) and copy.is_contiguous()
     x.zero_()
     assert copy.sum() == 15
-    assert staging.to_device(copy, CPU) is copy
+    assert staging.from_staging(copy, CPU) is copy

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .mesh import Axis
-from .staging import host_buffer, staged, to_device, to_host
+from .staging import from_staging, host_buffer, staged, to_staging
 from .transfers import Traffic, Transfer
 
 
@@ -23,14 +23,14 @@ class Exchange:
 
     def wait(self) -> torch.Tensor:
         self.transfer.wait()
-        return to_device(self.target, self.device)
+        return from_staging(self.target, self.device)
 
 
 def start_all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic) -> Exchange:
     """[sum(send)] -> [sum(receive)]: send[i] values go to rank i of the axis, receive[i] values come from it."""
     traffic.bytes_sent[axis.name] += (sum(send) - send[axis.index]) * x.element_size()
     on_host = staged(x, axis.group)
-    source = to_host(x) if on_host else x
+    source = to_staging(x) if on_host else x
     target = host_buffer((sum(receive),), x.dtype, x.device) if on_host else x.new_empty(sum(receive))
     transfer = traffic.start(
         lambda: dist.all_to_all_single(target, source, list(receive), list(send), group=axis.group, async_op=True)
@@ -45,7 +45,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
     """
     traffic.bytes_sent[axis.name] += 2 * (axis.size - 1) * x.nbytes // axis.size
     x = x.contiguous()
-    target = to_host(x) if staged(x, axis.group) else x
+    target = to_staging(x) if staged(x, axis.group) else x
     traffic.start(lambda: dist.all_reduce(target, group=axis.group, async_op=True)).wait()
     return target if target is x else x.copy_(target)
 
@@ -66,7 +66,7 @@ class Gathering:
 
     def wait(self) -> list[torch.Tensor]:
         self.wait_pending()
-        return [to_device(part, self.device) for part in self.parts]
+        return [from_staging(part, self.device) for part in self.parts]
 
 
 def start_gather(own: torch.Tensor, lengths: Sequence[int], dim: int, axis: Axis, traffic: Traffic) -> Gathering:
@@ -77,7 +77,7 @@ def start_gather(own: torch.Tensor, lengths: Sequence[int], dim: int, axis: Axis
     """
     own = own.contiguous()
     on_host = staged(own, axis.group)
-    source = to_host(own) if on_host else own
+    source = to_staging(own) if on_host else own
     parts, operations = [], []
     for index, length in enumerate(lengths):
         if index == axis.index:
@@ -109,14 +109,14 @@ class Shift:
         if self.transfer is not None:
             self.transfer.wait()
             self.transfer = None
-        return to_device(self.received, self.device)
+        return from_staging(self.received, self.device)
 
 
 def start_shift(x: torch.Tensor, length: int, dim: int, axis: Axis, traffic: Traffic) -> Shift:
     """Start sending x to the next rank of the axis, and receiving from the one before a tensor with `length` along `dim`."""
     x = x.contiguous()
     on_host = staged(x, axis.group)
-    source = to_host(x) if on_host else x
+    source = to_staging(x) if on_host else x
     shape = list(x.shape)
     shape[dim] = length
     received = host_buffer(shape, x.dtype, x.device) if on_host else x.new_empty(shape)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from parallel_backend.core.devices import in_its_process
 from parallel_backend.wire.messages import LinksProbed
 
-from .staging import host_buffer, staged, to_device, to_host
+from .staging import from_staging, host_buffer, staged, to_staging
 
 WARM_UP, ROUND_TRIPS = 2, 5
 
@@ -53,11 +53,11 @@ def _to_and_fro(size: int, peer: int, first: bool, device: torch.device) -> tupl
         started = _now(device)
         for sending in (first, not first):
             if sending:
-                _transfer(dist.isend, to_host(ours) if on_host else ours, peer)
+                _transfer(dist.isend, to_staging(ours) if on_host else ours, peer)
             elif on_host:
                 theirs = host_buffer(ours.shape, ours.dtype, device)
                 _transfer(dist.irecv, theirs, peer)
-                ours = to_device(theirs, device)
+                ours = from_staging(theirs, device)
             else:
                 _transfer(dist.irecv, ours, peer)
         seconds = _now(device) - started
@@ -83,12 +83,12 @@ def _all_at_once(size: int, rank: int, world: int, device: torch.device) -> floa
     best = float("inf")
     for trip in range(WARM_UP + ROUND_TRIPS):
         started = _now(device)
-        source = to_host(ours) if on_host else ours
+        source = to_staging(ours) if on_host else ours
         target = host_buffer(ours.shape, ours.dtype, device) if on_host else theirs
         part = (world - 1) * size
         dist.all_to_all_single(target[:part], source[:part], counts, counts)
         if on_host:
-            theirs = to_device(target, device)
+            theirs = from_staging(target, device)
         seconds = _now(device) - started
         if trip >= WARM_UP:
             best = min(best, seconds)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from .mesh import LinkEnd
-from .staging import host_buffer, staged, to_device, to_host, transfer_device
+from .staging import from_staging, host_buffer, staged, to_staging, transfer_device
 from .transfers import Traffic, Transfer
 
 PIPE = "pipe"
@@ -43,14 +43,14 @@ class StageLink:
         """The oldest posted receive, complete."""
         buffer, transfer = self._posted.pop(0)
         transfer.wait()
-        return to_device(buffer, self.device)
+        return from_staging(buffer, self.device)
 
     def send(self, tensor: torch.Tensor, overlap: bool) -> None:
         """Start sending to the next stage. Waits first for the send before the last, so at most two are under way."""
         self.await_sends(keep=1)
         link, tensor = self.after, tensor.contiguous()
         if staged(tensor, link.group):
-            tensor = to_host(tensor)
+            tensor = to_staging(tensor)
         self._sent.append((tensor, self.traffic.start(lambda: dist.isend(tensor, link.peer, group=link.group))))
         self.traffic.bytes_sent[PIPE] += tensor.nbytes
         if not overlap:

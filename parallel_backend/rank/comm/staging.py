@@ -27,12 +27,12 @@ def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=page_locked(device))
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_staging(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host that is complete when this returns: Gloo reads it without asking the device."""
     return host_buffer(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def from_staging(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """What has been received, on `device`; itself where it is there.
 
     From page-locked memory the host does not wait for the copy, and torch hands that memory out again after it.

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_backend.rank.comm.mesh import Axis
-from parallel_backend.rank.comm.staging import host_buffer, staged, to_device, to_host
+from parallel_backend.rank.comm.staging import from_staging, host_buffer, staged, to_staging
 from parallel_backend.rank.comm.transfers import Traffic, Transfer
 
 
@@ -25,7 +25,7 @@ class Halo:
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.transfer.wait()
         above, below = self.received
-        return to_device(above, self.device), to_device(below, self.device)
+        return from_staging(above, self.device), from_staging(below, self.device)
 
 
 def start_halo(x: torch.Tensor, axis: Axis, traffic: Traffic) -> Halo:
@@ -33,7 +33,7 @@ def start_halo(x: torch.Tensor, axis: Axis, traffic: Traffic) -> Halo:
     sent = x[:, :, :1].contiguous(), x[:, :, -1:].contiguous()
     if staged(x, axis.group):
         received = tuple(host_buffer(row.shape, row.dtype, row.device).zero_() for row in sent)
-        sent = to_host(sent[0]), to_host(sent[1])
+        sent = to_staging(sent[0]), to_staging(sent[1])
     else:
         received = torch.zeros_like(sent[0]), torch.zeros_like(sent[1])
     operations = []
