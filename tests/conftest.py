@@ -22,6 +22,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
+from tests.families.cases.case import Case
 from tests.support import tiny
 from tests.support.fork_server import fork_server, started_by
 from tests.support.requirements import NotHere
@@ -66,6 +67,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         if "process_pools" in fixtures or ("pools" in fixtures and not item.get_closest_marker("threads")):
             item.add_marker("processes")
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if any(isinstance(value, Case) and value.full for value in params.values()):
+            item.add_marker("full")
 
 
 @pytest.hookimpl(wrapper=True)
