@@ -98,10 +98,8 @@ class Subject:
 
     def save(self, folder: Path) -> Path:
         """Random weights, written tensor by tensor, so that no more than one is ever in memory."""
-        import diffusers
-
         with torch.device("meta"):
-            model = getattr(diffusers, self.family.model_class)(**self.config)
+            model = self.family.transformer_class()(**self.config)
         model.save_config(folder)
         shapes, at, header = model.state_dict(), 0, {}
         for name, value in shapes.items():
@@ -149,9 +147,7 @@ class Subject:
 
     def load(self, folder: Path, device: str = "cpu") -> torch.nn.Module:
         """diffusers' own model, loaded by diffusers."""
-        import diffusers
-
-        loader = getattr(diffusers, self.family.model_class).from_pretrained
+        loader = self.family.transformer_class().from_pretrained
         model = loader(folder, torch_dtype=TORCH_DTYPES[self.dtype], low_cpu_mem_usage=False)
         return model.to(device).eval().requires_grad_(False)
 

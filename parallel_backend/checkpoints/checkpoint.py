@@ -265,9 +265,7 @@ def _read_config(path: Path) -> Any:
 
 def _constructor_arguments(name: str, family: Family, config: dict[str, Any], tensors: int) -> dict[str, Any]:
     """Arguments of the class, from config.json or else the class's defaults."""
-    import diffusers  # takes seconds, and is not needed for single files
-
-    parameters = inspect.signature(getattr(diffusers, family.model_class).__init__).parameters
+    parameters = inspect.signature(family.transformer_class().__init__).parameters  # needs seconds, single files none of it
     defaults = {parameter: p.default for parameter, p in parameters.items() if parameter != "self"}
     arguments = {parameter: config.get(parameter, default) for parameter, default in defaults.items()}
     check_settings(name, family.file, arguments, defaults, tensors)

@@ -4,7 +4,6 @@ import inspect
 import json
 import shutil
 
-import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -102,7 +101,7 @@ def test_masks_reach_the_ranks_where_comfyui_uses_them(conditioning):
 def test_a_family_limits_settings_that_its_class_has(family):
     """A misspelt one would limit nothing."""
     limits, layout = family.file.max_settings, family.file
-    known = inspect.signature(getattr(diffusers, family.model_class).__init__).parameters
+    known = inspect.signature(family.transformer_class().__init__).parameters
     assert {*limits, *layout.video_size} <= {*known, *layout.settings}
     for setting, most in limits.items():
         check_settings("a file", layout, {setting: most}, {}, 1)

@@ -1,5 +1,6 @@
 """What a family is: a few records, each read by another part of the code, and every field documented where it stands."""
 
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -211,7 +212,7 @@ class Family:
     """As users read it in messages and calibrations."""
 
     model_class: str
-    """Class of diffusers."""
+    """The transformer's class, as a folder's config.json names it too."""
 
     native_classes: tuple[str, ...]
     """Classes of ComfyUI's supported_models whose transformer this family computes. A file that ComfyUI takes for another
@@ -226,6 +227,9 @@ class Family:
     tensor_plan: LayerCuts
     """Which layers tensor parallelism cuts, and how. Applied by rank/stage/tensor_parallel.py."""
 
+    class_module: str = "diffusers"
+    """Module that has `model_class`: one of ours where diffusers has no such class, or lacks what the files need."""
+
     patching: Patching = field(default_factory=Patching)
     """How latents become tokens."""
 
@@ -238,6 +242,10 @@ class Family:
 
     native_values: Callable[[Config], Mapping[str, Any]] = lambda _config: {}
     """Attributes, no tensors, of ComfyUI's native model that its BaseModel reads -> their values."""
+
+    def transformer_class(self) -> type[nn.Module]:
+        """The class itself. Importing diffusers takes seconds, so only what needs the class asks for it."""
+        return getattr(importlib.import_module(self.class_module), self.model_class)
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """Run the model's own forward for one micro-step; [b, m, c], the rank's tokens of the picture.

@@ -1,10 +1,9 @@
-"""A diffusers model without weights."""
+"""A model without weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import diffusers
 from torch import nn
 
 from parallel_backend.families import Family
@@ -17,7 +16,7 @@ def meta_model(family: Family, config: dict[str, Any]) -> nn.Module:
     """
     with _meta_parameters():
         arguments = {name: value for name, value in config.items() if name not in family.file.settings}
-        model = getattr(diffusers, family.model_class)(**arguments).eval().requires_grad_(False)
+        model = family.transformer_class()(**arguments).eval().requires_grad_(False)
     model.register_to_config(**{name: config[name] for name in family.file.settings})
     return model
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from safetensors.torch import save_file
 
@@ -52,8 +51,8 @@ class Case:
     timestep, tensors)`: diffusers' own forward, called as its pipeline calls it, on a latent of any size, with the
     sampler's timestep: what the family must equal. `convert`: diffusers' converter from the original key layout.
     `modes`: those of two ranks that the family has. `sampled`: the output has the latent's shape, so that a sampler can be
-    tried without ComfyUI, which adds the other channels. `full`: tables of all cases have it in the full tier only: a further
-    variant of a model that another case shows in the default tier.
+    tried without ComfyUI, which adds the other channels. `full`: tables of all cases have it in the full tier only: it is
+    a further variant of a model that another case shows in the default tier.
     """
 
     name: str
@@ -78,8 +77,8 @@ class Case:
         return FAMILIES[self.family]
 
     def model(self, config: dict[str, Any] | None = None) -> torch.nn.Module:
-        """diffusers' own module with random weights in which every part shows."""
-        model = getattr(diffusers, self.row.model_class)(**(config or self.config)).eval()
+        """The family's class with random weights in which every part shows."""
+        model = self.row.transformer_class()(**(config or self.config)).eval()
         model = tiny.randomise(model, 0)
         self.adjust(model)
         return model
