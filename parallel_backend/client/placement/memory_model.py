@@ -15,7 +15,7 @@ from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.blocks import IMAGE, JOINT
+from parallel_backend.families.base.blocks import ATTENTIONS, IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
 
 from .gpu_overheads import COMMUNICATOR, STAGED, WORKSPACES
 
@@ -175,7 +175,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     modules = {".".join(names[:count]) for names in parts for count in range(2, len(names))}
 
     def layers(name: str, over: dict[str, str]) -> tuple[str, ...]:
-        return tuple(tokens for layer, tokens in over.items() if tokens in (JOINT, IMAGE) and f"{name}.{layer}" in modules)
+        return tuple(tokens for layer, tokens in over.items() if tokens in ATTENTIONS and f"{name}.{layer}" in modules)
 
     attention, prologue = [], []
     for spec in family.blocks.lists:
@@ -325,6 +325,7 @@ def beside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) -> int:
 def _buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
     """What kv_buffer.py allocates."""
     tokens = {JOINT: request.image + request.text, IMAGE: request.image + request.padding}
+    tokens |= {TEXT: request.text, IMAGE_TO_TEXT: request.text, TEXT_TO_IMAGE: request.image}
     layers = [over for block in sizes.attention[span.slice] for over in block]
     layers += sizes.prologue if span.start == 0 else ()
     width = sizes.heads_on(degrees, at) * sizes.head_size * sizes.itemsize

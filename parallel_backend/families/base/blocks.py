@@ -11,6 +11,10 @@ from .step_inputs import ArgumentCut, Config
 JOINT, IMAGE, LINEAR, NEIGHBOURS = "joint", "image", "linear", "neighbours"
 """Which tokens a module mixes. JOINT: attention over text and image. IMAGE: attention over the image alone. LINEAR: linear
 attention over the image. NEIGHBOURS: 3 x 3 convolutions over the image."""
+TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE = "text", "image to text", "text to image"
+"""TEXT: attention over the text stream alone. The others: queries of the first stream look at keys of the second."""
+ATTENTIONS = (JOINT, IMAGE, TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE)
+"""Those that ParallelAttention computes, with keys and values that a run can keep."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class BlockList:
     `Forward.whole_latent`."""
 
     attention: Mapping[str, str] = field(default_factory=lambda: {"attn": JOINT})
-    """Module of a block that looks at other tokens -> JOINT, IMAGE, LINEAR or NEIGHBOURS."""
+    """Module of a block that looks at other tokens -> of ATTENTIONS, LINEAR or NEIGHBOURS."""
 
     prologue: bool = False
     """The list belongs to the first stage as a whole (refiners). Its blocks are not counted among the model's."""

@@ -7,6 +7,7 @@ import torch
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
+from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfer_codec import Codec
 from parallel_backend.rank.comm.transfers import Traffic
@@ -40,18 +41,40 @@ class AttentionStep:
     """First tokens of the text that belong to the image (Family.image_padding)."""
     row: int = 0
     """Image tokens in a row."""
+    over_image: bool = True
+    """The image's tokens are among the keys."""
+    queries: list[int] | None = None
+    """Query tokens by sequence rank. None: the tokens that keys are made of."""
     _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
+    _over: dict[str, "AttentionStep"] = field(default_factory=dict)
 
-    @cached_property
-    def of_image(self) -> "AttentionStep":
-        """The micro-step for layers that attend over the image and its padding only."""
-        padding = tuple(text.before(self.image_padding) for text in self.text)
-        return replace(self, text_tokens=self.image_padding, text=padding, text_mask=None, _masks={})
+    def over(self, tokens: str) -> "AttentionStep":
+        """The micro-step as layers see it that mix these of ATTENTIONS."""
+        if tokens not in self._over:
+            self._over[tokens] = self if tokens == JOINT else self._of_streams(tokens)
+        return self._over[tokens]
+
+    def _of_streams(self, tokens: str) -> "AttentionStep":
+        if tokens == IMAGE:  # and its padding
+            padding = tuple(text.before(self.image_padding) for text in self.text)
+            return replace(self, text_tokens=self.image_padding, text=padding, text_mask=None, _masks={}, _over={})
+        none = (Span(0, 0),) * len(self.text)
+        if tokens == TEXT_TO_IMAGE:
+            queries = [len(text) for text in self.text]
+            return replace(self, text_tokens=0, text=none, text_mask=None, queries=queries, _masks={}, _over={})
+        assert tokens in (TEXT, IMAGE_TO_TEXT)
+        queries = [len(image) for image in self.image] if tokens == IMAGE_TO_TEXT else None
+        return replace(self, image=none, over_image=False, queries=queries, _masks={}, _over={})
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens by sequence rank."""
+        """Tokens that keys are made of, by sequence rank."""
         return [len(text) + len(image) for text, image in zip(self.text, self.image, strict=True)]
+
+    @cached_property
+    def query_lengths(self) -> list[int]:
+        """Query tokens by sequence rank."""
+        return self.lengths if self.queries is None else self.queries
 
     def pieces(self, ranks: range) -> list[Piece]:
         """(rows among the concatenated tokens of these sequence ranks, positions of those in the K/V buffer)."""

@@ -121,20 +121,23 @@ class KVBuffer:
         pieces: list[Piece],
         entries: Span,
         text_tokens: int,
+        image: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write fresh keys and values [b, n, h, D]. Returns views [b, text + m, h, D] of all that is filled.
 
         `entries`: batch entries that b covers. `text_tokens`: text tokens before the image's, 0 in layers without text.
+        `image`: the image's tokens are there at all.
         """
+        image_tokens, filled = (self.image_tokens, self.filled) if image else (0, 0)
         if layer not in self.layers:
-            shape = (self.batch, text_tokens + self.image_tokens, *keys.shape[2:])
+            shape = (self.batch, text_tokens + image_tokens, *keys.shape[2:])
             self.layers[layer] = LayerBuffer(keys.new_empty(shape), values.new_empty(shape), self._call)
         buffer = self.layers[layer]
         buffer.commit_received()
         if self.extrapolate and buffer.call != self._call:
             buffer.extrapolate(self._call, self._ratio)
         buffer.write(keys, values, pieces, entries)
-        stop = max(text_tokens + self.filled, *(positions.stop for _, positions in pieces))
+        stop = max([text_tokens + filled, *(positions.stop for _, positions in pieces)])
         return buffer.keys[entries.slice, :stop], buffer.values[entries.slice, :stop]
 
     def add_pending(self, layer: int, arriving: Arriving) -> None:

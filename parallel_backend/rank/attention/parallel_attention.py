@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from parallel_backend.families.base.blocks import IMAGE, JOINT
+from parallel_backend.families.base.blocks import ATTENTIONS, JOINT
 from parallel_backend.rank.comm.collectives import start_gather
 
 from .context import AttentionContext, AttentionStep
@@ -38,7 +38,7 @@ class ParallelAttention:
     layer: int
     """Number of the layer within the stage, by which the K/V buffer knows it."""
     over: str = JOINT
-    """Tokens that the layer attends over: JOINT or IMAGE."""
+    """Tokens that the layer mixes, of ATTENTIONS."""
 
     def attend(
         self,
@@ -48,16 +48,21 @@ class ParallelAttention:
         scale: float | None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[B, s, H, D] of the rank's tokens -> [B, s, H, D], attention over all tokens of the sequence.
+        """Queries [B, q, H, D], keys and values [B, k, H, D] of the rank's tokens -> [B, q, H, D]: attention over all keys.
+
+        Those of the whole sequence, or of the stream that the layer looks at.
 
         Masks come with the micro-step: the model's own `mask` covers this rank's keys only.
         """
         context, step = self.context, self.context.step
         assert step is not None, "attention outside of a micro-step"
         assert mask is None or context.drops_mask, "this family's own forward passes an attention mask"
-        step = step.of_image if self.over == IMAGE else step
+        step = step.over(self.over)
+        if not any(step.query_lengths) and (step.buffer is None or not any(step.lengths)):
+            return torch.empty_like(query)  # its tokens do not run in this micro-step, on no rank
         axis, heads = context.ulysses, query.shape[2]
-        lengths = [step.lengths[rank] for rank in context.ulysses_ranks(context.patch.index, context.ring.index)]
+        ranks = context.ulysses_ranks(context.patch.index, context.ring.index)
+        lengths = [step.query_lengths[rank] for rank in ranks]
         if (surplus := query.shape[1] - lengths[axis.index]) > 0:  # the token in the place of no text (BlockList.needs_text)
             sides = (surplus, 0) if step.text_first else (0, surplus)
             kept = slice(sides[0], query.shape[1] - sides[1])
@@ -67,12 +72,13 @@ class ParallelAttention:
             return attend(step, query, key, value, scale)
         groups = head_groups(heads, axis.size, self._groups(step, query))
         shared = (axis, context.traffic, context.codec)
-        ready = start_sequence_to_heads(query, key, value, lengths, groups[0], *shared)
+        keys = [step.lengths[rank] for rank in ranks]
+        ready = start_sequence_to_heads(query, key, value, lengths, keys, groups[0], *shared)
         out, finishing = torch.empty_like(query, memory_format=torch.contiguous_format), []
         for number, group in enumerate(groups, 1):
             own = ready()
             if number < len(groups):
-                ready = start_sequence_to_heads(query, key, value, lengths, groups[number], *shared)
+                ready = start_sequence_to_heads(query, key, value, lengths, keys, groups[number], *shared)
             finishing.append(start_heads_to_sequence(attend(step, *own, scale), out, lengths, group, *shared))
         for finish in finishing:
             finish()
@@ -97,6 +103,8 @@ class ParallelAttention:
             lengths = [_tokens(step, ranks) for ranks in holds[ring.index]]
             parts = start_gather(torch.stack((key, value)), lengths, 2, patch, context.traffic).wait()
             key, value = torch.cat(parts, dim=2)
+        if not query.shape[1] and ring.size == 1:
+            return torch.empty_like(query)
         masks = [_cat([step.mask(ranks) for ranks in held]) for held in holds]
         if ring.size == 1:
             return context.kernel.attend(query, key, value, masks[0], scale)
@@ -129,9 +137,12 @@ class ParallelAttention:
             else:
                 key, value = torch.cat(gathering.wait(), dim=2)
                 own = range(len(step.lengths))
-        keys, values = step.buffer.update(self.layer, key, value, step.pieces(own), step.entries, step.text_tokens)
+        pieces, image = step.pieces(own), step.over_image
+        keys, values = step.buffer.update(self.layer, key, value, pieces, step.entries, step.text_tokens, image)
         if arriving is not None:
             step.buffer.add_pending(self.layer, arriving)
+        if not query.shape[1]:
+            return torch.empty_like(query)
         return context.kernel.attend(query, keys, values, step.buffer_mask(keys.shape[1]), scale)
 
 
@@ -148,7 +159,7 @@ def install_parallel_attention(modules: list[tuple[torch.nn.Module, str]], conte
 
     Modules without one, of another model in the process, keep diffusers' behaviour. Idempotent.
     """
-    for layer, (module, over) in enumerate((module, over) for module, over in modules if over in (JOINT, IMAGE)):
+    for layer, (module, over) in enumerate((module, over) for module, over in modules if over in ATTENTIONS):
         if not hasattr(module.processor, "_parallel_config"):
             module.processor = SdpaProcessor(module.processor)
         module.processor._parallel_config = ParallelAttention(context, layer, over)

@@ -20,7 +20,8 @@ def start_sequence_to_heads(
     q_BsHD: torch.Tensor,
     k_BsHD: torch.Tensor,
     v_BsHD: torch.Tensor,
-    lengths: Sequence[int],
+    queries: Sequence[int],
+    keys: Sequence[int],
     spans: Sequence[Span],
     axis: Axis,
     traffic: Traffic,
@@ -28,9 +29,11 @@ def start_sequence_to_heads(
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Ulysses (arXiv 2309.14509) before attention. Starts the transfer. Call the result to wait for q, k, v [B, S, h, D].
 
-    `lengths[j]`: tokens of rank j. `spans[j]`: heads that rank j gets. Tokens of the result are in rank order. One
-    all-to-all carries q, k and v, since slow links cost by the message.
+    `queries[j]`, `keys[j]`: query tokens of rank j, and tokens that have its keys and values. `spans[j]`: heads that rank j
+    gets. Tokens of the result are in rank order. One all-to-all carries q, k and v, since slow links cost by the message.
     """
+    if list(queries) != list(keys):
+        return _start_apart(q_BsHD, k_BsHD, v_BsHD, queries, keys, spans, axis, traffic, codec)
     batch, own, _, size = q_BsHD.shape
     here = len(spans[axis.index])
     send = [3 * batch * own * len(span) * size for span in spans]
@@ -39,12 +42,41 @@ def start_sequence_to_heads(
         part = part.view(own, 3, batch, len(span), size)
         for index, x in enumerate((q_BsHD, k_BsHD, v_BsHD)):
             part[:, index] = x[:, :, span.slice].transpose(0, 1)
-    receive = [3 * batch * length * here * size for length in lengths]
+    receive = [3 * batch * length * here * size for length in queries]
     exchange = _start(codec, size)(flat, send, receive, axis, traffic)
 
     def finish() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows = exchange.wait().view(sum(lengths), 3, batch, here, size)
+        rows = exchange.wait().view(sum(queries), 3, batch, here, size)
         return tuple(rows[:, i].transpose(0, 1) for i in range(3))
+
+    return finish
+
+
+def _start_apart(
+    q_BsHD: torch.Tensor,
+    k_BsHD: torch.Tensor,
+    v_BsHD: torch.Tensor,
+    queries: Sequence[int],
+    keys: Sequence[int],
+    spans: Sequence[Span],
+    axis: Axis,
+    traffic: Traffic,
+    codec: Codec | None,
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """As `start_sequence_to_heads` where queries are of other tokens than keys: each rank's q, k and v follow each other."""
+    batch, size, here = len(q_BsHD), q_BsHD.shape[-1], len(spans[axis.index])
+    parts = [
+        torch.cat([x[:, :, span.slice].transpose(0, 1).reshape(-1) for x in (q_BsHD, k_BsHD, v_BsHD)]) for span in spans
+    ]
+    receive = [batch * (tokens + 2 * looked_at) * here * size for tokens, looked_at in zip(queries, keys, strict=True)]
+    exchange = _start(codec, size)(torch.cat(parts), [len(part) for part in parts], receive, axis, traffic)
+
+    def finish() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        received = []
+        for part, tokens, looked_at in zip(exchange.wait().split(receive), queries, keys, strict=True):
+            rows = part.view(tokens + 2 * looked_at, batch, here, size).transpose(0, 1)
+            received.append(rows.split((tokens, looked_at, looked_at), dim=1))
+        return tuple(torch.cat(of_ranks, dim=1) for of_ranks in zip(*received, strict=True))
 
     return finish
 
