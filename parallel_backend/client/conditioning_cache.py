@@ -73,7 +73,12 @@ class ConditioningCache:
         return conditioning
 
     def check_size(self, grid: tuple[int, ...]) -> None:
-        """ValueError if the model has no positions for so large a grid."""
+        """ValueError if the model has no positions for so large a grid, or makes fewer frames."""
+        frames = self._family.sizes.max_frames
+        if frames is not None and grid[0] > frames:
+            raise ValueError(
+                f"latent_image: the latent has {grid[0]} frames, this model makes {frames}. Use its own Empty Latent node."
+            )
         side = self._family.sizes.max_side(self._config)
         if side is not None and max(grid[-2:]) > side:
             rows, columns = (size * self._family.patching.side for size in grid[-2:])

@@ -83,7 +83,7 @@ class Scatter:
                         everywhere = name in (*family.inputs.vector_tensors, TEXT_MASK, REFERENCE_POSITIONS)
                         if stage > 0 and not everywhere:
                             continue
-                        whole = everywhere or name == REFERENCES or family.forward.whole_latent
+                        whole = everywhere or name == REFERENCES or family.whole_text
                         tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, text[index].slice]
                     message = m.PutConditioning(
                         conditioning.id,

@@ -1,4 +1,9 @@
-"""Qwen-Image and Edit: joint blocks, joint sequence [text, image]. ComfyUI's files have diffusers' key layout."""
+"""Qwen-Image, Edit (2511 and its kind too) and Layered: joint blocks, joint sequence [text, image].
+
+Edit 2511 has its reference pictures at time 0: they are modulated for that time. So are those of any other file where the
+method for references asks for it. Layered makes the layers of a picture as a video's frames. ComfyUI's files have diffusers'
+key layout.
+"""
 
 import sys
 from typing import Any
@@ -9,16 +14,18 @@ from torch import nn
 from parallel_backend.families.base.blocks import BlockList, Blocks
 from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs
+from parallel_backend.families.base.step_inputs import REFERENCES_AT_ZERO, TEXT_MASK, Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from parallel_backend.families.parts.conditioning import count_blocks, rotary_table, text
 from parallel_backend.families.parts.flux_blocks import rope_axes
 from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
+from parallel_backend.families.parts.references import ACCEPTS, AT_ZERO, METHODS, reference_tensors
 
 BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
 EDIT_2511 = "__index_timestep_zero__"
 """Key that marks a file of Edit 2511, whose reference pictures are at time 0."""
+LAYERED = "time_text_embed.addition_t_embedding"
+"""Layer of Layered alone."""
 _QKV = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 _PLAN = {
     **dict.fromkeys(("img_mod.1", "txt_mod.1"), GATHER),
@@ -46,15 +53,15 @@ def _configure(shapes: Shapes) -> Config:
         "num_attention_heads": shapes["img_in.weight"][0] // head,
         "joint_attention_dim": shapes["txt_norm.weight"][0],
         "axes_dims_rope": rope_axes(head),
-        "timestep_zero": EDIT_2511 in shapes,
+        "zero_cond_t": EDIT_2511 in shapes,
+        **dict.fromkeys(("use_additional_t_cond", "use_layer3d_rope"), f"{LAYERED}.weight" in shapes),
     }
 
 
 def _key_map(config: Config) -> dict[str, Source]:
-    for switch in ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"):  # of Edit 2511 and Layered
-        if config.get(switch):
-            raise ValueError(f"model_name: this Qwen-Image has {switch} in its config.json, which cannot be run in parts.")
     keys = KeyMap()
+    if config["use_additional_t_cond"]:
+        keys.same(LAYERED, parameters=("weight",))
     keys.same("img_in", "txt_in", "norm_out.linear", "proj_out", *_TIME)
     keys.same("txt_norm", parameters=("weight",))
     for index in range(config["num_layers"]):
@@ -65,12 +72,17 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _prepare(model: nn.Module, step: StepInputs) -> None:
-    """Rotary tables of the rank's tokens. ComfyUI has row 0 of an odd grid at -(rows // 2), diffusers one further away."""
+    """Rotary tables of the rank's tokens, and whether references are at time 0.
+
+    ComfyUI has row 0 of an odd grid at -(rows // 2), diffusers one further away.
+    """
     rows, columns = step.grid[-2:]
     words = torch.arange(step.text.start, step.text.stop, device=step.timestep.device) + max(rows // 2, columns // 2)
     rope, positions = model.pos_embed, (step.positions(-(rows // 2), -(columns // 2)), words[:, None].expand(-1, 3))
     tables = tuple(rotary_table(each, rope.axes_dim, rope.theta) for each in positions)
     rope.forward = lambda *_args, **_named: tables
+    for module in (model, *model.transformer_blocks):
+        module.zero_cond_t = REFERENCES_AT_ZERO in step.tensors
     _let_text_be_empty(sys.modules[type(model).__module__])
 
 
@@ -86,13 +98,22 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
         "hidden_states": step.x,
         "encoder_hidden_states": step.text_tensor("context", config["joint_attention_dim"]),
         "timestep": step.timestep,
+        "img_shapes": [[(0,)]],  # of what this forward makes of them positions and `modulate_index` are replaced
+        "additional_t_cond": step.times.new_zeros(len(step.times), dtype=torch.long)
+        if config["use_additional_t_cond"]
+        else None,
     }
+
+
+def _modulate_index(index: torch.Tensor | None, step: StepInputs) -> torch.Tensor | None:
+    """[1, n]: not 0 for the rank's tokens that are at time 0."""
+    return None if index is None else step.at_zero()[None]
 
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
     tensors = {"context": text("Qwen-Image", config["joint_attention_dim"], given)}
-    method = "index_timestep_zero" if config["timestep_zero"] else "index"
-    tensors |= reference_tensors(PATCHING, given, method, centred=True)
+    method = "negative_index" if config["use_layer3d_rope"] else AT_ZERO if config["zero_cond_t"] else "index"
+    tensors |= reference_tensors(PATCHING, given, method, centred=True, methods=(*METHODS, AT_ZERO))
     mask = given.get("attention_mask")
     return tensors if mask is None else tensors | {TEXT_MASK: mask.bool()}
 
@@ -106,10 +127,9 @@ QWEN_IMAGE = Family(
         configure=_configure,
         key_map=_key_map,
         ignored=(EDIT_2511,),
-        settings={"timestep_zero": lambda config: config.get("timestep_zero", False)},
     ),
     blocks=Blocks(
-        lists=(BlockList(BLOCKS),),
+        lists=(BlockList(BLOCKS, by_token={"modulate_index": _modulate_index}),),
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("img_in", "txt_norm", "txt_in"),
         epilogue=("norm_out", "proj_out"),
@@ -120,6 +140,7 @@ QWEN_IMAGE = Family(
         conditioning=_conditioning,
         accepts=("attention_mask", *ACCEPTS),
         token_tensors=("context",),
+        vector_tensors=(REFERENCES_AT_ZERO,),
     ),
     forward=Forward(
         arguments=_arguments,

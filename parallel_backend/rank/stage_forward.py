@@ -55,14 +55,14 @@ class StageForward:
             image_padding=self._family.image_padding(conditioning.grid),
             row=token_order.row,
         )
-        self._timestep = to_device(step.timestep, stage.device)
+        timestep = to_device(step.timestep, stage.device)
         rows = self._rows(conditioning, own_image, own_text)
         stage.flow.begin_step(received, len(own_text), rows, self._residuals(step, conditioning, own_image))
         tensors = self._tensors(step, conditioning)
         self._guidance = tensors.get(GUIDANCE)
         inputs = StepInputs(
             None if step.x is None else self._with_references(step.x, tensors, conditioning, own_image),
-            self._timestep,
+            timestep,
             tensors,
             conditioning.grid,
             token_order,
@@ -72,13 +72,14 @@ class StageForward:
             stage.dtype,
             conditioning.kept[own_image],
         )
+        self._timestep, stage.flow.inputs = inputs.times, inputs
         stage.module_cache.begin_step(step, whole=conditioning.is_whole(step))
         try:
             return self._family.run(stage.model, inputs)
         except StageDone as done:
             return stage.flow.outgoing(done)
         finally:
-            stage.attention.step = None
+            stage.attention.step = stage.flow.inputs = None
             stage.module_cache.end_step()
 
     def _shards(self, step: Step, conditioning: RankConditioning) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
@@ -140,10 +141,10 @@ class StageForward:
     def _tensors(self, step: Step, conditioning: RankConditioning) -> dict[str, torch.Tensor]:
         """The conditioning of this micro-step's entries; its text is empty where the text does not run along.
 
-        In families of `whole_latent` it is whole all the same: the blocks' slots leave it out.
+        In families of `whole_text` it is whole all the same: what follows the prologue leaves it out.
         """
         tensors = {name: tensor[step.entries.slice] for name, tensor in conditioning.tensors.items()}
-        if not step.with_text and not self._family.forward.whole_latent:
+        if not step.with_text and not self._family.whole_text:
             for name in self._family.inputs.token_tensors:
                 if name in tensors:
                     tensors[name] = tensors[name][:, :0]

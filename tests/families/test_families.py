@@ -75,7 +75,8 @@ def test_both_layouts_give_the_same_weights_and_configuration(case, made):
         found = {name: tuple(v) if isinstance(v, list) else v for name, v in checkpoint.config.items()}
         wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in case.config.items()}
         assert {name: found[name] for name in wanted} == wanted
-        assert checkpoint.original_shapes == {key: tuple(value.shape) for key, value in load_file(file).items()}
+        with_values = {key: value for key, value in load_file(file).items() if key not in case.marks}
+        assert checkpoint.original_shapes == {key: tuple(value.shape) for key, value in with_values.items()}
         state = tiny.whole_model(path).state_dict()
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in expected)

@@ -1,8 +1,6 @@
 """Variants of a family that cannot be run, and conditioning that it cannot use, are refused by name."""
 
 import inspect
-import json
-import shutil
 
 import pytest
 import torch
@@ -11,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.limits import check_settings
 from parallel_backend.families import FAMILIES
-from parallel_backend.families.base.step_inputs import TEXT_MASK
-from tests.families.cases import lumina2, qwen_image, z_image
+from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES_AT_ZERO, TEXT_MASK
+from parallel_backend.families.parts.references import AT_ZERO
+from tests.families.cases import krea2, lumina2, qwen_image, z_image
 
 CASES = {"qwen-image": qwen_image.CASES[0], "z-image": z_image.CASES[0], "lumina2": lumina2.CASES[0]}
 WIDTH = 24  # of their text
@@ -39,7 +38,6 @@ def conditioning(files):
 @pytest.mark.parametrize(
     ("family", "key", "shape"),
     [
-        ("qwen-image", "time_text_embed.addition_t_embedding.weight", (2, 64)),  # Layered
         ("z-image", "siglip_embedder.0.weight", (8,)),  # Omni
         ("lumina2", "clip_text_pooled_proj.0.weight", (8,)),  # NewBie
     ],
@@ -49,15 +47,6 @@ def test_a_variant_with_more_weights_is_refused(files, tmp_path, family, key, sh
     save_file(load_file(files[family][0]) | {key: torch.zeros(shape)}, path)
     with pytest.raises(ValueError, match=f"model_name: variant.safetensors holds {key}"):
         open_checkpoint(path)
-
-
-@pytest.mark.parametrize("switch", ["use_additional_t_cond", "use_layer3d_rope"])  # Layered
-def test_a_switch_in_a_folder_of_qwen_image_is_refused(files, tmp_path, switch):
-    folder = shutil.copytree(files["qwen-image"][1], tmp_path / "folder")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {switch: True}))
-    with pytest.raises(ValueError, match=f"model_name: this Qwen-Image has {switch} in its config.json"):
-        open_checkpoint(folder)
 
 
 def test_what_marks_an_edit_checkpoint_and_unused_norms_do_no_harm(files, tmp_path):
@@ -95,6 +84,17 @@ def test_masks_reach_the_ranks_where_comfyui_uses_them(conditioning):
     assert conditioning("qwen-image", **given)[TEXT_MASK].tolist() == [[True, True, False]]
     assert TEXT_MASK not in conditioning("z-image", **given)
     assert TEXT_MASK not in conditioning("lumina2", **given)
+
+
+def test_krea_has_references_where_a_method_is_given():
+    given = {"context": torch.zeros(1, 3, krea2.WIDTH), "ref_latents": [torch.zeros(1, 16, 1, 4, 4)]}
+    found = {
+        method: FAMILIES["krea2"].inputs.conditioning(krea2.CONFIG, given | {"ref_latents_method": method})
+        for method in (None, "offset", AT_ZERO)
+    }
+    assert found[None].keys() == {"context"}
+    assert found["offset"][REFERENCE_POSITIONS][0].tolist() == [[1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1]]
+    assert [REFERENCES_AT_ZERO in tensors for tensors in found.values()] == [False, False, True]
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

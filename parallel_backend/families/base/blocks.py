@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from parallel_backend.core.spans import Span
 
-from .step_inputs import ArgumentCut, Config
+from .step_inputs import ArgumentCut, Config, StepInputs
 
 JOINT, IMAGE, LINEAR, NEIGHBOURS = "joint", "image", "linear", "neighbours"
 """Which tokens a module mixes. JOINT: attention over text and image. IMAGE: attention over the image alone. LINEAR: linear
@@ -39,6 +40,10 @@ class BlockList:
     cuts: Mapping[str, ArgumentCut] = field(default_factory=dict)
     """Other arguments of a block that have a token axis -> how they are cut down to a rank's tokens. Only where
     `Forward.whole_latent`."""
+
+    by_token: Mapping[str, Callable[[Any, StepInputs], Any]] = field(default_factory=dict)
+    """Arguments of a block that are made for the picture alone -> what they are for the rank's tokens, which include those
+    of reference pictures in their places. (value that the forward has, micro-step) -> value."""
 
     attention: Mapping[str, str] = field(default_factory=lambda: {"attn": JOINT})
     """Module of a block that looks at other tokens -> of ATTENTIONS, LINEAR or NEIGHBOURS."""

@@ -32,6 +32,9 @@ class Source:
     swap_halves: bool = False
     """The first and the second half of the rows are exchanged: adaLN's shift and scale, in diffusers' order."""
 
+    flat: bool = False
+    """The tensor is a vector of the parameter's values: diffusers has a row for each part of a modulation."""
+
 
 @dataclass(frozen=True)
 class HeaderConfig:
@@ -111,6 +114,9 @@ class Sizes:
     head_size: Callable[[Config], int] = lambda config: config["attention_head_dim"]
     """Channels of a head."""
 
+    max_frames: int | None = None
+    """Latent frames that a model makes at once. None: any number."""
+
     max_side: Callable[[Config], int | None] = lambda _config: None
     """Tokens along a side that there are positions for. None: any number."""
 
@@ -131,6 +137,10 @@ class Inputs:
 
     token_tensors: tuple[str, ...] = ()
     """Conditioning tensors [B, T, ...] of the text that runs through the blocks. Only the first stage gets them."""
+
+    whole_text: bool = False
+    """The prologue mixes the text's tokens, so every rank of the first stage has all of them at every micro-step, and
+    `Forward.prepare` sees to it that the blocks get the rank's own. So it is in any case with `Forward.whole_latent`."""
 
     vector_tensors: tuple[str, ...] = ()
     """Conditioning tensors that every stage gets."""
@@ -199,6 +209,9 @@ class Forward:
     """Submodules whose output many micro-steps share -> which. Each is computed once for those. In a name, a star in front
     stands for a block ("<list>.<index>"), elsewhere for an index. tests/rank/test_module_cache.py finds what is missing."""
 
+    exact_parameters: tuple[str, ...] = ()
+    """Endings of parameters that stay float32 in every compute dtype: the class adds to them in float32 before use."""
+
     weight_readers: tuple[str, ...] = ()
     """Submodules that hand the weights of their linear layers to a function of torch, rather than call the layers. LoRA is
     added to those weights, not beside them."""
@@ -242,6 +255,11 @@ class Family:
 
     native_values: Callable[[Config], Mapping[str, Any]] = lambda _config: {}
     """Attributes, no tensors, of ComfyUI's native model that its BaseModel reads -> their values."""
+
+    @property
+    def whole_text(self) -> bool:
+        """Every rank of the first stage has the whole text."""
+        return self.forward.whole_latent or self.inputs.whole_text
 
     def transformer_class(self) -> type[nn.Module]:
         """The class itself. Importing diffusers takes seconds, so only what needs the class asks for it."""

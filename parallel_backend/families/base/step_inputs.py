@@ -27,6 +27,10 @@ REFERENCES, REFERENCE_POSITIONS = "references", "reference_positions"
 """Conditioning tensors of reference pictures: their tokens [B, R, C], packed like the latent's, and the positions of those
 [B, R, 3]: index, row, column."""
 
+REFERENCES_AT_ZERO = "references_at_zero"
+"""Conditioning tensor [B] bool: reference tokens are modulated for time 0, not for the sampler's. Absent: they are not.
+A family that can have it names it in `Inputs.vector_tensors`."""
+
 
 @dataclass(frozen=True)
 class StepInputs:
@@ -77,6 +81,18 @@ class StepInputs:
         if (top, left) not in self.kept:
             self.kept[top, left] = self._positions(top, left)
         return self.kept[top, left]
+
+    @property
+    def times(self) -> torch.Tensor:
+        """The sampler's timestep [b], followed by as many zeros where reference tokens are at time 0."""
+        zeros = self.timestep * 0
+        return torch.cat((self.timestep, zeros)) if REFERENCES_AT_ZERO in self.tensors else self.timestep
+
+    def at_zero(self) -> torch.Tensor | None:
+        """[n] bool: which of the rank's image tokens are at time 0. None: none can be."""
+        if REFERENCES_AT_ZERO not in self.tensors:
+            return None
+        return self.of_tokens("at zero", lambda span: self.token_order.places(span) >= self.token_order.image)
 
     def _positions(self, top: int, left: int) -> torch.Tensor:
         places, (frames, rows, columns) = self.token_order.places(self.image), (1, *self.grid)[-3:]

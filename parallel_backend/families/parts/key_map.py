@@ -53,9 +53,9 @@ class KeyMap:
                 )
             start += count
 
-    def tensor(self, target: str, source: str | None = None) -> None:
-        """A parameter of no layer. `source`: its original name, if that is another one."""
-        self.sources[self.target + target] = Source(self.source + (source or target))
+    def tensor(self, target: str, source: str | None = None, flat: bool = False) -> None:
+        """A parameter of no layer. `source`: its original name, if that is another one. `flat`: see Source."""
+        self.sources[self.target + target] = Source(self.source + (source or target), flat=flat)
 
 
 def _pairs(parameters: Iterable[str] | Mapping[str, str]) -> Iterable[tuple[str, str]]:

@@ -1,35 +1,42 @@
-"""Reference pictures (Flux Kontext, Flux.2, Qwen-Image-Edit): their tokens and positions from ComfyUI's `ref_latents`."""
+"""Reference pictures (Flux Kontext, Qwen-Image-Edit and others): their tokens and positions from ComfyUI's `ref_latents`."""
 
 from typing import Any
 
 import torch
 
 from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES
+from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
 
 ACCEPTS = ("ref_latents", "ref_latents_method")
 """`Inputs.accepts`: arguments of ComfyUI's model call that `reference_tensors` reads."""
 METHODS = ("index", "offset", "negative_index")
+AT_ZERO = "index_timestep_zero"
+"""As "index", with the pictures at time 0."""
 
 
 def reference_tensors(
-    patching: Patching, given: dict[str, Any], method: str, step: float = 1.0, centred: bool = False
+    patching: Patching,
+    given: dict[str, Any],
+    method: str,
+    step: float = 1.0,
+    centred: bool = False,
+    methods: tuple[str, ...] = METHODS,
 ) -> dict[str, torch.Tensor]:
     """Conditioning tensors of a call's reference pictures, one behind the other. Empty if it has none.
 
     Positions are (index, row, column), as ComfyUI's native models count them (comfy/ldm/flux/model.py). With 'index' and
     'negative_index' each picture has an index of its own, `step` apart; with 'offset' all have index 1 and lie beside each
-    other. `method`: used where the call names none. `centred`: rows and columns count from the middle. ValueError for other
-    methods.
+    other. `method`: used where the call names none. `centred`: rows and columns count from the middle. `methods`: those that
+    the family has, AT_ZERO perhaps among them. ValueError for others.
     """
     pictures = given.get("ref_latents")
     if not pictures:
         return {}
     method = given.get("ref_latents_method") or method
-    if method not in METHODS:
+    if method not in methods:
         raise ValueError(
             f"positive, negative: the reference latents' method is '{method}', which cannot be run on several devices. Use "
-            f"{' or '.join(METHODS)} in the node that sets it."
+            f"{' or '.join(methods)} in the node that sets it."
         )
     tokens, positions, height, width = [], [], 0, 0
     for number, picture in enumerate(pictures, 1):
@@ -50,4 +57,6 @@ def reference_tensors(
         positions.append(torch.cartesian_prod(torch.tensor([float(index)]), row.float(), column.float()))
         tokens.append(patching.pack(picture))
     packed = torch.cat(tokens, dim=1)
-    return {REFERENCES: packed, REFERENCE_POSITIONS: torch.cat(positions).expand(len(packed), -1, -1).to(packed.device)}
+    places = torch.cat(positions).expand(len(packed), -1, -1).to(packed.device)
+    at_zero = {REFERENCES_AT_ZERO: packed.new_ones(len(packed), dtype=torch.bool)} if method == AT_ZERO else {}
+    return {REFERENCES: packed, REFERENCE_POSITIONS: places} | at_zero

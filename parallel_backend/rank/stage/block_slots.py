@@ -9,7 +9,7 @@ slot of a list cuts its arguments down. The last slot puts its results into whol
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.families.base.blocks import BlockList
-from parallel_backend.families.base.step_inputs import ArgumentCut, Rows
+from parallel_backend.families.base.step_inputs import ArgumentCut, Rows, StepInputs
 
 
 class StageDone(Exception):
@@ -45,6 +45,8 @@ class StageIO:
     """None if the forward is given the rank's tokens only."""
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     """"<list>.<index>" of a block -> [b, n, hidden] that a ControlNet adds to its image tokens."""
+    inputs: StepInputs | None = field(default=None, init=False)
+    """What the forward is called with. None outside of a micro-step, where the model is called as its class is."""
     whole_text: int = field(default=0, init=False)
     """Text tokens that the list's first slot saw."""
     outputs: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
@@ -58,6 +60,10 @@ class StageIO:
             done = cut(value, self.rows)
             self._cut[name] = value, done
         return done
+
+    def for_tokens(self, name: str, make: Callable[[Any, StepInputs], Any], value: Any) -> Any:
+        """`make(value, inputs)`, computed once for all blocks that get the same object `value`."""
+        return value if self.inputs is None else self.cut(name, lambda given, _rows: make(given, self.inputs), value)
 
     def begin_step(
         self,
@@ -121,6 +127,12 @@ class BlockSlot:
             if "text" in spec.returns:
                 given[spec.text] = given[spec.text][:, rows.text.slice]
         return given
+
+    def for_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """A block's arguments by name, those of BlockList.by_token made for the rank's tokens."""
+        given = self.named(args, kwargs)
+        made = {name: self.flow.for_tokens(name, make, given.get(name)) for name, make in self.spec.by_token.items()}
+        return given | made
 
     def note_text(self, given: Mapping[str, Any]) -> None:
         """Note the length of the list's whole text, for `emit_whole`."""
@@ -188,6 +200,10 @@ class BlockSlot:
         block.register_forward_hook(lambda _block, _args, out: self.add_residual(out))
         if self.name in self.flow.leaving:
             block.register_forward_hook(lambda _block, _args, out: self.flow.keep(self.name, *self._parts(out)))
+        if self.spec.by_token:
+            block.register_forward_pre_hook(
+                lambda _block, args, kwargs: ((), self.for_tokens(args, kwargs)), with_kwargs=True
+            )
         if not whole_latent:
             return
         block.register_forward_pre_hook(lambda _block, args, kwargs: ((), self.arguments(args, kwargs)), with_kwargs=True)

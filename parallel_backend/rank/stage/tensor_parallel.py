@@ -56,12 +56,14 @@ class TensorPlan:
         if self.axis.size == 1:
             return
         key_heads = self.key_heads or self.heads
-        local_heads = len(split(Span(0, key_heads), self.axis.size)[self.axis.index]) * (self.heads // key_heads)
+        local_key_heads = len(split(Span(0, key_heads), self.axis.size)[self.axis.index])
+        local_heads = local_key_heads * (self.heads // key_heads)
         for name, module in model.named_modules():
             if name.partition(".")[0] not in self.plan:
                 continue
             if hasattr(module, "processor"):
-                module.heads = local_heads
+                module.heads = module.num_heads = local_heads
+                module.num_kv_heads = local_key_heads
                 module.inner_dim = local_heads * self.head_size
                 if hasattr(module, "mlp_hidden_dim"):  # these layers hold the feed-forward too, and are split by both widths
                     module.mlp_hidden_dim = len(split(Span(0, module.mlp_hidden_dim), self.axis.size)[self.axis.index])

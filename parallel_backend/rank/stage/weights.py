@@ -25,15 +25,17 @@ def fill_weights(
     """Read parameters `targets` of `model`, on the meta device until now, to `device`.
 
     Parameters that `plan` cuts become this rank's shard, or None if it has no part. Linear layers become `RankLinear`s.
-    Their weights stay packed as `Checkpoint.storage` says. Everything else is in the compute dtype. `progress` gets the
-    share of the bytes in place, before each parameter and at the end.
+    Their weights stay packed as `Checkpoint.storage` says. Everything else is in the compute dtype, or in float32 if it is
+    one of `Forward.exact_parameters`. `progress` gets the share of the bytes in place, before each parameter and at the end.
     ValueError if the file's shape is not the parameter's. Sides of 1 are ignored, since GGUF's tools may drop them.
     """
     RankLinear.adopt(model)
     dtype = compute_dtype(dtype_name, device)
     targets, known = list(targets), model.state_dict()
     for target in targets:
-        if _without_ones(checkpoint.shape(target)) != _without_ones(known[target].shape):
+        shape = known[target].shape
+        shape = [shape.numel()] if checkpoint.key_map[target].flat else shape
+        if _without_ones(checkpoint.shape(target)) != _without_ones(shape):
             raise ValueError(
                 f"model_name: {checkpoint.path.name} holds {checkpoint.key_map[target].key} of shape "
                 f"{list(checkpoint.shape(target))}, where {checkpoint.family.name} has {list(known[target].shape)}."
@@ -53,7 +55,8 @@ def fill_weights(
             linear = isinstance(module, RankLinear) and leaf == "weight"
             storage = checkpoint.storage(target, dtype_name) if linear else None
             if storage is None or not reader.packable(target, storage, shard):
-                values = reader.values(target, dtype, shard, device)
+                exact = target.endswith(checkpoint.family.forward.exact_parameters)
+                values = reader.values(target, torch.float32 if exact else dtype, shard, device)
                 values = values.view(known[target].shape) if shard is None else values
                 setattr(module, leaf, nn.Parameter(values, requires_grad=False))
             else:

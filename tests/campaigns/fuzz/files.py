@@ -68,7 +68,7 @@ def metadata(rng: random.Random) -> dict[str, str]:
     """What files say of themselves beside their tensors, mostly in a form that nobody writes."""
     said = {
         "_quantization_metadata": {"layers": {"txt_in": {"format": "float8_e4m3fn"}}},
-        "config": {"transformer": {"causal_temporal_positioning": True, "timestep_zero": False}},
+        "config": {"transformer": {"causal_temporal_positioning": True, "cross_attention_adaln": False}},
     }
     found = {}
     for name, content in said.items():

@@ -52,7 +52,7 @@ class Case:
     sampler's timestep: what the family must equal. `convert`: diffusers' converter from the original key layout.
     `modes`: those of two ranks that the family has. `sampled`: the output has the latent's shape, so that a sampler can be
     tried without ComfyUI, which adds the other channels. `full`: tables of all cases have it in the full tier only: it is
-    a further variant of a model that another case shows in the default tier.
+    a further variant of a model that another case shows in the default tier. `marks`: keys without values of a single file.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Case:
     bands: int = 3
     sampled: bool = True
     full: bool = False
+    marks: tuple[str, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -86,6 +87,7 @@ class Case:
     def save(self, model: torch.nn.Module, path: Path, config: dict[str, Any] | None = None) -> Path:
         """As a single file in the family's original key layout."""
         state = to_original(self.row, dict(model.config) | (config or self.config), model.state_dict())
+        state |= {mark: torch.zeros(0) for mark in self.marks}
         save_file({key: value.contiguous() for key, value in state.items()}, path)
         return path
 

@@ -1,9 +1,12 @@
 """Qwen-Image."""
 
+from dataclasses import replace
+
 import torch
 
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import TEXT_MASK
+from parallel_backend.families.qwen_image import EDIT_2511 as EDIT_2511
 from tests.families.cases.case import Case, Native
 
 CONFIG = {
@@ -35,7 +38,7 @@ def _masked(generator, batch):
 
 
 def _reference(model, x, timestep, tensors):
-    patching = FAMILIES["qwen-image"].patching
+    patching = replace(FAMILIES["qwen-image"].patching, along="frames")  # the class's own order of tokens
     out = model(
         hidden_states=patching.pack(x),
         encoder_hidden_states=tensors["context"],

@@ -1,0 +1,192 @@
+"""Krea 2: text fused out of twelve layers of its encoder, then single-stream blocks; joint sequence [text, image].
+
+Keys and values have fewer heads than queries. All blocks share one modulation, to which each adds a table. Norms scale by
+1 + weight. Reference pictures count only where a method is given for them, as in ComfyUI's class. Key layouts: Krea's (which
+ComfyUI's files use) and diffusers' Krea2Transformer2DModel.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.families.base.blocks import BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import REFERENCES_AT_ZERO, Config, Shapes, StepInputs
+from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
+from parallel_backend.families.parts.conditioning import count_blocks, text
+from parallel_backend.families.parts.key_map import KeyMap
+from parallel_backend.families.parts.references import ACCEPTS, AT_ZERO, reference_tensors
+
+BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
+_WEIGHT, _SCALE = ("weight",), {"weight": "scale"}
+_LAYERWISE, _REFINERS = "layerwise_blocks", "refiner_blocks"
+_LAYERS = {  # diffusers layer <- original layer
+    "attn.to_q": "attn.wq",
+    "attn.to_k": "attn.wk",
+    "attn.to_v": "attn.wv",
+    "attn.to_gate": "attn.gate",
+    "attn.to_out.0": "attn.wo",
+    "ff.gate": "mlp.gate",
+    "ff.up": "mlp.up",
+    "ff.down": "mlp.down",
+}
+_NORMS = {
+    "norm1": "prenorm",
+    "norm2": "postnorm",
+    "attn.norm_q": "attn.qknorm.qnorm",
+    "attn.norm_k": "attn.qknorm.knorm",
+}
+_OUTSIDE = {
+    "img_in": "first",
+    "time_embed.linear_1": "tmlp.0",
+    "time_embed.linear_2": "tmlp.2",
+    "time_mod_proj": "tproj.1",
+    "txt_in.linear_1": "txtmlp.1",
+    "txt_in.linear_2": "txtmlp.3",
+    "final_layer.linear": "last.linear",
+}
+_PLAN = {
+    **dict.fromkeys(("attn.to_q", "attn.to_gate"), COLUMN_BY_HEADS),
+    **dict.fromkeys(("attn.to_k", "attn.to_v"), COLUMN_BY_KEY_HEADS),
+    "attn.to_out.0": ROW_BY_HEADS,
+    **dict.fromkeys(("ff.gate", "ff.up"), COLUMN),
+    "ff.down": ROW,
+}
+
+
+def _configure(shapes: Shapes) -> Config:
+    block, words = "blocks.0.", f"txtfusion.{_LAYERWISE}.0."
+    (head,), (text_head,) = (shapes[f"{each}attn.qknorm.qnorm.scale"] for each in (block, words))
+    width, channels = shapes["first.weight"]
+    text_width = shapes["txtmlp.0.scale"][0]
+    return {
+        "in_channels": channels,
+        "num_layers": count_blocks(shapes, "blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "num_key_value_heads": shapes[f"{block}attn.wk.weight"][0] // head,
+        "intermediate_size": shapes[f"{block}mlp.down.weight"][1],
+        "timestep_embed_dim": shapes["tmlp.0.weight"][1],
+        "text_hidden_dim": text_width,
+        "num_text_layers": shapes["txtfusion.projector.weight"][1],
+        "text_num_attention_heads": text_width // text_head,
+        "text_num_key_value_heads": shapes[f"{words}attn.wk.weight"][0] // text_head,
+        "text_intermediate_size": shapes[f"{words}mlp.down.weight"][1],
+        "num_layerwise_text_blocks": count_blocks(shapes, f"txtfusion.{_LAYERWISE}."),
+        "num_refiner_text_blocks": count_blocks(shapes, f"txtfusion.{_REFINERS}."),
+        "axes_dims_rope": (head - 12 * (head // 16), 6 * (head // 16), 6 * (head // 16)),
+    }
+
+
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = KeyMap()
+    keys.copy(_OUTSIDE)
+    keys.copy({"text_fusion.projector": "txtfusion.projector"}, _WEIGHT)
+    keys.copy({"txt_in.norm": "txtmlp.0", "final_layer.norm": "last.norm"}, _SCALE)
+    keys.tensor("final_layer.scale_shift_table", "last.modulation.lin")
+    lists = {
+        (BLOCKS, "blocks"): config["num_layers"],
+        (f"text_fusion.{_LAYERWISE}", f"txtfusion.{_LAYERWISE}"): config["num_layerwise_text_blocks"],
+        (f"text_fusion.{_REFINERS}", f"txtfusion.{_REFINERS}"): config["num_refiner_text_blocks"],
+    }
+    for (ours, theirs), count in lists.items():
+        for index in range(count):
+            block = keys.inside(f"{ours}.{index}.", f"{theirs}.{index}.")
+            block.copy(_LAYERS, _WEIGHT)
+            block.copy(_NORMS, _SCALE)
+            if ours == BLOCKS:
+                block.tensor("scale_shift_table", "mod.lin", flat=True)
+    return keys.sources
+
+
+def _prepare(model: nn.Module, step: StepInputs) -> None:
+    """The whole text is fused on each rank that has it, which then goes on with its own tokens."""
+    fusion, project, last = model.text_fusion, model.txt_in, model.final_layer
+    if (words := step.tensors.get("context")) is not None:
+        layers = words.unflatten(-1, (model.config["num_text_layers"], -1))
+        fusion.forward = lambda _text, attention_mask=None: type(fusion).forward(fusion, layers)
+        project.forward = lambda fused: type(project).forward(project, fused[:, step.text.slice])
+    last.forward = lambda tokens, embedded: type(last).forward(last, tokens, embedded[: len(tokens)])
+
+
+def _modulation(modulation: torch.Tensor, step: StepInputs) -> torch.Tensor:
+    """[b, 1, c] as it is; [2 b, 1, c], for the sampler's time and for time 0, as [b, n, c]: each token's own."""
+    references = step.at_zero()
+    if references is None:
+        return modulation
+    own, zero = modulation.chunk(2)
+    at_zero = torch.cat((references.new_zeros(len(step.text)), references))
+    return torch.where(at_zero[None, :, None], zero, own)
+
+
+def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
+    def empty(tokens: int) -> torch.Tensor:  # this forward looks at its inputs' shape before it embeds them
+        return step.timestep.new_zeros(len(step.timestep), tokens, 1, dtype=step.dtype)
+
+    positions = step.positions()
+    return {
+        "hidden_states": empty(len(step.image)) if step.x is None else step.x,
+        "encoder_hidden_states": empty(len(step.text)),
+        "timestep": step.times,
+        "position_ids": torch.cat((positions.new_zeros(len(step.text), 3), positions)),
+    }
+
+
+def _text_width(config: Config) -> int:
+    return config["num_text_layers"] * config["text_hidden_dim"]
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {"context": text("Krea 2", _text_width(config), given)}
+    method = given.get("ref_latents_method")
+    if method is None:
+        return tensors
+    method = AT_ZERO if method == AT_ZERO else "index"  # ComfyUI's class knows these two
+    return tensors | reference_tensors(PATCHING, given | {"ref_latents_method": method}, method, methods=(method,))
+
+
+KREA2 = Family(
+    name="krea2",
+    model_class="Krea2Transformer2DModel",
+    native_classes=("Krea2",),
+    file=FileLayout(
+        detect=lambda shapes: "txtfusion.projector.weight" in shapes and "blocks.0.mod.lin" in shapes,
+        configure=_configure,
+        key_map=_key_map,
+    ),
+    blocks=Blocks(
+        lists=(BlockList(BLOCKS, returns=("image",), joined=True, by_token={"temb": _modulation}),),
+        counts=lambda config: {BLOCKS: config["num_layers"]},
+        prologue=("img_in", "text_fusion", "txt_in"),
+        epilogue=("final_layer",),
+    ),
+    sizes=Sizes(
+        latent_channels=lambda config: config["in_channels"] // 4,
+        key_heads=lambda config: config["num_key_value_heads"],
+        max_frames=1,
+    ),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=ACCEPTS,
+        token_tensors=("context",),
+        whole_text=True,
+        vector_tensors=(REFERENCES_AT_ZERO,),
+        example=lambda config, tokens: {"context": torch.randn(1, tokens, _text_width(config))},
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        prepare=_prepare,
+        cached_modules={
+            "rotary_emb": CacheScope.BAND,
+            "text_fusion": CacheScope.PROMPT,
+            "time_embed": CacheScope.CALL,
+            "time_mod_proj": CacheScope.CALL,
+        },
+        exact_parameters=tuple(f".{norm}.weight" for norm in ("norm", "norm1", "norm2", "norm_q", "norm_k")),
+    ),
+    half_dtypes=lambda _config: ("bf16", "fp16"),
+    tensor_plan={BLOCKS: _PLAN},
+    patching=PATCHING,
+)
