@@ -223,6 +223,22 @@ def one_device(result: Result, image: Path) -> str:
     return f"{compiled}Wanted: {wanted}.\n\n{table(columns, rows)}"
 
 
+def one_rank_native(result: Result, image: Path) -> str:
+    rows = [
+        [
+            name,
+            span(case["native_seconds"], 3),
+            span(case["rank_seconds"], 3),
+            span(case["ratio"], 3),
+            span(case["cpu_ratio"], 3),
+            f"{case['relative_difference']:.1g}",
+        ]
+        for name, case in result["cases"].items()
+    ]
+    columns = ["file", "ComfyUI's own, s a step", "one rank, s a step", "ratio", "ratio of CPU s", "difference"]
+    return f"Wanted: a ratio of at most {result['limit']}. Beside it ran: {result['beside']}.\n\n{table(columns, rows)}"
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Result, Path], str]]] = {
     "two_ranks": ("Two ranks", two_ranks),
     "overheads": ("Overheads", overheads),
@@ -230,6 +246,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result, Path], str]]] = {
     "first_picture": ("From nothing to the first picture", first_picture),
     "field": ("The field's case", field),
     "one_device": ("One device", one_device),
+    "one_rank_native": ("One rank against ComfyUI's own model", one_rank_native),
 }
 """By how a result's `what` begins, in the page's order."""
 

@@ -1,4 +1,7 @@
-"""Boots ComfyUI in this process, and what the scripts beside this file share. ComfyUI's own Python runs it, see serve.py."""
+"""Boots ComfyUI in this process, and what the scripts beside this file share. ComfyUI's own Python runs it, see serve.py.
+
+Arguments: the ComfyUI checkout, a base directory, and start flags of ComfyUI's own.
+"""
 
 import asyncio
 import multiprocessing
@@ -17,7 +20,7 @@ CHECKOUT, BASE = (Path(argument) for argument in sys.argv[1:3])
 
 os.chdir(CHECKOUT)
 sys.path.insert(0, str(CHECKOUT))
-sys.argv[1:] = ["--cpu", "--base-directory", str(BASE)]
+sys.argv[1:] = ["--cpu", "--base-directory", str(BASE), *sys.argv[3:]]
 
 import comfy.options  # noqa: E402
 
