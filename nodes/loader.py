@@ -13,13 +13,13 @@ from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.degrees import DTYPES, Degrees
 from parallel_backend.core.devices import names_ray
 from parallel_backend.core.dtypes import resolve_dtype
-from parallel_backend.core.validate import check_attention
 from parallel_backend.quickstart.model import WEIGHTS
 
 from .model.patcher import make_model
 from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
 from .sampling.pipefusion import apply_pipefusion
+from .ui.attention import attention_for
 from .ui.devices import choose_devices, half_dtypes, possible_devices, why_hidden
 from .ui.input_checks import coerce, short, validate
 from .ui.node_text import say
@@ -189,12 +189,10 @@ class ParallelDiTLoader:
         checkpoint.check_degrees(degrees)
         halves = checkpoint.family.half_dtypes(checkpoint.config)
         dtype = resolve_dtype(weight_dtype, checkpoint.dtype, chosen, halves, half_dtypes(chosen))
-        check_attention(config.attention, chosen, dtype)
+        attention = attention_for(config.attention, chosen, dtype)
         if compile:
             check_compile(chosen)
-        key = ModelKey(
-            checkpoint.path, dtype, chosen, degrees, config.attention, stage_split, compile, config.transfer_dtype
-        )
+        key = ModelKey(checkpoint.path, dtype, chosen, degrees, attention, stage_split, compile, config.transfer_dtype)
         if planned:
             return (model_to_plan(checkpoint, key, config.comm_overlap),)
         check_stage_split(stage_split, degrees.pipe, checkpoint.family.blocks.total(checkpoint.config))

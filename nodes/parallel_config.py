@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from parallel_backend.core.attention_kernels import ATTENTION, AUTO
 from parallel_backend.core.degrees import PATCH_MODES, TRANSFER_DTYPES
 
 from .ui.input_checks import validate
@@ -16,7 +17,7 @@ class ParallelConfig:
     ring_degree: int = 1
     patch_mode: str = "none"
     patch_degree: int = 1
-    attention: str = "auto"
+    attention: str = AUTO
     comm_overlap: bool = True
     patch_warmup_steps: int = 1
     transfer_dtype: str = "full"
@@ -55,10 +56,11 @@ class UlyssesConfig:
                 ),
                 "patch_degree": degree("GPUs for patch_mode. Does not combine with pipefusion_degree."),
                 "attention": (
-                    ["auto", "sdpa", "flash"],
+                    list(ATTENTION),
                     {
-                        "default": "auto",
-                        "tooltip": "auto takes flash-attn where it is installed and torch's SDPA otherwise.",
+                        "default": AUTO,
+                        "tooltip": "auto: the kernel that ComfyUI itself was started with (--use-sage-attention and so on), "
+                        "or torch's SDPA. Any other needs its package. sage and comfy_kitchen quantise.",
                     },
                 ),
                 "comm_overlap": (

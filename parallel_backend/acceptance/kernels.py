@@ -3,8 +3,8 @@
 import torch
 
 from parallel_backend.checkpoints.packed_formats import FP8_KINDS, Fp8
-from parallel_backend.core.validate import flash_possible
-from parallel_backend.rank.attention.kernels import Attend, AttendLse, flash, flash_lse, sdpa, sdpa_lse
+from parallel_backend.core.attention_kernels import KERNELS, SDPA, AttentionKernel
+from parallel_backend.rank.attention.kernel_choice import RankKernel
 
 from .findings import Findings
 from .ground import Ground
@@ -12,6 +12,9 @@ from .tiny_flux import relative
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative error against fp64."""
+QUANTISED_LIMIT = 0.1
+"""The same for kernels that quantise queries and keys. A guess: no GPU has measured it yet."""
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 HEAD_SIZES = (16, 64, 128)
 QUERIES, KEYS = 13, 55
 """A band's queries and the picture's keys; no multiples of any kernel's tile."""
@@ -21,20 +24,21 @@ MASKS = {"all keys": None, "some keys": (20, 55), "no key in one entry": (0, 31)
 
 def look_at_kernels(ground: Ground, findings: Findings) -> None:
     """On every device once, in this process."""
+    looked_at = set()
     for device in dict.fromkeys(ground.settings.devices):
         for dtype, limit in LIMITS.items():
             name = str(dtype).removeprefix("torch.")
-            findings.at_most(f"attention, {name} on {device}", _worst(sdpa, sdpa_lse, device, dtype, list(MASKS)), limit)
-            ground.poll()
-            if device.startswith("cuda") and flash_possible(
-                device, {"float16": "fp16", "bfloat16": "bf16"}.get(name, "fp32")
-            ):
-                error = _worst(flash, flash_lse, device, dtype, ["all keys"])
-                findings.at_most(f"flash-attn, {name} on {device}", error, limit)
+            for kernel in KERNELS.values():
+                error = _worst(kernel, device, dtype)
+                if error is not None:
+                    looked_at.add(kernel.name)
+                    title = "attention" if kernel.name == SDPA else kernel.title
+                    findings.at_most(f"{title}, {name} on {device}", error, limit if kernel.exact else QUANTISED_LIMIT)
+                    ground.poll()
         if device != "cpu":
             findings.at_most(f"weights in fp8 on {device} that differ from a CPU's", float(_differing(device)), 0)
-    if "flash-attn" not in " ".join(findings.figures):
-        findings.leave_out("flash-attn", "it is not installed, or cannot serve these devices")
+    if others := [kernel.title for name, kernel in KERNELS.items() if name not in looked_at]:
+        findings.leave_out(", ".join(others), "not installed, or they cannot serve these devices")
 
 
 def heads(device: str, dtype: torch.dtype, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -57,24 +61,33 @@ def in_fp64(
     return torch.einsum("bqhk,bkhd->bqhd", weights, v), scores.logsumexp(-1)
 
 
-def _worst(attend: Attend, attend_lse: AttendLse, device: str, dtype: torch.dtype, masks: list[str]) -> float:
-    """The largest error over head sizes and masks: of the output, relative, and of the log-sum-exp, over 1 + its size."""
-    errors = []
+def _worst(kernel: AttentionKernel, device: str, dtype: torch.dtype) -> float | None:
+    """The largest error over head sizes and masks: of the output, relative, and of the log-sum-exp, over 1 + its size.
+
+    None for a kernel that the ranks would not take here. Of one that they take, only calls that they would give it.
+    """
+    if not kernel.possible(device, NAMES[dtype]):
+        return None
+    taken, errors = RankKernel(kernel, torch.device(device)), []
     for size in HEAD_SIZES:
+        with_lse = taken.failure(size, dtype, lse=True) is None
+        if kernel.name != SDPA and not with_lse and taken.failure(size, dtype) is not None:
+            continue
         q, k, v = heads(device, dtype, size)
-        for seen in map(MASKS.get, masks):
+        for seen in MASKS.values() if kernel.masks else (None,):
             mask = None if seen is None else (torch.arange(KEYS)[None] < torch.tensor(seen)[:, None]).to(device)
             expected, expected_lse = in_fp64(q, k, v, mask)
-            out, lse = attend_lse(q, k, v, mask, None)
-            errors.append(relative(out.double().cpu(), expected))
-            known = expected_lse.isfinite()
-            if not torch.equal(lse.cpu().isfinite(), known):
-                return float("inf")
-            apart = (lse.double().cpu() - expected_lse)[known].abs() / (1 + expected_lse[known].abs())
-            errors.append(apart.max().item())
+            if with_lse or kernel.name == SDPA:
+                out, lse = taken.attend_lse(q, k, v, mask, None)
+                errors.append(relative(out.double().cpu(), expected))
+                known = expected_lse.isfinite()
+                if not torch.equal(lse.cpu().isfinite(), known):
+                    return float("inf")
+                apart = (lse.double().cpu() - expected_lse)[known].abs() / (1 + expected_lse[known].abs())
+                errors.append(apart.max().item())
             if 0 not in (seen or ()):  # where no key is seen only the log-sum-exp form promises anything
-                errors.append(relative(attend(q, k, v, mask, None).double().cpu(), expected))
-    return max(errors)
+                errors.append(relative(taken.attend(q, k, v, mask, None).double().cpu(), expected))
+    return max(errors, default=None)
 
 
 def _differing(device: str) -> int:

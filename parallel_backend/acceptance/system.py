@@ -19,7 +19,17 @@ from .findings import Findings, NotLookedAt
 from .ground import Ground
 from .topology import topology
 
-LIBRARIES = ("torch", "diffusers", "triton", "flash-attn", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+LIBRARIES = (
+    "torch",
+    "diffusers",
+    "triton",
+    "flash-attn",
+    "sageattention",
+    "xformers",
+    "comfy-kitchen",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+)
 SETTINGS = re.compile(
     r"NCCL_|GLOO_|CUDA_VISIBLE_DEVICES$|CUDA_DEVICE_ORDER$|CUDA_MODULE_LOADING$|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF$|"
     r"NVIDIA_TF32_OVERRIDE$|TORCH_ALLOW_TF32|OMP_NUM_THREADS$|TORCH_(NCCL|DISTRIBUTED)_|HSA_|HIP_VISIBLE_DEVICES$"

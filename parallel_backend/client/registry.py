@@ -40,6 +40,7 @@ class ModelKey:
     devices: tuple[str, ...]
     degrees: Degrees
     attention: str
+    """The kernel, see core/attention_kernels.py."""
     stage_split: str = "auto"
     compile: bool = False
     transfer_dtype: str = "full"

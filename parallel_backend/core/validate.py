@@ -1,17 +1,9 @@
 """Checks of degrees, devices, dtypes and attention kernels against each other. Errors name the widget."""
 
-import importlib.util
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
-import torch
-
+from .attention_kernels import ATTENTION, AUTO, KERNELS, known_devices, wanted
 from .degrees import WIDGETS, Degrees
-from .devices import device_kind, on_ray
-from .dtypes import HALVES, compute_name
-
-FLASH_CAPABILITY = (8, 0)
-"""Compute capability that flash-attn needs: Ampere."""
-
 
 MOST_RANKS = 64
 
@@ -92,21 +84,13 @@ def check_model(
         )
 
 
-def flash_possible(device: str, dtype: str) -> bool:
-    """Whether flash-attn is installed and supports `device` and weights of `dtype`."""
-    return (
-        device.startswith("cuda")
-        and compute_name(dtype) in HALVES
-        and bool(importlib.util.find_spec("flash_attn"))
-        and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
-    )
-
-
-def check_attention(attention: str, devices: tuple[str, ...], dtype: str) -> None:
-    """Raise ValueError for `flash` where flash-attn cannot run. GPUs of a Ray cluster are not checked."""
-    known = [device for device in devices if not (on_ray(device) and device_kind(device) == "cuda")]
-    if attention == "flash" and not all(flash_possible(device, dtype) for device in known):
+def check_attention(attention: str, devices: Sequence[str], dtype: str) -> None:
+    """Raise ValueError for a kernel that cannot run on these devices. GPUs of a Ray cluster are not checked."""
+    if attention != AUTO and attention.removeprefix(f"{AUTO}/") not in KERNELS:
+        raise ValueError(f"attention is '{attention}'; it is one of {', '.join(ATTENTION)}.")
+    kernel, demanded = wanted(attention)
+    if demanded and not all(kernel.possible(device, dtype) for device in known_devices(devices)):
         raise ValueError(
-            "attention is 'flash', but flash-attn needs to be installed, and CUDA devices with bf16 or fp16 weights "
+            f"attention is '{attention}', but {kernel.title} cannot run here: {kernel.needs} "
             f"(these are {', '.join(devices)} with {dtype}). Use 'auto' or 'sdpa'."
         )

@@ -99,7 +99,7 @@ class Engine:
             peak_bytes=_peak_bytes(self.stage.device),
             blocks=self._block_watch.drain(),
             graphs=0 if self.stage.compiler is None else self.stage.compiler.graphs,
-            attention=self.stage.attention.kernel.said,
+            attention=self.stage.attention.kernel.report(),
             arithmetic=self.stage.arithmetic,
         )
 

@@ -21,6 +21,7 @@ class Load:
     stage_blocks: tuple[Span, ...]
     """By stage, the blocks that it owns. Blocks are numbered through all block lists."""
     attention: str
+    """The kernel, see core/attention_kernels.py."""
     only: tuple[str, ...] = ()
     """"<list>.<index>" of the blocks to load, for a rehearsal. Other blocks hand on what they are given. RunStats then has
     the costs of these blocks. Empty: all blocks."""

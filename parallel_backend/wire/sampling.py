@@ -120,6 +120,6 @@ class RunStats:
     graphs: int = 0
     """Graphs compiled since the model was loaded."""
     attention: str = ""
-    """Which attention kernel was taken, and why, on a GPU."""
+    """Which attention kernels computed, and why, on a GPU."""
     arithmetic: str = ""
     """How quantised weights are computed with, in words. Empty: the rank has none."""

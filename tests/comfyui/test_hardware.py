@@ -34,6 +34,28 @@ def test_files_are_computed_in_what_comfyui_would(found, card):
         assert ours in (*halves, "fp32")
 
 
+def test_attention_auto_is_what_comfyui_was_started_with(found):
+    chosen = found["attention"]
+    assert "error" not in chosen, chosen
+    said = {name: words for name, (_, *words) in chosen.items()}
+    assert {name: took for name, (took, *_) in chosen.items()} == {
+        "as started": "auto",  # on a CPU: nothing that anybody chose
+        "pytorch": "auto",
+        "flash": "auto/flash",
+        "sage": "auto",
+        "xformers": "auto/xformers",
+        "comfy_kitchen_int8": "auto/comfy_kitchen",
+        "split": "auto",
+        "sub_quad": "auto",
+        "new": "auto",
+    }
+    assert {name for name, words in said.items() if words} == {"sage", "split", "sub_quad", "new"}
+    assert said["sage"][0].startswith(
+        "Parallel DiT: ComfyUI computes attention by SageAttention, but ranks take torch's SDPA"
+    )
+    assert said["split"][0] == "Parallel DiT: the ranks do not have ComfyUI's attention 'split': they take torch's SDPA"
+
+
 def test_what_this_comfyui_runs_on_and_how_it_was_started(found):
     kind, cuda_device, takes_all, gpus = found["host"]
     assert (kind, cuda_device, gpus) == ("cpu", None, [])

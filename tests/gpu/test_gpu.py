@@ -20,12 +20,11 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.packed_formats import GGUF_BLOCKS, GgufBlocks
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.vae import RemoteDecoder, TooLittleMemory
+from parallel_backend.core.attention_kernels import KERNELS, SDPA
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.validate import check_attention, flash_possible
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
-from parallel_backend.rank.attention import kernel_choice
-from parallel_backend.rank.attention.kernel_choice import FLASH, SDPA, choose_kernel, trial
+from parallel_backend.rank.attention.kernel_choice import trial
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.comm.staging import from_staging, host_buffer, to_staging
 from parallel_backend.wire.lifecycle import Unload, Unloaded
@@ -44,6 +43,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 needs_two = pytest.mark.skipif(
     torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two CUDA devices and NCCL"
 )
+
 needs_flash = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn")
 
 PAIRS = [
@@ -174,36 +174,15 @@ def test_ranks_with_devices_of_their_own_talk_through_nccl():
     assert backend_for(SHARED) == "gloo"
 
 
-@pytest.mark.parametrize("installed", [False, True])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp8_e4m3fn"])
-def test_auto_takes_flash_only_where_it_can_run(monkeypatch, dtype, installed):
-    """fp8 is how weights are kept: on a GPU it computes in bf16."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if installed else None)
-    monkeypatch.setattr(kernel_choice, "trial", lambda *_arguments: None)
-    possible = installed and dtype != "fp32"
-    assert flash_possible(DEVICE, dtype) == possible
-    device = torch.device(DEVICE)
-    assert choose_kernel("auto", device, dtype).name == ("flash" if possible else "sdpa")
-    assert choose_kernel("sdpa", device, dtype).name == "sdpa"
-    assert choose_kernel("auto", torch.device("cpu"), dtype).name == "sdpa"
-    if possible:
-        check_attention("flash", (DEVICE,), dtype)
-    else:
-        with pytest.raises(ValueError, match="attention is 'flash'"):
-            check_attention("flash", (DEVICE,), dtype)
-
-
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_torchs_kernels_pass_the_trial(dtype, size):
-    """With the log-sum-exp that the ring needs."""
-    assert trial(SDPA, torch.device(DEVICE), dtype, size) is None
-
-
-@needs_flash
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_flash_attn_passes_the_trial(dtype):
-    assert trial(FLASH, torch.device(DEVICE), dtype, 128) is None
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_kernels_pass_their_trial(kernel, dtype, size):
+    """Those that are installed; torch's with the log-sum-exp that the ring needs."""
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    if not kernel.possible(DEVICE, name):
+        pytest.skip(f"needs {kernel.package}, or another dtype or GPU")
+    assert trial(kernel, torch.device(DEVICE), dtype, size, lse=kernel.name == SDPA) is None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="page-locked memory is left alone there")

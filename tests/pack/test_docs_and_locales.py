@@ -219,7 +219,7 @@ def test_a_message_that_nobody_shows_is_noticed():
 def test_inputs_that_a_page_names_exist(defined, node):
     """A `name_with_underscores` in prose is some node's input, or a value, file or device that is named so."""
     known = {name for said in defined.values() for name in said["inputs"]}
-    others = {"fp8_e4m3fn", "dpm_adaptive"}
+    others = {"fp8_e4m3fn", "dpm_adaptive", "comfy_kitchen"}
     for language in LANGUAGES:
         spans = re.findall("`([a-z0-9]+(?:_[a-z0-9]+)+)`", page(node, language).read_text(encoding="utf-8"))
         assert set(spans) <= known | others

@@ -1,17 +1,16 @@
-"""Which attention kernel a rank takes: by card, dtype and what is installed, and after a trial of flash-attn."""
+"""Which attention kernel a rank takes: by what is asked for, card, dtype and what is installed, and after a trial."""
 
 import importlib.util
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from parallel_backend.client.reports.run_report import RunReport
+from parallel_backend.core.attention_kernels import KERNELS, as_wish, wanted
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.validate import check_attention
 from parallel_backend.rank.attention import kernel_choice
-from parallel_backend.rank.attention.kernel_choice import FLASH, SDPA, choose_kernel, trial
-from parallel_backend.rank.attention.kernels import Kernel, sdpa, sdpa_lse
+from parallel_backend.rank.attention.kernel_choice import choose_kernel, trial
 from parallel_backend.wire.sampling import RunStats
 from tests.support.fake_cuda import ADA, AMPERE, BLACKWELL, PASCAL, RDNA3, TURING, Card, fake_cuda
 
@@ -21,88 +20,108 @@ CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 @pytest.fixture
 def trials(monkeypatch):
     """`trials[kernel]`: what that kernel's trial says from now on; every call is in `trials["called"]`."""
-    said = {"flash": None, "sdpa": None, "called": []}
+    said = {"called": []}
 
-    def answer(kernel, device, dtype, head_size):
-        said["called"].append((kernel.name, str(device), dtype, head_size))
-        return said[kernel.name]
+    def answer(kernel, device, dtype, head_size, lse):
+        said["called"].append((kernel.name, str(device), dtype, head_size, lse))
+        return said.get(kernel.name)
 
     monkeypatch.setattr(kernel_choice, "trial", answer)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     return said
 
 
+def test_a_wish_and_a_demand():
+    assert wanted("auto") == (KERNELS["sdpa"], False)
+    assert wanted("sage") == (KERNELS["sage"], True)
+    assert wanted("auto/sage") == (KERNELS["sage"], False) == wanted(as_wish("sage"))
+    assert as_wish("sdpa") == "auto"
+
+
 @pytest.mark.parametrize(
-    ("card", "dtype", "kernel", "said"),
+    ("card", "dtype", "wish", "kernel"),
     [
-        (PASCAL, "bf16/fp32", "sdpa", "torch SDPA in fp32"),
-        (TURING, "fp16", "sdpa", "torch SDPA in fp16"),
-        (AMPERE, "bf16", "flash", "flash-attn in bf16"),
-        (AMPERE, "fp32", "sdpa", "torch SDPA in fp32"),
-        (ADA, "fp8_e4m3fn", "flash", "flash-attn in bf16"),
-        (ADA, "fp8_e4m3fn/fp16", "flash", "flash-attn in fp16"),
-        (BLACKWELL, "bf16", "flash", "flash-attn in bf16"),
-        (RDNA3, "bf16", "flash", "flash-attn in bf16 on ROCm, where Parallel DiT has never been tried"),
+        (PASCAL, "bf16/fp32", "flash", "sdpa"),
+        (PASCAL, "fp32", "xformers", "xformers"),
+        (TURING, "fp16", "flash", "sdpa"),
+        (TURING, "fp16", "sage", "sage"),
+        (TURING, "fp32", "comfy_kitchen", "comfy_kitchen"),
+        (AMPERE, "bf16", "flash", "flash"),
+        (AMPERE, "fp32", "sage", "sdpa"),
+        (ADA, "fp8_e4m3fn", "sage", "sage"),
+        (ADA, "fp8_e4m3fn/fp16", "flash", "flash"),
+        (BLACKWELL, "bf16", "flash3", "flash3"),
+        (RDNA3, "bf16", "flash", "flash"),
     ],
     ids=lambda value: value.name if isinstance(value, Card) else None,
 )
-def test_auto_by_card_and_dtype(trials, card, dtype, kernel, said):
+def test_a_wish_by_card_and_dtype(trials, card, dtype, wish, kernel):
     with fake_cuda(card):
-        chosen = choose_kernel("auto", CUDA, dtype, 128)
-    assert (chosen.name, chosen.said) == (kernel, said)
-    assert trials["called"] == ([("flash", "cuda:0", dtype, 128)] if kernel == "flash" else [])
+        assert choose_kernel(f"auto/{wish}", CUDA, dtype, 128).kernel.name == kernel
+        compute = {"bf16/fp32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8_e4m3fn": torch.bfloat16}
+        tried = (kernel, "cuda:0", compute.get(dtype, torch.float16), 128, False)
+        assert trials["called"] == ([tried] if kernel == wish else [])
+        if kernel == wish:
+            check_attention(wish, ("cuda:0",), dtype)
+        else:
+            with pytest.raises(ValueError, match=f"^attention is '{wish}', but .* cannot run here: it needs the package"):
+                check_attention(wish, ("cuda:0",), dtype)
+
+
+def test_auto_alone_tries_nothing(trials):
+    with fake_cuda(AMPERE):
+        assert choose_kernel("auto", CUDA, "bf16").report() == "torch SDPA"
+    assert trials["called"] == []
+
+
+def test_the_report_says_where_parallel_dit_was_never_tried(trials):
+    with fake_cuda(RDNA3):
+        said = choose_kernel("auto/flash", CUDA, "bf16").report()
+    assert said == "flash-attn, on ROCm, where Parallel DiT has never been tried"
 
 
 def test_a_wheel_that_fails_its_trial_is_not_taken_and_the_report_says_so(trials):
     trials["flash"] = "ImportError: undefined symbol"
     with fake_cuda(AMPERE):
-        chosen = choose_kernel("auto", CUDA, "bf16")
-        assert chosen.name == "sdpa"
-        assert chosen.said == "torch SDPA, since flash-attn failed a trial (ImportError: undefined symbol) in bf16"
-        assert choose_kernel("sdpa", CUDA, "bf16").said == "torch SDPA in bf16"
-        with pytest.raises(ValueError, match=r"^attention is 'flash', but flash-attn failed its trial: ImportError: undef"):
+        chosen = choose_kernel("auto/flash", CUDA, "bf16")
+        assert chosen.kernel.name == "sdpa"
+        said = chosen.report()
+        assert said == "torch SDPA, since flash-attn failed a trial (ImportError: undefined symbol)"
+        with pytest.raises(ValueError, match=r"^attention is 'flash', but flash-attn failed a trial \(ImportError: undef"):
             choose_kernel("flash", CUDA, "bf16")
-    stats = [RunStats(rank, 1, 1, 1.0, 0.0, 0.0, {}, 0, 0, attention=chosen.said) for rank in range(2)]
+    stats = [RunStats(rank, 1, 1, 1.0, 0.0, 0.0, {}, 0, 0, attention=said) for rank in range(2)]
     report = str(RunReport(Degrees(pipe=2), 1, 1, 1.0, None, None, tuple(stats)))
-    assert report.count(f"attention: {chosen.said}") == 1
+    assert report.count(f"attention: {said}") == 1
 
 
-def test_without_flash_attn_nothing_is_tried(trials, monkeypatch):
+def test_without_its_package_nothing_is_tried(trials, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with fake_cuda(AMPERE):
-        assert choose_kernel("auto", CUDA, "bf16").said == "torch SDPA in bf16"
+        said = choose_kernel("auto/sage", CUDA, "bf16").report()
+        assert said == "torch SDPA, since SageAttention is not installed here or cannot serve this device and dtype"
         with pytest.raises(ValueError, match="is not installed here"):
-            choose_kernel("flash", CUDA, "bf16")
+            choose_kernel("sage", CUDA, "bf16")
     assert trials["called"] == []
 
 
-def test_the_ring_is_refused_where_torch_gives_no_log_sum_exp(trials):
+def test_the_ring_is_refused_where_no_kernel_gives_a_log_sum_exp(trials):
     trials["sdpa"] = "RuntimeError: no kernel image is available"
     with fake_cuda(TURING):
-        assert choose_kernel("auto", CUDA, "fp16").name == "sdpa"
+        assert choose_kernel("auto", CUDA, "fp16").kernel.name == "sdpa"
         with pytest.raises(ValueError, match=r"^ring_degree .* RTX 2080 Ti in fp16 .*no kernel image.*ulysses_degree"):
             choose_kernel("auto", CUDA, "fp16", ring=True)
+        assert choose_kernel("auto/xformers", CUDA, "fp16", ring=True).kernel.name == "xformers"
         trials["sdpa"] = None
-        assert choose_kernel("auto", CUDA, "fp16", ring=True).name == "sdpa"
+        assert choose_kernel("auto", CUDA, "fp16", ring=True).kernel.name == "sdpa"
 
 
 def test_cpus_have_one_kernel_and_no_words_about_it(trials):
-    assert choose_kernel("auto", CPU, "fp32", ring=True) is SDPA
-    assert trials["called"] == [] and SDPA.said == ""
+    chosen = choose_kernel("auto/sage", CPU, "fp32", ring=True)
+    assert chosen.kernel is KERNELS["sdpa"]
+    assert trials["called"] == [] and chosen.report() == ""
 
 
 @pytest.mark.parametrize("head_size", [16, 64, 80, 128])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_a_kernel_that_computes_what_the_formula_says_passes(dtype, head_size):
-    assert trial(SDPA, CPU, dtype, head_size) is None
-
-
-def test_kernels_that_fail_or_compute_something_else_do_not_pass(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it could not be imported
-    assert trial(FLASH, CPU, "fp32", 16).startswith("ModuleNotFoundError: ")
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())  # a wheel of another version
-    assert trial(FLASH, CPU, "fp32", 16).startswith("ImportError: cannot import name 'flash_attn_func'")
-    wrong = "its results are wrong"
-    assert trial(Kernel("x", lambda *a: 2 * sdpa(*a), sdpa_lse), CPU, "fp32", 16) == wrong
-    assert trial(Kernel("x", sdpa, lambda *a: (sdpa(*a), sdpa_lse(*a)[1] + 1)), CPU, "fp32", 16) == wrong
-    assert trial(Kernel("x", sdpa, lambda *a: (sdpa(*a), sdpa_lse(*a)[1] * torch.nan)), CPU, "fp32", 16) == wrong
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_torchs_own_kernel_passes_with_and_without_the_log_sum_exp(dtype, head_size):
+    assert [trial(KERNELS["sdpa"], CPU, dtype, head_size, lse) for lse in (False, True)] == [None, None]

@@ -12,7 +12,7 @@ from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfer_codec import Codec
 from parallel_backend.rank.comm.transfers import Traffic
 
-from .kernels import Kernel
+from .kernel_choice import RankKernel
 from .kv_buffer import KVBuffer, Piece
 
 
@@ -113,7 +113,7 @@ class AttentionContext:
         self,
         degrees: Degrees,
         axes: dict[str, Axis],
-        kernel: Kernel,
+        kernel: RankKernel,
         traffic: Traffic,
         drops_mask: bool = False,
         codec: Codec | None = None,

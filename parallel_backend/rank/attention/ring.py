@@ -8,7 +8,7 @@ from parallel_backend.rank.comm.collectives import start_shift
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
 
-from .kernels import AttendLse
+from .kernels.interface import AttendLse
 
 
 def ring_attention(

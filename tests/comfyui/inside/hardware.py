@@ -85,6 +85,34 @@ def main(results: Results) -> None:
 
     results.case("host", host)
 
+    def attentions() -> dict[str, list[str]]:
+        """By ComfyUI's name of a kernel that it was started with: what ranks take for `auto`, and what the log says."""
+        ours = sys.modules[f"{package}.ui.attention"]
+        native, said = ours.native, []
+
+        def chosen(name: str, function) -> list[str]:
+            flags = {flag: name == kind for flag, kind in ours.FLAGS.items() if name != "as started"}
+            registered = {} if name == "as started" else {name: function}
+            with (
+                patch.object(native, "optimized_attention", function),
+                patch.dict(native.REGISTERED_ATTENTION_FUNCTIONS, registered),
+                patch.dict(vars(ours.args), flags),
+            ):
+                found = [ours.attention_for("auto", ("cuda:0",), "bf16"), *said]
+            said.clear()
+            return found
+
+        with (
+            fake.fake_cuda(fake.AMPERE),
+            patch.object(importlib.util, "find_spec", lambda name: name if name != "sageattention" else None),
+            patch.object(ours.log, "warning", lambda text, *words: said.append(text % words)),
+        ):
+            made = {name: chosen(name, lambda: None) for name in (*ours.OURS, "new")}
+            own = {name: chosen(name, native.REGISTERED_ATTENTION_FUNCTIONS[name]) for name in ours.FLAGS.values()}
+            return {"as started": chosen("as started", native.optimized_attention), **made, **own}
+
+    results.case("attention", attentions)
+
     def loaded(kind: str) -> str:
         with patch.object(management, "get_torch_device", lambda: torch.device(kind)):
             node("ParallelDiTLoader", "quickstart-digits (bundled)", "default", 2, 1, 1, "auto")

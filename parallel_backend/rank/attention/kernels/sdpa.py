@@ -1,52 +1,22 @@
-"""Attention on one device: torch's SDPA or flash-attn, with or without the log-sum-exp that ring attention merges by."""
-
-from dataclasses import dataclass
-from typing import Protocol
+"""torch's scaled dot product attention, on every device: what there always is."""
 
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.core.validate import FLASH_CAPABILITY
-
-
-class Attend(Protocol):
-    """[B, q, H, D], two of [B, k, H, D], key mask [B, k] bool (True: seen) or None, scale -> [B, q, H, D]."""
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-    ) -> torch.Tensor: ...
-
-
-class AttendLse(Protocol):
-    """As Attend, and log-sum-exp of the scores, [B, q, H] float32; -inf and zeros where the mask leaves no key."""
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """How a rank computes attention."""
-
-    name: str
-    attend: Attend
-    attend_lse: AttendLse
-    said: str = ""
-    """What a run's report says of it. Empty: nothing."""
+from parallel_backend.core.attention_kernels import FLASH_CAPABILITY
 
 
 def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def sdpa(q, k, v, mask, scale):
-    """torch's scaled dot product attention, which picks its own kernel."""
+def attend(q, k, v, mask, scale):
+    """torch picks among its own kernels."""
     bias = None if mask is None else mask[:, None, None]
     return F.scaled_dot_product_attention(*_heads_first(q, k, v), attn_mask=bias, scale=scale).transpose(1, 2)
 
 
-def sdpa_lse(q, k, v, mask, scale):
+def attend_lse(q, k, v, mask, scale):
     """torch's own kernels, called by name: its public function keeps the log-sum-exp to itself."""
     q, k, v = _heads_first(q, k, v)
     bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)[:, None, None]
@@ -59,25 +29,6 @@ def sdpa_lse(q, k, v, mask, scale):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
         lse = lse[..., : q.shape[2]]  # padded to a multiple of the kernel's tile
     return _without_keyless(out.transpose(1, 2), lse.transpose(1, 2), mask)
-
-
-def flash(q, k, v, mask, scale):
-    """flash-attn; half precision on CUDA only. It knows no key mask, so masked calls go to SDPA."""
-    if mask is not None:
-        return sdpa(q, k, v, mask, scale)
-    from flash_attn import flash_attn_func
-
-    return flash_attn_func(q, k, v, softmax_scale=scale)
-
-
-def flash_lse(q, k, v, mask, scale):
-    """As `flash`, with the log-sum-exp."""
-    if mask is not None:
-        return sdpa_lse(q, k, v, mask, scale)
-    from flash_attn import flash_attn_func
-
-    out, lse, _ = flash_attn_func(q, k, v, softmax_scale=scale, return_attn_probs=True)
-    return out, lse.transpose(1, 2)
 
 
 def _aligned(bias: torch.Tensor) -> torch.Tensor:
