@@ -190,7 +190,12 @@ def _open_single_file(path: Path) -> Checkpoint:
     entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     stated = {layer.removeprefix(prefix): how for layer, how in stated.items()}
     entries = _with_values(path.name, attach_quantisation(path.name, entries, stated))
-    family = next((f for f in FAMILIES.values() if f.file.detect({k: e.shape for k, e in entries.items()})), None)
+    stated_config = read_stated_config(path)
+    shapes = {key: entry.shape for key, entry in entries.items()}
+    found = (
+        family for family in FAMILIES.values() if family.file.detect(shapes) and family.file.takes_header(stated_config)
+    )
+    family = next(found, None)
     if family is None:
         known = ", ".join(FAMILIES)
         raise ValueError(
@@ -199,9 +204,8 @@ def _open_single_file(path: Path) -> Checkpoint:
         )
     for ending, usual in family.file.aliases.items():
         entries = {key.removesuffix(ending) + usual if key.endswith(ending) else key: e for key, e in entries.items()}
-    stated = read_stated_config(path)
-    config = _configure(path, family, entries, stated)
-    return _checked(Checkpoint(path, family, config, family.file.key_map(config), entries, stated))
+    config = _configure(path, family, entries, stated_config)
+    return _checked(Checkpoint(path, family, config, family.file.key_map(config), entries, stated_config))
 
 
 def _configure(path: Path, family: Family, entries: dict[str, Entry], stated: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +252,7 @@ def _open_folder(path: Path) -> Checkpoint:
         raise ValueError(f"model_name: the folder {path.name} lacks its weights: there is no .safetensors file in it.")
     entries = _with_values(path.name, attach_quantisation(path.name, entries, stated))
     config = _constructor_arguments(path.name, family, config, len(entries))
-    key_map = {target: Source(target) for target in family.file.key_map(config)}
+    key_map = {target: Source(family.file.folder_key(config, target)) for target in family.file.key_map(config)}
     return _checked(Checkpoint(path, family, config, key_map, entries))
 
 

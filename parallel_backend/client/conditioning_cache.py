@@ -72,8 +72,8 @@ class ConditioningCache:
             self._pool.tell(DropConditioning(dropped))
         return conditioning
 
-    def check_size(self, grid: tuple[int, ...]) -> None:
-        """ValueError if the model has no positions for so large a grid, or makes fewer frames."""
+    def check_size(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
+        """ValueError if the model has no positions for so large a grid, makes fewer frames, or has `tensors` for another one."""
         frames = self._family.sizes.max_frames
         if frames is not None and grid[0] > frames:
             raise ValueError(
@@ -87,6 +87,7 @@ class ConditioningCache:
                 f"latent_image: {columns} x {rows} is too large for this model, whose positions end at {limit} x {limit} "
                 "latent pixels. Use a smaller latent."
             )
+        self._family.inputs.check_grid(grid, tensors)
 
     def clear(self) -> None:
         """Forget all: the ranks hold them no more."""

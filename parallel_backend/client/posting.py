@@ -62,7 +62,7 @@ class Posting:
 
     def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet. Errors as of ConditioningCache."""
-        self._conditionings.check_size(grid)
+        self._conditionings.check_size(grid, tensors)
         with self.in_order():
             return self._conditionings.find(grid, tensors, first_replica % self._degrees.batch)
 

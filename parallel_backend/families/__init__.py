@@ -17,6 +17,8 @@ from . import (
     sana,
     sd3,
     wan,
+    wan_animate_2,
+    wan_vace,
     z_image,
 )
 
@@ -34,7 +36,9 @@ FAMILIES: dict[str, Family] = {
         krea2.KREA2,
         z_image.Z_IMAGE,
         lumina2.LUMINA2,
+        wan_animate_2.WAN_ANIMATE_2,
         wan.WAN,
+        wan_vace.WAN_VACE,
         ltx_video.LTX_VIDEO,
         hunyuan_video.HUNYUAN_VIDEO,
         cogvideox.COGVIDEOX,

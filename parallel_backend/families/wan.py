@@ -1,172 +1,29 @@
-"""Wan 2.1 and 2.2: text to video, picture to video (pictures in its channels, CLIP's beside the text), and the 2.2 5B.
-
-Key layouts: Alibaba's (which ComfyUI's files use) and diffusers' WanTransformer3DModel.
-"""
-
-from typing import Any
-
-import torch
+"""Wan 2.1 and 2.2: text to video, picture to video (pictures in its channels, CLIP's beside the text), and the 2.2 5B."""
 
 from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    Forward,
-    HeaderConfig,
-    Inputs,
-    Sizes,
-    Source,
-)
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes
 from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
-from parallel_backend.families.parts.conditioning import count_blocks, text
+from parallel_backend.families.base.step_inputs import Config, Shapes, image_tables
+from parallel_backend.families.parts import wan
 from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
-from parallel_backend.families.parts.key_map import KeyMap
 
-HEAD = 128
-"""Width of a head in every model of this family. Nothing in the weights shows it."""
-PROMPT = 512
-"""Tokens of text that the class expects behind a picture's, to which ComfyUI's encoder for Wan pads."""
-VARIANTS = {  # a key -> the model that has it, which is another class in ComfyUI and another or none in diffusers
-    "vace_patch_embedding.weight": "Wan VACE",
-    "control_adapter.conv.weight": "Wan with camera control",
-    "casual_audio_encoder.encoder.final_linear.weight": "Wan S2V",
-    "audio_proj.audio_proj_glob_1.layer.bias": "HuMo",
-    "face_adapter.fuser_blocks.0.k_norm.weight": "Wan Animate",
-    "patch_embedding_mask.weight": "SCAIL-2",
-    "patch_embedding_pose.weight": "SCAIL",
-    "patch_embedding_global.weight": "WanDancer",
-    "ref_conv.weight": "Wan Fun Control with a reference picture",
+VARIANTS = {  # see wan.kind: another class in ComfyUI, and another or none in diffusers
+    "camera": "Wan with camera control",
+    "s2v": "Wan S2V",
+    "humo": "HuMo",
+    "animate": "Wan Animate",
+    "scail2": "SCAIL-2",
+    "scail": "SCAIL",
+    "wandancer": "WanDancer",
+    "reference": "Wan Fun Control with a reference picture",
 }
-HEADER = HeaderConfig(  # arguments of ComfyUI's WanModel, and what its supported_models asks for
-    values={
-        "image_model": lambda _config: ("wan2.1",),
-        "model_type": lambda _config: ("t2v", "i2v"),  # the same transformer
-        "causal_ar": lambda _config: (False,),
-        "dim": lambda config: (config["num_attention_heads"] * HEAD,),
-        "num_heads": lambda config: (config["num_attention_heads"],),
-        "ffn_dim": lambda config: (config["ffn_dim"],),
-        "freq_dim": lambda config: (config["freq_dim"],),
-        "text_dim": lambda config: (config["text_dim"],),
-        "text_len": lambda _config: (PROMPT,),
-        "in_dim": lambda config: (config["in_channels"],),
-        "out_dim": lambda config: (config["out_channels"],),
-        "num_layers": lambda config: (config["num_layers"],),
-        "patch_size": lambda config: (config["patch_size"],),
-        "window_size": lambda _config: ((-1, -1),),
-        "qk_norm": lambda _config: (True,),
-        "cross_attn_norm": lambda config: (config["cross_attn_norm"],),
-        "eps": lambda _config: (1e-6,),
-        "flf_pos_embed_token_number": lambda config: (config["pos_embed_seq_len"],),
-        "in_dim_ref_conv": lambda _config: (None,),
-    },
-    others=False,
-)
-_OUTSIDE = {  # diffusers module <- original module
-    "patch_embedding": "patch_embedding",
-    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
-    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
-    "condition_embedder.time_proj": "time_projection.1",
-    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
-    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
-    "proj_out": "head.head",
-}
-_PICTURE = {"norm1": "proj.0", "ff.net.0.proj": "proj.1", "ff.net.2": "proj.3", "norm2": "proj.4"}
-_ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
+"""Those that cannot run."""
 
 
 def _configure(shapes: Shapes) -> Config:
-    for key, name in VARIANTS.items():
-        if key in shapes:
-            raise ValueError(f"model_name: this is {name}, which this version cannot run. Use a Wan T2V or I2V model.")
-    width, channels, *patch = shapes["patch_embedding.weight"]
-    picture = shapes.get("img_emb.proj.0.weight", (None,))[0]
-    return {
-        "patch_size": (1, *patch)[-3:],  # GGUF has room for four sides
-        "num_attention_heads": width // HEAD,
-        "attention_head_dim": HEAD,
-        "in_channels": channels,
-        "out_channels": shapes["head.head.weight"][0] // torch.Size(patch).numel(),
-        "text_dim": shapes["text_embedding.0.weight"][1],
-        "freq_dim": shapes["time_embedding.0.weight"][1],
-        "ffn_dim": shapes["blocks.0.ffn.0.weight"][0],
-        "num_layers": count_blocks(shapes, "blocks."),
-        "cross_attn_norm": "blocks.0.norm3.weight" in shapes,
-        "image_dim": picture,
-        "added_kv_proj_dim": None if picture is None else width,
-        "rope_max_seq_len": 1024,  # a table, which may be of any length
-        "pos_embed_seq_len": shapes.get("img_emb.emb_pos", (1, None))[1],
-    }
-
-
-def _key_map(config: Config) -> dict[str, Source]:
-    keys = KeyMap()
-    keys.copy(_OUTSIDE)
-    keys.tensor("scale_shift_table", "head.modulation")
-    picture = keys.inside("condition_embedder.image_embedder.", "img_emb.")
-    if config["image_dim"] is not None:
-        picture.copy(_PICTURE)
-    if config["pos_embed_seq_len"] is not None:
-        picture.tensor("pos_embed", "emb_pos")
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"blocks.{index}.", f"blocks.{index}.")
-        block.tensor("scale_shift_table", "modulation")
-        block.copy({"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"})
-        block.copy({"norm2": "norm3"} if config["cross_attn_norm"] else {})
-        for attention in (block.inside("attn1.", "self_attn."), block.inside("attn2.", "cross_attn.")):
-            attention.copy(_ATTENTION)
-            attention.same("norm_q", "norm_k", parameters=("weight",))
-        if config["added_kv_proj_dim"] is not None:
-            attention.copy({"add_k_proj": "k_img", "add_v_proj": "v_img"})
-            attention.copy({"norm_added_k": "norm_k_img"}, ("weight",))
-    return keys.sources
-
-
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """`context` [B, T, text_dim] and, for models with layers for it, `picture` [B, P, image_dim]: CLIP's tokens.
-
-    ValueError for text that the class cannot tell from the picture, and for CLIP output of another model.
-    """
-    context, picture = text("Wan", config["text_dim"], given), given.get("clip_fea")
-    if config["image_dim"] is None:
-        return {"context": context}  # the native model ignores the picture as well
-    if context.shape[1] != PROMPT:
-        raise ValueError(
-            f"positive, negative: this model needs prompts of {PROMPT} tokens, this one has {context.shape[1]}. Shorten it, "
-            "and do not concatenate conditionings."
-        )
-    if picture is None:  # the native model then takes the text in the picture's place too
-        return {"context": torch.cat((context, context), dim=1)}
-    tokens = config["pos_embed_seq_len"] or picture.shape[1]
-    if picture.shape[1:] != (tokens, config["image_dim"]):
-        raise ValueError(
-            f"positive, negative: the CLIP vision output has {picture.shape[1]} tokens of {picture.shape[2]}, this model "
-            f"needs {tokens} of {config['image_dim']}. Use clip_vision_h, and both a first and a last picture if the model "
-            "was made for them."
-        )
-    return {"context": context, "picture": picture}
-
-
-def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    """See Inputs.example."""
-    tokens = text_tokens if config["image_dim"] is None else 2 * PROMPT
-    return {"context": torch.randn(1, tokens, config["text_dim"])}
-
-
-def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    """See Forward.arguments."""
-    picture, time = step.tensors.get("picture"), step.timestep
-    if picture is not None and config["pos_embed_seq_len"] is not None:  # the class takes first and last as a batch
-        picture = picture.reshape(2 * len(picture), -1, picture.shape[-1])
-    if time.ndim == 2:  # of each frame; the class takes one of each token
-        time = time.repeat_interleave(torch.Size(step.grid[1:]).numel(), dim=1)
-    return {
-        "hidden_states": step.x,
-        "timestep": time,
-        "encoder_hidden_states": step.tensors["context"],
-        "encoder_hidden_states_image": picture,
-    }
+    if name := VARIANTS.get(wan.kind(shapes)):
+        raise ValueError(f"model_name: this is {name}, which this version cannot run. Use a Wan T2V or I2V model.")
+    return wan.configure(shapes)
 
 
 WAN = Family(
@@ -174,10 +31,10 @@ WAN = Family(
     model_class="WanTransformer3DModel",
     native_classes=("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
     file=FileLayout(
-        detect=lambda shapes: "head.modulation" in shapes and "blocks.0.self_attn.q.weight" in shapes,
+        detect=lambda shapes: wan.kind(shapes) in ("", *VARIANTS),
         configure=_configure,
-        key_map=_key_map,
-        header=HEADER,
+        key_map=lambda config: wan.key_map(config, "patch_embedding").sources,
+        header=wan.header("t2v", "i2v"),  # the same transformer
         ignored=(r".*\.norm_added_q\.weight",),
         max_settings={"rope_max_seq_len": 1 << 16},
     ),
@@ -201,13 +58,13 @@ WAN = Family(
         max_side=lambda config: config["rope_max_seq_len"],
     ),
     inputs=Inputs(
-        conditioning=_conditioning,
+        conditioning=wan.conditioning,
         accepts=("clip_fea", "denoise_mask"),  # the mask has made the frames' timesteps already
         vector_tensors=("context", "picture"),
-        example=_example,
+        example=wan.example,
     ),
     forward=Forward(
-        arguments=_arguments,
+        arguments=wan.arguments,
         whole_latent=True,
         cached_modules={"rope": CacheScope.PROMPT, "condition_embedder": CacheScope.CALL} | TEXT_KEYS,
     ),

@@ -1,13 +1,16 @@
 """The forward of a rank's stage for one micro-step: from the message and the conditioning to the model's own arguments."""
 
+import math
 from collections.abc import Callable
 
 import torch
 
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
+from parallel_backend.families.base.blocks import PAIRED
 from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_MASK, Rows, StepInputs, kept_on
 from parallel_backend.rank.attention.context import AttentionStep
+from parallel_backend.rank.attention.frame_rows import FrameRows
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.stage.block_slots import StageDone
 from parallel_backend.rank.stage.build import keep_timestep_exact
@@ -26,6 +29,9 @@ class StageForward:
         self._guidance: torch.Tensor | None = None
         # Of the last grid and number of reference tokens: the token order's places in the model's own order (Rows.image).
         self._orders: dict[tuple[tuple[int, ...], int], torch.Tensor | None] = {}
+        # Of the last grid, for layers that look at frames.
+        self._paired = any(PAIRED in spec.attention.values() for spec in self._family.blocks.lists)
+        self._frames: dict[tuple[int, ...], FrameRows] = {}
         keep_timestep_exact(stage.model, self._family, lambda: (self._timestep, self._guidance), stage.dtype)
 
     def received_shape(self, step: Step, conditioning: RankConditioning) -> tuple[int, ...]:
@@ -54,6 +60,7 @@ class StageForward:
             text_mask=None if text_mask is None else text_mask[step.entries.slice],
             image_padding=self._family.image_padding(conditioning.grid),
             row=token_order.row,
+            frames=self._frame_rows(conditioning),
         )
         timestep = to_device(step.timestep, stage.device)
         rows = self._rows(conditioning, own_image, own_text)
@@ -137,6 +144,17 @@ class StageForward:
         order = self._orders[key]
         index = image.slice if order is None else order[image.slice]
         return Rows(index, token_order.tokens, text, self._family.blocks.text_first)
+
+    def _frame_rows(self, conditioning: RankConditioning) -> FrameRows | None:
+        """Of the request's video, for layers that look at frames."""
+        if not self._paired:
+            return None
+        grid = conditioning.grid
+        if grid not in self._frames:
+            order = self._family.patching.order(grid)
+            place = torch.arange(math.prod(grid)) if order is None else order
+            self._frames = {grid: FrameRows(place // math.prod(grid[1:]), self._stage.device)}
+        return self._frames[grid]
 
     def _tensors(self, step: Step, conditioning: RankConditioning) -> dict[str, torch.Tensor]:
         """The conditioning of this micro-step's entries; its text is empty where the text does not run along.

@@ -7,9 +7,9 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
-from tests.families.cases import flux, ltx_video, wan
+from tests.families.cases import flux, ltx_video, wan, wan_vace
 
-CASES = {"wan": wan.CASES[0], "ltx-video": ltx_video.CASES[0], "flux": flux.CASES[0]}
+CASES = {"wan": wan.CASES[0], "wan-vace": wan_vace.CASES[0], "ltx-video": ltx_video.CASES[0], "flux": flux.CASES[0]}
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def files(tmp_path_factory):
         ("wan", {"model_type": ["t2v"]}, 'its model_type is .*"t2v"'),
         ("wan", {"causal_ar": True}, "its causal_ar is true.*causal_ar false only"),
         ("wan", {"num_heads": 7}, "its num_heads is 7"),
+        ("wan-vace", {"model_type": "t2v"}, 'its model_type is "t2v"'),
         ("wan", {"of_next_year": 0}, "its of_next_year is 0.*does not know what that is"),
         ("ltx-video", {"positional_embedding_theta": 1000.0}, "its positional_embedding_theta is 1000.0"),
         ("ltx-video", {"rope_type": "split"}, 'its rope_type is "split"'),
@@ -59,7 +60,7 @@ def test_what_changes_nothing_is_allowed(files, family, said):
     assert open_checkpoint(files(family, said)).family.name == family
 
 
-@pytest.mark.parametrize("family", ["wan", "ltx-video"])
+@pytest.mark.parametrize("family", ["wan", "wan-vace", "ltx-video"])
 def test_all_that_the_weights_show_may_be_said(files, family):
     config = open_checkpoint(files(family, {})).config
     values = {entry: known(config) for entry, known in FAMILIES[family].file.header.values.items()}

@@ -35,7 +35,7 @@ def save_case(case, base: Path) -> None:
         for key, value in extras.items():
             if isinstance(value, torch.Tensor):
                 tensors[f"{sign}.{key}"] = value
-            elif isinstance(value, list):
+            elif isinstance(value, list) and isinstance(value[0], torch.Tensor):
                 tensors |= {f"{sign}.{key}/{index}": item for index, item in enumerate(value)}
             else:
                 plain[key] = value

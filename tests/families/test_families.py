@@ -50,7 +50,7 @@ def made(tmp_path_factory):
         case = next(case for case in CASES if case.name == name)
         base = tmp_path_factory.mktemp(name)
         model = case.model()
-        model.save_pretrained(base / "folder")
+        case.save_folder(model, base / "folder")
         return model, case.save(model, base / f"{name}.safetensors"), base / "folder"
 
     return lambda case: make(case.name)

@@ -11,14 +11,15 @@ from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES
-from parallel_backend.families.wan import PROMPT, VARIANTS
-from tests.families.cases import ltx_video, wan
+from parallel_backend.families.parts.wan import MARKS, PROMPT
+from parallel_backend.families.wan import VARIANTS
+from tests.families.cases import ltx_video, wan, wan_animate_2
 from tests.support import tiny
 
 pytestmark = pytest.mark.threads
 
-CASES = {case.name: case for case in (*wan.CASES, *ltx_video.CASES)}
-TIMES = ["wan-2.1-t2v", "wan-2.2-i2v", "wan-2.2-5b", "ltx-video-0.9", "ltx-video-0.9.5"]
+CASES = {case.name: case for case in (*wan.CASES, *wan_animate_2.CASES, *ltx_video.CASES)}
+TIMES = ["wan-2.1-t2v", "wan-2.2-i2v", "wan-2.2-5b", "wan-animate-2", "ltx-video-0.9", "ltx-video-0.9.5"]
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +93,11 @@ def with_key(file, path, key):
     return path
 
 
-@pytest.mark.parametrize("key", VARIANTS)
-def test_variants_of_wan_are_refused_by_name(key, saved, tmp_path):
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_variants_of_wan_are_refused_by_name(kind, saved, tmp_path):
     _, file = saved(CASES["wan-2.1-t2v"])
-    with pytest.raises(ValueError, match=f"^model_name: this is {VARIANTS[key]}, which this version cannot run"):
-        open_checkpoint(with_key(file, tmp_path / "variant.safetensors", key))
+    with pytest.raises(ValueError, match=f"^model_name: this is {VARIANTS[kind]}, which this version cannot run"):
+        open_checkpoint(with_key(file, tmp_path / "variant.safetensors", MARKS[kind]))
 
 
 def test_ltx_2_is_refused_by_name(saved, tmp_path):
@@ -108,7 +109,8 @@ def test_ltx_2_is_refused_by_name(saved, tmp_path):
 def test_no_other_family_takes_a_video_model_for_its_own(saved):
     for name in ("wan-2.1-t2v", "wan-2.1-flf2v", "ltx-video-0.9"):
         shapes = {key: tuple(value.shape) for key, value in load_file(saved(CASES[name])[1]).items()}
-        assert [family.name for family in FAMILIES.values() if family.file.detect(shapes)] == [CASES[name].family]
+        found = [family for family in FAMILIES.values() if family.file.detect(shapes) and family.file.takes_header({})]
+        assert [family.name for family in found] == [CASES[name].family]
 
 
 def test_how_frames_are_counted_comes_from_the_header_else_from_the_size(saved, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
@@ -81,7 +82,8 @@ def merged(path, deltas, folder, change=lambda key, value: value) -> torch.nn.Mo
         whole = delta.up if delta.down is None else delta.up @ delta.down
         rows = delta.rows or Span(0, len(whole))
         state[delta.key][rows.slice] += delta.scale * whole
-    save_file(state, folder / "merged.safetensors")
+    with safe_open(path, framework="pt") as file:
+        save_file(state, folder / "merged.safetensors", file.metadata())
     return tiny.whole_model(folder / "merged.safetensors")
 
 

@@ -15,7 +15,7 @@ from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.blocks import ATTENTIONS, IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
+from parallel_backend.families.base.blocks import ATTENTIONS, IMAGE, IMAGE_TO_TEXT, JOINT, PAIRED, TEXT, TEXT_TO_IMAGE
 
 from .gpu_overheads import COMMUNICATOR, STAGED, WORKSPACES
 
@@ -175,7 +175,9 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     modules = {".".join(names[:count]) for names in parts for count in range(2, len(names))}
 
     def layers(name: str, over: dict[str, str]) -> tuple[str, ...]:
-        return tuple(tokens for layer, tokens in over.items() if tokens in ATTENTIONS and f"{name}.{layer}" in modules)
+        found = [tokens for layer, tokens in over.items() if f"{name}.{layer}" in modules]
+        both = [tokens for kind in found for tokens in ((JOINT, JOINT) if kind == PAIRED else (kind,))]  # two streams' keys
+        return tuple(tokens for tokens in both if tokens in ATTENTIONS)
 
     attention, prologue = [], []
     for spec in family.blocks.lists:

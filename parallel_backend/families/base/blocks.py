@@ -14,7 +14,11 @@ JOINT, IMAGE, LINEAR, NEIGHBOURS = "joint", "image", "linear", "neighbours"
 attention over the image. NEIGHBOURS: 3 x 3 convolutions over the image."""
 TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE = "text", "image to text", "text to image"
 """TEXT: attention over the text stream alone. The others: queries of the first stream look at keys of the second."""
-ATTENTIONS = (JOINT, IMAGE, TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE)
+PAIRED = "paired"
+"""Attention of two streams of a video's tokens, whose heads have the channels of one, then those of the other. The second
+attends to itself, without frame 0, which it has not; the first to itself and, in every frame, to that frame of the second.
+Heads of one stream's width attend as JOINT."""
+ATTENTIONS = (JOINT, IMAGE, TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE, PAIRED)
 """Those that ParallelAttention computes, with keys and values that a run can keep."""
 
 

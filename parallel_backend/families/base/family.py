@@ -79,6 +79,9 @@ class FileLayout:
     """Entries of the configuration that the class's constructor does not take -> their value where neither a single file's
     header (JSON `config`, as in Lightricks' files) nor a folder's config.json says it."""
 
+    takes_header: Callable[[Mapping[str, Any]], bool] = lambda _stated: True
+    """Whether a single file whose header says this is of the family, where several families have the same keys."""
+
     header: HeaderConfig | None = None
     """What a single file's header may say. None: ComfyUI does not read it for models of this kind."""
 
@@ -87,6 +90,9 @@ class FileLayout:
 
     video_size: tuple[str, ...] = ()
     """Settings that together are the size of a video for which the constructor makes positions. Their product is limited."""
+
+    folder_key: Callable[[Config, str], str] = lambda _config, parameter: parameter
+    """Parameter of the class -> its name in a diffusers folder, where the class is one of ours."""
 
     older_class: str = ""
     """`Family.model_class` in the folders that older versions of diffusers made."""
@@ -152,6 +158,9 @@ class Inputs:
         "context": torch.randn(1, text_tokens, config["joint_attention_dim"])
     }
     """(constructor arguments, text tokens) -> random conditioning tensors of batch 1, to time and to size the model with."""
+
+    check_grid: Callable[[tuple[int, ...], dict[str, torch.Tensor]], None] = lambda _grid, _tensors: None
+    """ValueError, beginning with the input's name, for conditioning tensors that do not fit the latent's grid of tokens."""
 
     padded: Callable[[int], int] = lambda tokens: tokens
     """Tokens -> tokens with those that the class itself adds, to the text and to the image alike. Those of the image follow

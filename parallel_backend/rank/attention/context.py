@@ -7,11 +7,12 @@ import torch
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
+from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, PAIRED, TEXT, TEXT_TO_IMAGE
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfer_codec import Codec
 from parallel_backend.rank.comm.transfers import Traffic
 
+from .frame_rows import FrameRows
 from .kernel_choice import RankKernel
 from .kv_buffer import KVBuffer, Piece
 
@@ -45,13 +46,15 @@ class AttentionStep:
     """The image's tokens are among the keys."""
     queries: list[int] | None = None
     """Query tokens by sequence rank. None: the tokens that keys are made of."""
+    frames: FrameRows | None = None
+    """Of a video. None for pictures."""
     _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     _over: dict[str, "AttentionStep"] = field(default_factory=dict)
 
     def over(self, tokens: str) -> "AttentionStep":
         """The micro-step as layers see it that mix these of ATTENTIONS."""
         if tokens not in self._over:
-            self._over[tokens] = self if tokens == JOINT else self._of_streams(tokens)
+            self._over[tokens] = self if tokens in (JOINT, PAIRED) else self._of_streams(tokens)
         return self._over[tokens]
 
     def _of_streams(self, tokens: str) -> "AttentionStep":

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from parallel_backend.families.base.blocks import ATTENTIONS, JOINT
+from parallel_backend.core.spans import Span
+from parallel_backend.families.base.blocks import ATTENTIONS, JOINT, PAIRED
 from parallel_backend.rank.comm.collectives import start_gather
 
 from .context import AttentionContext, AttentionStep
 from .kv_buffer import Arriving
+from .paired_attention import paired_attention
 from .ring import ring_attention
 from .sdpa_redirect import SdpaProcessor
 from .ulysses import head_groups, start_heads_to_sequence, start_sequence_to_heads
@@ -39,6 +41,8 @@ class ParallelAttention:
     """Number of the layer within the stage, by which the K/V buffer knows it."""
     over: str = JOINT
     """Tokens that the layer mixes, of ATTENTIONS."""
+    head_size: int = 0
+    """Channels of one stream's head. Only where `over` is PAIRED."""
 
     def attend(
         self,
@@ -105,6 +109,11 @@ class ParallelAttention:
             key, value = torch.cat(parts, dim=2)
         if not query.shape[1] and ring.size == 1:
             return torch.empty_like(query)
+        if self._is_paired(query):
+            if ring.size > 1:  # a frame's keys are on all of them
+                key, value = self._gather_ring(key, value, [sum(_tokens(step, ranks) for ranks in held) for held in holds])
+            places = tuple(step.image[rank] for held in holds for ranks in held for rank in ranks)
+            return self._attend_paired(step, query, key, value, places, scale)
         masks = [_cat([step.mask(ranks) for ranks in held]) for held in holds]
         if ring.size == 1:
             return context.kernel.attend(query, key, value, masks[0], scale)
@@ -123,7 +132,7 @@ class ParallelAttention:
         patch, ring, traffic = context.patch, context.ring, context.traffic
         if ring.size > 1:
             lengths = [_tokens(step, context.ulysses_ranks(patch.index, index)) for index in range(ring.size)]
-            key, value = torch.cat(start_gather(torch.stack((key, value)), lengths, 2, ring, traffic).wait(), dim=2)
+            key, value = self._gather_ring(key, value, lengths)
         own = context.patch_ranks(patch.index)
         arriving = None
         if patch.size > 1:
@@ -143,7 +152,24 @@ class ParallelAttention:
             step.buffer.add_pending(self.layer, arriving)
         if not query.shape[1]:
             return torch.empty_like(query)
+        if self._is_paired(query):
+            return self._attend_paired(step, query, keys, values, (Span(0, keys.shape[1]),), scale)
         return context.kernel.attend(query, keys, values, step.buffer_mask(keys.shape[1]), scale)
+
+    def _is_paired(self, query: torch.Tensor) -> bool:
+        return self.over == PAIRED and query.shape[-1] > self.head_size
+
+    def _attend_paired(self, step: AttentionStep, query, key, value, places: tuple[Span, ...], scale) -> torch.Tensor:
+        """`places`: those of the keys, one behind the other."""
+        context = self.context
+        own = tuple(step.image[rank] for rank in context.ulysses_ranks(context.patch.index, context.ring.index))
+        rows = step.frames.of(own), step.frames.of(places)
+        return paired_attention(context.kernel, query, key, value, *rows, scale)
+
+    def _gather_ring(self, key, value, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all ring ranks, which have `lengths` tokens each."""
+        gathering = start_gather(torch.stack((key, value)), lengths, 2, self.context.ring, self.context.traffic)
+        return torch.cat(gathering.wait(), dim=2).unbind(0)
 
 
 def _tokens(step: AttentionStep, ranks: range) -> int:
@@ -162,7 +188,9 @@ def install_parallel_attention(modules: list[tuple[torch.nn.Module, str]], conte
     for layer, (module, over) in enumerate((module, over) for module, over in modules if over in ATTENTIONS):
         if not hasattr(module.processor, "_parallel_config"):
             module.processor = SdpaProcessor(module.processor)
-        module.processor._parallel_config = ParallelAttention(context, layer, over)
+        module.processor._parallel_config = ParallelAttention(
+            context, layer, over, module.inner_dim // module.heads if over == PAIRED else 0
+        )
         module.processor._attention_backend = AttentionBackendName.NATIVE
     registry = _AttentionBackendRegistry._backends
     native = registry[AttentionBackendName.NATIVE]

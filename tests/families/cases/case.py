@@ -91,6 +91,10 @@ class Case:
         save_file({key: value.contiguous() for key, value in state.items()}, path)
         return path
 
+    def save_folder(self, model: torch.nn.Module, path: Path) -> None:
+        """As a diffusers folder."""
+        model.save_pretrained(path)
+
     def inputs(self, batch: int = 2, latent: tuple[int, ...] | None = None, seed: int = 1):
         """(x, timestep, tensors) of a model call."""
         generator = torch.Generator().manual_seed(seed)

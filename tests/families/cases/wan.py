@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
-from parallel_backend.families.wan import PROMPT
+from parallel_backend.families.parts.wan import PROMPT
 from tests.families.cases.case import Case, Native
 
 # Heads are 128 wide in every Wan, so two of them are the smallest model.

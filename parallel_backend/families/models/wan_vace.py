@@ -1,0 +1,76 @@
+"""Wan VACE. A control video runs through blocks of its own, whose outputs are added behind some of Wan's blocks.
+
+diffusers' WanVACETransformer3DModel runs all control blocks first. Here a control block runs behind the block that it adds
+to, as in ComfyUI (comfy/ldm/wan/model.py), so that a pipeline hands on one control stream, not the outputs of all.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from diffusers.models.transformers.transformer_wan_vace import WanVACETransformerBlock
+from torch import nn
+
+from .wan import WanVariant, register_variant, tokens
+
+
+class WanVACETransformer3DModel(WanVariant):
+    """Arguments of the constructor as diffusers' class of this name has them."""
+
+    @register_variant
+    def __init__(
+        self,
+        *,
+        vace_layers: tuple[int, ...] = (0, 5, 10, 15, 20, 25, 30, 35),
+        vace_in_channels: int = 96,
+        **wan: Any,
+    ):
+        super().__init__(**wan)
+        config = self.config
+        width = config.num_attention_heads * config.attention_head_dim
+        block = (width, config.ffn_dim, config.num_attention_heads, config.qk_norm, config.cross_attn_norm, config.eps)
+        self.patch_embedding = ControlledPatches(config.in_channels, vace_in_channels, width, tuple(config.patch_size))
+        self.blocks = nn.ModuleList(
+            VaceBlock(*block, config.added_kv_proj_dim, control=index in vace_layers, first=index == 0)
+            for index in range(config.num_layers)
+        )
+
+
+class ControlledPatches(nn.Module):
+    """Patch embedding of the latent and of its control video, as two streams."""
+
+    def __init__(self, channels: int, control_channels: int, width: int, patch: tuple[int, ...]):
+        super().__init__()
+        self.video = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
+        self.control = nn.Conv3d(control_channels, width, kernel_size=patch, stride=patch)
+
+    def forward(self, video: torch.Tensor, control: torch.Tensor | None) -> torch.Tensor:
+        """[b, C, T, H, W] and [b, control channels, T, H, W] (None: zeros) -> [b, n, 2 width]."""
+        if control is None:
+            control = video.new_zeros(len(video), self.control.in_channels, *video.shape[2:])
+        return tokens(torch.cat((self.video(video), self.control(control)), dim=1))
+
+
+class VaceBlock(WanTransformerBlock):
+    """Wan's block and, if there is one, the control block behind it."""
+
+    def __init__(self, *block: object, control: bool, first: bool):
+        super().__init__(*block)
+        kinds = {"apply_input_projection": first, "apply_output_projection": True}
+        self.vace = WanVACETransformerBlock(*block, **kinds) if control else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor],
+        strength: torch.Tensor,
+    ) -> torch.Tensor:
+        """[b, n, 2 width]: the video's stream, then the control's. `strength` [b] of the control."""
+        before, control = hidden_states.chunk(2, dim=-1)
+        video = super().forward(before, encoder_hidden_states, temb, rotary_emb)
+        if self.vace is not None:
+            hint, control = self.vace(before, encoder_hidden_states, control, temb, rotary_emb)
+            video = video + hint * strength[:, None, None].to(hint.dtype)
+        return torch.cat((video, control), dim=-1)

@@ -1,0 +1,182 @@
+"""What Wan and its variants share: Alibaba's key layout, which ComfyUI's files have, headers, text and CLIP's picture.
+
+Configurations are arguments of diffusers' WanTransformer3DModel.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parallel_backend.families.base.family import HeaderConfig
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.parts.conditioning import count_blocks, text
+from parallel_backend.families.parts.key_map import KeyMap
+
+HEAD = 128
+"""Width of a head in every model of this family. Nothing in the weights shows it."""
+PROMPT = 512
+"""Tokens of text that the class expects behind a picture's, to which ComfyUI's encoder for Wan pads."""
+MARKS = {  # a variant's name -> a key that only it has, in the order in which ComfyUI looks for them
+    "vace": "vace_patch_embedding.weight",
+    "camera": "control_adapter.conv.weight",
+    "s2v": "casual_audio_encoder.encoder.final_linear.weight",
+    "humo": "audio_proj.audio_proj_glob_1.layer.bias",
+    "animate": "face_adapter.fuser_blocks.0.k_norm.weight",
+    "scail2": "patch_embedding_mask.weight",
+    "scail": "patch_embedding_pose.weight",
+    "wandancer": "patch_embedding_global.weight",
+    "reference": "ref_conv.weight",
+}
+_HEADER = {  # arguments of ComfyUI's WanModel, and what its supported_models asks for
+    "image_model": lambda _config: ("wan2.1",),
+    "causal_ar": lambda _config: (False,),
+    "dim": lambda config: (config["num_attention_heads"] * HEAD,),
+    "num_heads": lambda config: (config["num_attention_heads"],),
+    "ffn_dim": lambda config: (config["ffn_dim"],),
+    "freq_dim": lambda config: (config["freq_dim"],),
+    "text_dim": lambda config: (config["text_dim"],),
+    "text_len": lambda _config: (PROMPT,),
+    "in_dim": lambda config: (config["in_channels"],),
+    "out_dim": lambda config: (config["out_channels"],),
+    "num_layers": lambda config: (config["num_layers"],),
+    "patch_size": lambda config: (config["patch_size"],),
+    "window_size": lambda _config: ((-1, -1),),
+    "qk_norm": lambda _config: (True,),
+    "cross_attn_norm": lambda config: (config["cross_attn_norm"],),
+    "eps": lambda _config: (1e-6,),
+    "flf_pos_embed_token_number": lambda config: (config["pos_embed_seq_len"],),
+    "in_dim_ref_conv": lambda _config: (None,),
+}
+_OUTSIDE = {  # diffusers module <- original module
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "proj_out": "head.head",
+}
+_PICTURE = {"norm1": "proj.0", "ff.net.0.proj": "proj.1", "ff.net.2": "proj.3", "norm2": "proj.4"}
+_ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
+
+
+def kind(shapes: Shapes) -> str | None:
+    """Which of Wan's variants a file with these keys is, by ComfyUI's name for it; "" for a plain Wan, None for no Wan."""
+    if "head.modulation" not in shapes or "blocks.0.self_attn.q.weight" not in shapes:
+        return None
+    return next((name for name, key in MARKS.items() if key in shapes), "")
+
+
+def header(*model_types: str, **more: Callable[[Config], tuple[Any, ...]]) -> HeaderConfig:
+    """What the header may say of a model of these types. `more`: entries of the variant's own (HeaderConfig.values)."""
+    return HeaderConfig(_HEADER | {"model_type": lambda _config: model_types} | more, others=False)
+
+
+def configure(shapes: Shapes) -> Config:
+    """See FileLayout.configure."""
+    width, channels, *patch = shapes["patch_embedding.weight"]
+    picture = shapes.get("img_emb.proj.0.weight", (None,))[0]
+    return {
+        "patch_size": (1, *patch)[-3:],  # GGUF has room for four sides
+        "num_attention_heads": width // HEAD,
+        "attention_head_dim": HEAD,
+        "in_channels": channels,
+        "out_channels": shapes["head.head.weight"][0] // torch.Size(patch).numel(),
+        "text_dim": shapes["text_embedding.0.weight"][1],
+        "freq_dim": shapes["time_embedding.0.weight"][1],
+        "ffn_dim": shapes["blocks.0.ffn.0.weight"][0],
+        "num_layers": count_blocks(shapes, "blocks."),
+        "cross_attn_norm": "blocks.0.norm3.weight" in shapes,
+        "image_dim": picture,
+        "added_kv_proj_dim": None if picture is None else width,
+        "rope_max_seq_len": 1024,  # a table, which may be of any length
+        "pos_embed_seq_len": shapes.get("img_emb.emb_pos", (1, None))[1],
+    }
+
+
+def key_map(config: Config, patches: str) -> KeyMap:
+    """See FileLayout.key_map; a variant adds its own. `patches`: the module that embeds the latent."""
+    keys = KeyMap()
+    keys.copy({patches: "patch_embedding"} | _OUTSIDE)
+    keys.tensor("scale_shift_table", "head.modulation")
+    picture = keys.inside("condition_embedder.image_embedder.", "img_emb.")
+    if config["image_dim"] is not None:
+        picture.copy(_PICTURE)
+    if config["pos_embed_seq_len"] is not None:
+        picture.tensor("pos_embed", "emb_pos")
+    for index in range(config["num_layers"]):
+        add_block(keys.inside(f"blocks.{index}.", f"blocks.{index}."), config)
+    return keys
+
+
+def add_block(block: KeyMap, config: Config) -> None:
+    """Add what a block of Wan has; `block` is inside it."""
+    block.tensor("scale_shift_table", "modulation")
+    block.copy({"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"})
+    block.copy({"norm2": "norm3"} if config["cross_attn_norm"] else {})
+    for attention in (block.inside("attn1.", "self_attn."), block.inside("attn2.", "cross_attn.")):
+        attention.copy(_ATTENTION)
+        attention.same("norm_q", "norm_k", parameters=("weight",))
+    if config["added_kv_proj_dim"] is not None:
+        attention.copy({"add_k_proj": "k_img", "add_v_proj": "v_img"})
+        attention.copy({"norm_added_k": "norm_k_img"}, ("weight",))
+
+
+def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """See Inputs.conditioning.
+
+    `context` [B, T, text_dim] and, for models with layers for it, `picture` [B, P, image_dim]: CLIP's tokens.
+
+    ValueError for text that the class cannot tell from the picture, and for CLIP output of another model.
+    """
+    context, picture = text("Wan", config["text_dim"], given), given.get("clip_fea")
+    if config["image_dim"] is None:
+        return {"context": context}  # the native model ignores the picture as well
+    if context.shape[1] != PROMPT:
+        raise ValueError(
+            f"positive, negative: this model needs prompts of {PROMPT} tokens, this one has {context.shape[1]}. Shorten it, "
+            "and do not concatenate conditionings."
+        )
+    if picture is None:  # the native model then takes the text in the picture's place too
+        return {"context": torch.cat((context, context), dim=1)}
+    tokens = config["pos_embed_seq_len"] or picture.shape[1]
+    if picture.shape[1:] != (tokens, config["image_dim"]):
+        raise ValueError(
+            f"positive, negative: the CLIP vision output has {picture.shape[1]} tokens of {picture.shape[2]}, this model "
+            f"needs {tokens} of {config['image_dim']}. Use clip_vision_h, and both a first and a last picture if the model "
+            "was made for them."
+        )
+    return {"context": context, "picture": picture}
+
+
+def check_video(what: str, grid: tuple[int, ...], video: torch.Tensor) -> None:
+    """ValueError if `video` [B, C, T, H, W], which is `what`, is not of the latent's grid, in whole patches."""
+    frames, rows, columns = grid
+    wanted = (frames, 2 * rows, 2 * columns)
+    if tuple(video.shape[2:]) != wanted:
+        found, wanted = (" x ".join(map(str, sizes)) for sizes in (video.shape[2:], wanted))
+        raise ValueError(
+            f"positive, negative: {what} is made for a latent of {found} (frames, rows, columns), the latent_image takes "
+            f"{wanted}. Give both nodes the same length, width and height, and those in multiples of 16."
+        )
+
+
+def example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
+    """See Inputs.example."""
+    tokens = text_tokens if config["image_dim"] is None else 2 * PROMPT
+    return {"context": torch.randn(1, tokens, config["text_dim"])}
+
+
+def arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    """See Forward.arguments."""
+    picture, time = step.tensors.get("picture"), step.timestep
+    if picture is not None and config["pos_embed_seq_len"] is not None:  # the class takes first and last as a batch
+        picture = picture.reshape(2 * len(picture), -1, picture.shape[-1])
+    if time.ndim == 2:  # of each frame; the class takes one of each token
+        time = time.repeat_interleave(torch.Size(step.grid[1:]).numel(), dim=1)
+    return {
+        "hidden_states": step.x,
+        "timestep": time,
+        "encoder_hidden_states": step.tensors["context"],
+        "encoder_hidden_states_image": picture,
+    }

@@ -1,0 +1,109 @@
+"""Wan Animate 2: a character's picture moves as somebody does in another video. A file is told from Wan's by its header."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from parallel_backend.families.base.blocks import PAIRED
+from parallel_backend.families.base.family import Source
+from parallel_backend.families.base.step_inputs import Config, StepInputs, image_tables
+from parallel_backend.families.parts import wan
+from parallel_backend.families.parts.conditioning import hidden
+
+from .wan import WAN
+
+KIND = "animate2"
+
+
+def _key_map(config: Config) -> dict[str, Source]:
+    return wan.key_map(config, "patch_embedding.video").sources
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """As Wan's, and `reference` [B]: strength of frame 0. Of the pose, where there is one: `pose` [B, 16, T - 1, H, W] in
+    whole patches, `pose_strength` [B], `pose_context` and `pose_picture` as `context` and `picture`."""
+    tensors = wan.conditioning(config, given)
+    batch = len(tensors["context"])
+    tensors["reference"] = torch.full((batch,), float(given.get("reference_strength", 1.0)))
+    if (pose := given.get("pose_latents")) is None:
+        return tensors
+    own = {"context": given.get("context_pose"), "clip_fea": given.get("clip_fea_pose")}
+    text = wan.conditioning(config, given | {name: value for name, value in own.items() if value is not None})
+    if text["context"].shape != tensors["context"].shape:
+        raise ValueError(
+            "positive, negative: the pose has a CLIP vision output and the video has none, which cannot be forwarded to "
+            "Parallel DiT's ranks in this version. Connect clip_vision_output too."
+        )
+    tensors |= {f"pose_{name}": value for name, value in text.items()}
+    tensors["pose"] = F.pad(pose, (0, pose.shape[-1] % 2, 0, pose.shape[-2] % 2, 0, 0), mode="circular")
+    return tensors | {"pose_strength": torch.full((batch,), float(given.get("pose_strength", 1.0)))}
+
+
+def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
+    """See Inputs.check_grid."""
+    if "pose" in tensors:
+        wan.check_video(
+            "the pose video, and a frame for the reference image,", grid, F.pad(tensors["pose"], (0, 0, 0, 0, 1, 0))
+        )
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    given = {"reference": step.tensors["reference"]}
+    given |= {name: step.tensors.get(f"pose_{theirs}") for name, theirs in _OF_POSE.items()}
+    return wan.arguments(step, config) | {"embedded": {"pose": step.tensors.get("pose")}, "given": given}
+
+
+_OF_POSE = {"text": "context", "picture": "picture", "strength": "strength"}
+
+
+def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
+    """See Inputs.example."""
+    tensors = wan.example(config, text_tokens)
+    return tensors | {"pose_context": tensors["context"], "reference": torch.ones(1), "pose_strength": torch.ones(1)}
+
+
+WAN_ANIMATE_2 = replace(
+    WAN,
+    name="wan-animate-2",
+    model_class="WanAnimate2",
+    class_module="parallel_backend.families.models.wan_animate_2",
+    native_classes=("WAN_Animate2",),
+    file=replace(
+        WAN.file,
+        detect=lambda shapes: wan.kind(shapes) == "" and "img_emb.proj.0.weight" in shapes,
+        takes_header=lambda stated: stated.get("model_type") == KIND,
+        configure=wan.configure,
+        key_map=_key_map,
+        header=wan.header(KIND),
+    ),
+    blocks=replace(
+        WAN.blocks,
+        lists=(
+            replace(
+                WAN.blocks.lists[0],
+                attention={"attn1": PAIRED},
+                cuts=WAN.blocks.lists[0].cuts
+                | {"pose_rotary_emb": image_tables(1), "reference": lambda table, rows: rows.of_image(table, 1)},
+            ),
+        ),
+    ),
+    sizes=replace(WAN.sizes, hidden=lambda config: 2 * hidden(config)),
+    inputs=replace(
+        WAN.inputs,
+        conditioning=_conditioning,
+        check_grid=_check_grid,
+        accepts=(
+            *WAN.inputs.accepts,
+            "pose_latents",
+            "context_pose",
+            "clip_fea_pose",
+            "pose_strength",
+            "reference_strength",
+        ),
+        vector_tensors=(*WAN.inputs.vector_tensors, "reference", *(f"pose_{theirs}" for theirs in _OF_POSE.values())),
+        example=_example,
+    ),
+    forward=replace(WAN.forward, arguments=_arguments),
+)

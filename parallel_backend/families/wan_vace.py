@@ -1,0 +1,121 @@
+"""Wan VACE: a control video, with a mask, beside the one that is made."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from parallel_backend.families.base.blocks import JOINT
+from parallel_backend.families.base.family import CacheScope, Source
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.tensor_plan import GATHER
+from parallel_backend.families.parts import wan
+from parallel_backend.families.parts.conditioning import count_blocks, hidden
+from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_plan
+
+from .wan import WAN
+
+
+def _configure(shapes: Shapes) -> Config:
+    config = wan.configure(shapes)
+    layers, controlled = config["num_layers"], count_blocks(shapes, "vace_blocks.")
+    places = tuple(range(0, layers, layers // controlled))
+    if len(places) != controlled:
+        raise ValueError(f"model_name: {controlled} control blocks for {layers} blocks, which ComfyUI cannot place either.")
+    return config | {"vace_layers": places, "vace_in_channels": shapes["vace_patch_embedding.weight"][1]}
+
+
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = wan.key_map(config, "patch_embedding.video")
+    keys.copy({"patch_embedding.control": "vace_patch_embedding"})
+    for number, index in enumerate(config["vace_layers"]):
+        block = keys.inside(f"blocks.{index}.vace.", f"vace_blocks.{number}.")
+        wan.add_block(block, config)
+        block.copy({"proj_out": "after_proj"} | ({"proj_in": "before_proj"} if index == 0 else {}))
+    return keys.sources
+
+
+def _folder_key(config: Config, parameter: str) -> str:
+    """See FileLayout.folder_key."""
+    match parameter.split("."):
+        case ["patch_embedding", stream, leaf]:
+            return f"{'vace_' if stream == 'control' else ''}patch_embedding.{leaf}"
+        case ["blocks", index, "vace", *rest]:
+            return ".".join(["vace_blocks", str(config["vace_layers"].index(int(index))), *rest])
+        case _:
+            return parameter
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """As Wan's, `control` [B, vace_in_channels, T, H, W] and its `strength` [B]. ValueError for several at once."""
+    tensors = wan.conditioning(config, given)
+    controls, strengths = given["vace_context"], given["vace_strength"]  # ComfyUI makes empty ones where there are none
+    if controls.shape[1] > 1:
+        raise ValueError(
+            f"positive, negative: {controls.shape[1]} VACE controls at once cannot be forwarded to Parallel DiT's ranks in "
+            "this version. Use one WanVaceToVideo."
+        )
+    return tensors | {"control": controls[:, 0], "strength": torch.full((len(controls),), float(strengths[0]))}
+
+
+def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
+    """See Inputs.check_grid."""
+    if "control" in tensors:
+        wan.check_video("the VACE control", grid, tensors["control"])
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    return wan.arguments(step, config) | {
+        "embedded": {"control": step.tensors.get("control")},  # of the first stage
+        "given": {"strength": step.tensors["strength"]},
+    }
+
+
+def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
+    """See Inputs.example."""
+    return wan.example(config, text_tokens) | {"strength": torch.ones(1)}
+
+
+_CONTROL_PLAN = {
+    f"vace.{layer}": cut for layer, cut in (block_plan("ffn") | {"proj_in": GATHER, "proj_out": GATHER}).items()
+}
+_CONTROL_KEYS = {name.replace("*.", "*.vace."): scope for name, scope in TEXT_KEYS.items()}
+
+WAN_VACE = replace(
+    WAN,
+    name="wan-vace",
+    model_class="WanVACETransformer3DModel",
+    class_module="parallel_backend.families.models.wan_vace",
+    native_classes=("WAN21_Vace",),
+    file=replace(
+        WAN.file,
+        detect=lambda shapes: wan.kind(shapes) == "vace",
+        configure=_configure,
+        key_map=_key_map,
+        folder_key=_folder_key,
+        header=wan.header(
+            "vace",
+            vace_layers=lambda config: (len(config["vace_layers"]),),
+            vace_in_dim=lambda config: (config["vace_in_channels"],),
+        ),
+    ),
+    blocks=replace(
+        WAN.blocks,
+        lists=(replace(WAN.blocks.lists[0], attention={"attn1": JOINT, "vace.attn1": JOINT}),),
+    ),
+    sizes=replace(WAN.sizes, hidden=lambda config: 2 * hidden(config)),
+    inputs=replace(
+        WAN.inputs,
+        conditioning=_conditioning,
+        check_grid=_check_grid,
+        accepts=(*WAN.inputs.accepts, "vace_context", "vace_strength"),
+        vector_tensors=(*WAN.inputs.vector_tensors, "strength"),
+        example=_example,
+    ),
+    forward=replace(
+        WAN.forward,
+        arguments=_arguments,
+        cached_modules=WAN.forward.cached_modules | {"patch_embedding.control": CacheScope.PROMPT} | _CONTROL_KEYS,
+    ),
+    tensor_plan={"blocks": block_plan("ffn") | _CONTROL_PLAN},
+)
