@@ -73,7 +73,7 @@ class ConditioningCache:
         return conditioning
 
     def check_size(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-        """ValueError if the model has no positions for so large a grid, makes fewer frames, or has `tensors` for another one."""
+        """ValueError if the model has no positions for this grid, makes fewer frames, or `tensors` are for another one."""
         frames = self._family.sizes.max_frames
         if frames is not None and grid[0] > frames:
             raise ValueError(
