@@ -1,0 +1,64 @@
+"""Templates of the installed package -> prompts in API form, made by ComfyUI's own editor in a browser."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.comfyui_server import ComfyUIServer
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Workflow.Persist": False, "Comfy.Minimap.Visible": False}
+READY = "() => window.app?.canvas && window.LiteGraph?.registered_node_types.KSampler && app.graph._nodes.length"
+CONVERT = "async graph => { await app.loadGraphData(graph, true, false); return (await app.graphToPrompt()).output }"
+LOADERS = ("UNETLoader", "CheckpointLoaderSimple", "ImageOnlyCheckpointLoader")
+"""Nodes whose diffusion model runs on this machine, not at a provider of models."""
+MILLISECONDS = 120_000
+
+
+@dataclass(frozen=True)
+class Template:
+    """`uses`: how often it was opened, by the package's own count. `prompt`: in API form, without nodes that are unknown."""
+
+    name: str
+    title: str
+    uses: int
+    prompt: dict[str, Any]
+
+    def files(self) -> list[str]:
+        """Names of the diffusion models, those of text encoders' nodes not counted."""
+        nodes = (node for node in self.prompt.values() if node["class_type"] in LOADERS)
+        return list(dict.fromkeys(node["inputs"].get("unet_name") or node["inputs"].get("ckpt_name") for node in nodes))
+
+
+def templates_folder(python: Path) -> Path:
+    """Where the template package of this Python's environment has its graphs."""
+    pattern = "lib/python3*/site-packages/comfyui_workflow_templates_json/templates"
+    return next(python.parent.parent.glob(pattern))
+
+
+def convert(checkout: Path, python: Path, base: Path) -> list[Template]:
+    """Every template with a local diffusion model, the most used first. RuntimeError without a browser."""
+    from playwright import sync_api
+
+    chromium = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if chromium is None:
+        raise RuntimeError(f"no Chromium: none of {', '.join(CHROMIUM)} is on the path")
+    folder, found = templates_folder(python), []
+    known = {entry["name"]: entry for group in json.loads((folder / "index.json").read_text()) for entry in group["templates"]}
+    with ComfyUIServer(checkout, base, python) as server, sync_api.sync_playwright() as playwright:
+        server.post("/settings", SETTINGS)
+        page = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
+        page.set_default_timeout(MILLISECONDS)
+        page.goto(f"http://127.0.0.1:{server.port}/")
+        page.wait_for_function(READY)
+        for name, entry in known.items():
+            path = folder / f"{name}.json"
+            if path.exists() and any(loader in (text := path.read_text()) for loader in LOADERS):
+                prompt = page.evaluate(CONVERT, json.loads(text))
+                prompt = {number: node for number, node in prompt.items() if node["class_type"]}
+                template = Template(name, entry["title"], entry.get("usage") or 0, prompt)
+                if template.files():
+                    found.append(template)
+    return sorted(found, key=lambda template: (-template.uses, template.name))

@@ -1,0 +1,86 @@
+"""Runs templates in a booted ComfyUI, native and ours, and judges what came out."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.comfyui.conftest import Inside
+from tests.comfyui.test_families import CASES, save_case
+
+from .conversion import Template
+from .files import case_of, what_it_is
+
+LIMIT, TIMES = 5e-5, 10.0
+"""Largest difference of a latent, of its largest value: this, or so many times what the native model differs from itself
+when it attends by another of ComfyUI's kernels."""
+LORAS = ("LoraLoaderModelOnly", "LoraLoader")
+EQUAL, DIFFERS, REFUSED, FAILED, NOT_OURS, NOT_RUN = "equal", "differs", "refused", "failed", "not ours", "not run"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a template. `reason`: of everything but EQUAL. `difference`, `itself`: see LIMIT."""
+
+    name: str
+    title: str
+    uses: int
+    files: tuple[str, ...]
+    outcome: str
+    reason: str = ""
+    difference: float | None = None
+    itself: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value not in (None, "")}
+
+
+def run_all(templates: Iterable[Template], inside: Inside, base: Path) -> Iterator[Verdict]:
+    """One after the other. The base directory gets the files that they name."""
+    cases = {case.name: case for case in CASES}
+    saved: set[str] = set()
+    for template in templates:
+        files = {file: case_of(file) for file in template.files()}
+        about = (template.name, template.title, template.uses, tuple(files))
+        others = [f"{file}: {what_it_is(file)}" for file, case in files.items() if case not in cases]
+        if others:
+            yield Verdict(*about, NOT_OURS, "; ".join(others))
+            continue
+        for file, name in files.items():
+            if name not in saved:
+                save_case(cases[name], base)
+                saved.add(name)
+            link_model(base / "models" / "diffusion_models", file, name)
+        try:
+            found, _ = inside.run("templates", prompt=template.prompt, files=files, loras=loras(template))
+        except AssertionError as error:
+            yield Verdict(*about, FAILED, str(error)[-300:])
+            continue
+        yield judge(about, found)
+
+
+def link_model(folder: Path, file: str, case: str) -> None:
+    """The case's file under a template's name."""
+    path = folder / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.symlink_to(folder / f"{case}.safetensors")
+
+
+def loras(template: Template) -> dict[str, str]:
+    """A LoRA's name -> the diffusion model that it is made for, the first of the template."""
+    nodes = [node["inputs"]["lora_name"] for node in template.prompt.values() if node["class_type"] in LORAS]
+    return {name: template.files()[0] for name in nodes if isinstance(name, str)}
+
+
+def judge(about: tuple, found: dict[str, Any]) -> Verdict:
+    """By what inside/templates.py found."""
+    for kind in ("native", "native itself", "ours"):
+        if "error" in (result := found.get(kind, {})):
+            text = result["error"].strip().splitlines()[-1]
+            refused = kind == "ours" and ": ValueError " in text
+            return Verdict(*about, REFUSED if refused else FAILED if kind == "ours" else NOT_RUN, text)
+    itself, ours = max(found["native itself"]), max(found["ours"])
+    equal = math.isfinite(ours) and ours <= max(LIMIT, TIMES * itself)
+    return Verdict(*about, EQUAL if equal else DIFFERS, "", ours, itself)

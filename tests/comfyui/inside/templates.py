@@ -1,0 +1,152 @@
+"""One of ComfyUI's own templates, made small, with its own loaders and with ours. Run by serve.py.
+
+A template runs up to its samplers, in ComfyUI's executor, with its own nodes. What has to come out is every sampler's latent.
+"""
+
+import asyncio
+import math
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import comfy.lora
+import comfy.samplers
+import comfy.sd
+import comfy.utils
+import execution
+import folder_paths
+import stand_ins
+from boot import BASE, Results, other_attention, torch
+from families import detecting
+from safetensors.torch import save_file
+from server import PromptServer
+
+import nodes
+
+SMALL = {  # inputs of nodes, by the last word of their name -> the largest value
+    **dict.fromkeys(("width", "height", "target_width", "target_height", "longer_size", "longer_edge", "largest_size",
+                     "shorter_size", "resolution", "size"), stand_ins.SIDE),
+    **dict.fromkeys(("length", "frames_number", "num_frames", "video_frames", "frames"), stand_ins.FRAMES),
+    "megapixels": stand_ins.SIDE**2 / 2**20,
+}  # fmt: skip
+H3_FRAMES = 22
+RANK = 4
+
+
+class Server(SimpleNamespace):
+    """What executor and nodes tell of progress goes nowhere."""
+
+    def send_sync(self, *_arguments: Any, **_named: Any) -> None:
+        """Nobody listens."""
+
+    send_progress_text = send_sync
+
+
+def make_small(kind: str, inputs: dict[str, list]) -> None:
+    """Cut sizes down where a node is about to be run with them; start and end of sampling are left, which are of steps."""
+    for name, values in inputs.items():
+        last = name.rpartition(".")[2]
+        if last in SMALL:
+            most = H3_FRAMES if last == "length" and kind.startswith("MiniMaxH3") else SMALL[last]
+            inputs[name] = [min(value, most) if isinstance(value, (int, float)) else value for value in values]
+
+
+def write_lora(name: str, model_file: str) -> None:
+    """A LoRA of every linear layer of some width, under the file's keys."""
+    state = comfy.utils.load_torch_file(folder_paths.get_full_path_or_raise("diffusion_models", model_file))
+    lora = {}
+    for key, value in state.items():
+        if value.ndim != 2 or not key.endswith(".weight") or min(value.shape) < RANK or "block" not in key:
+            continue
+        layer = f"diffusion_model.{key.removesuffix('.weight')}"
+        lora[f"{layer}.lora_A.weight"] = 0.1 * stand_ins.random(name + key, RANK, value.shape[1])
+        lora[f"{layer}.lora_B.weight"] = 0.1 * stand_ins.random(key + name, value.shape[0], RANK)
+    path = BASE / "models" / "loras" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(lora, path)
+
+
+def run(prompt: dict[str, Any]) -> list[torch.Tensor]:
+    """What each call of a sampler gave, in the order of their ends. RuntimeError, with the node, if the prompt fails."""
+    found: list[torch.Tensor] = []
+    sample, get_output_data = comfy.samplers.CFGGuider.sample, execution.get_output_data
+
+    def recorded(self, *arguments, **named):
+        samples = sample(self, *arguments, **named)
+        found.extend(samples.unbind() if samples.is_nested else [samples])
+        return samples
+
+    async def smaller(prompt_id, unique_id, obj, input_data_all, *arguments, **named):
+        make_small(prompt[unique_id]["class_type"] if unique_id in prompt else "", input_data_all)
+        return await get_output_data(prompt_id, unique_id, obj, input_data_all, *arguments, **named)
+
+    samplers = [name for name, node in prompt.items() if "LATENT" in returns(node) and takes_model(node)]
+    assert samplers, "no sampler"
+    server = Server(client_id=None, last_node_id=None, prompt_queue=None)
+    executor = execution.PromptExecutor(server, cache_args={"ram": 0, "ram_inactive": 0, "lru": 0})
+    with (
+        patch.object(comfy.samplers.CFGGuider, "sample", recorded),
+        patch.object(execution, "get_output_data", smaller),
+        patch.object(PromptServer, "instance", server, create=True),
+    ):
+        executor.execute(prompt, "template", {}, samplers)
+    if not executor.success:
+        (failed,) = [data for event, data in executor.status_messages if event in ("execution_error", "execution_interrupted")]
+        text = f"{failed['node_type']}: {failed.get('exception_type', '')} {failed.get('exception_message', '')}"
+        raise RuntimeError("".join(failed.get("traceback", ())[-3:]) + text)
+    return found
+
+
+def returns(node: dict[str, Any]) -> tuple[str, ...]:
+    kind = nodes.NODE_CLASS_MAPPINGS.get(node["class_type"])
+    return () if kind is None else tuple(kind.RETURN_TYPES)
+
+
+def takes_model(node: dict[str, Any]) -> bool:
+    return bool({"model", "guider"} & set(node["inputs"]))
+
+
+def load_native(unet_name: str, **_inputs: Any) -> tuple:
+    path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
+    return (comfy.sd.load_diffusion_model(path, model_options={"dtype": torch.float32}),)
+
+
+def with_ours(prompt: dict[str, Any]) -> dict[str, Any]:
+    """Our loader on two ranks in place of each of its loaders."""
+    ours = {}
+    for name, node in prompt.items():
+        if node["class_type"] == "UNETLoader":
+            widgets = {"model_name": node["inputs"]["unet_name"], "weight_dtype": "fp32", "pipefusion_degree": 2,
+                       "tensor_parallel_degree": 1, "split_batch_degree": 1, "devices": "cpu,cpu", "stage_split": "even"}  # fmt: skip
+            node = {**node, "class_type": "ParallelDiTLoader", "inputs": widgets}
+        ours[name] = node
+    return ours
+
+
+def differences(expected: list[torch.Tensor], found: list[torch.Tensor]) -> list[float]:
+    assert [each.shape for each in expected] == [each.shape for each in found]
+    return [float(torch.nan_to_num((a - b).abs(), nan=math.inf).max() / a.abs().max()) for a, b in zip(expected, found)]
+
+
+def main(results: Results, prompt: dict[str, Any], files: dict[str, str], loras: dict[str, str]) -> None:
+    """`files`: a diffusion model's name in the template -> the case it is of. `loras`: a LoRA's name -> the model's file."""
+    asyncio.run(nodes.init_builtin_extra_nodes())
+    case = stand_ins.Case(next(iter(files.values())))
+    with detecting(case.settings["detected"]):
+        (model,) = load_native(next(iter(files)))
+        stand_ins.install(case, model.model.latent_format)
+        stand_ins.replace("UNETLoader", load_native)
+        for name, file in loras.items():
+            write_lora(name, file)
+        expected: list[torch.Tensor] = []
+
+        def native() -> dict[str, Any]:
+            expected.extend(run(prompt))
+            return {"shapes": [list(each.shape) for each in expected], "largest": [float(each.abs().max()) for each in expected]}
+
+        results.case("native", native)
+        if not expected:
+            return
+        stand_ins.replace("UNETLoader", lambda **inputs: (other_attention(*load_native(**inputs)),))
+        results.case("native itself", lambda: differences(expected, run(prompt)))
+        results.case("ours", lambda: differences(expected, run(with_ours(prompt))))
