@@ -1,6 +1,6 @@
 """The command: every template with a diffusion model of this machine, or those that are named.
 
-    python -m tests.campaigns.templates --json benchmarks/results/templates_DATE.json --docs
+python -m tests.campaigns.templates --json benchmarks/results/templates_DATE.json --docs
 """
 
 import argparse
@@ -44,7 +44,10 @@ def main() -> int:
         with contextlib.closing(Inside(ComfyUI(checkout, python), base)) as inside:
             for verdict in run_all(chosen, inside, base):
                 verdicts.append(verdict)
-                print(f"{verdict.uses:6} {verdict.name}: {verdict.outcome} {verdict.difference or ''} {verdict.reason}", flush=True)
+                print(
+                    f"{verdict.uses:6} {verdict.name}: {verdict.outcome} {verdict.difference or ''} {verdict.reason}",
+                    flush=True,
+                )
     print(json.dumps(summary(verdicts), indent=1))
     if options.json is not None:
         machine = {"cores": len(os.sched_getaffinity(0)), "processor": platform.processor(), "torch": torch.__version__}

@@ -8,6 +8,8 @@ from typing import Any
 
 from scripts.comfyui_server import ComfyUIServer
 
+from .files import is_helper
+
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Workflow.Persist": False, "Comfy.Minimap.Visible": False}
 READY = "() => window.app?.canvas && window.LiteGraph?.registered_node_types.KSampler && app.graph._nodes.length"
@@ -27,9 +29,10 @@ class Template:
     prompt: dict[str, Any]
 
     def files(self) -> list[str]:
-        """Names of the diffusion models, those of text encoders' nodes not counted."""
-        nodes = (node for node in self.prompt.values() if node["class_type"] in LOADERS)
-        return list(dict.fromkeys(node["inputs"].get("unet_name") or node["inputs"].get("ckpt_name") for node in nodes))
+        """Names of the diffusion models, without those that only prepare something for another one."""
+        nodes = (node["inputs"] for node in self.prompt.values() if node["class_type"] in LOADERS)
+        names = dict.fromkeys(str(inputs.get("unet_name") or inputs.get("ckpt_name")) for inputs in nodes)
+        return [name for name in names if not is_helper(name)]
 
 
 def templates_folder(python: Path) -> Path:
@@ -46,7 +49,9 @@ def convert(checkout: Path, python: Path, base: Path) -> list[Template]:
     if chromium is None:
         raise RuntimeError(f"no Chromium: none of {', '.join(CHROMIUM)} is on the path")
     folder, found = templates_folder(python), []
-    known = {entry["name"]: entry for group in json.loads((folder / "index.json").read_text()) for entry in group["templates"]}
+    known = {
+        entry["name"]: entry for group in json.loads((folder / "index.json").read_text()) for entry in group["templates"]
+    }
     with ComfyUIServer(checkout, base, python) as server, sync_api.sync_playwright() as playwright:
         server.post("/settings", SETTINGS)
         page = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()

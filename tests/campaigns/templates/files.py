@@ -2,44 +2,75 @@
 
 import re
 
-CASES = (  # the first pattern that is found in the name
+CASES = (  # the first pattern that is found in the name, whatever its case
+    (r"minimax_h3", "minimax-h3"),
+    (r"ltx-2\.5", "ltx-2.5"),
+    (r"ltx-2\.3", "ltx-2.3"),
+    (r"ltx-2-", "ltx-2"),
+    (r"ltx-video-2b-v0\.9\.[5-8]", "ltx-video-0.9.5"),
+    (r"ltx-video", "ltx-video-0.9"),
+    (r"krea2", "krea2"),
     (r"flux1.*kontext", "flux-kontext"),
-    (r"flux1-fill", "flux-fill"),
+    (r"flux\.?1-fill", "flux-fill"),
     (r"flux1-schnell", "flux-schnell"),
     (r"flux1", "flux-dev"),
     (r"flux-2-klein", "flux2-klein"),
     (r"flux2", "flux2-dev"),
     (r"z_image", "z-image"),
-    (r"qwen_image_edit|qwen-image-edit|FireRed", "qwen-image-edit"),
+    (r"qwen_image_edit_2511|firered", "qwen-image-edit-2511"),
+    (r"qwen_image_edit", "qwen-image-edit"),
+    (r"qwen_image_layered", "qwen-image-layered"),
     (r"qwen_image", "qwen-image"),
-    (r"wan2\.2_i2v", "wan-2.2-i2v"),
-    (r"wan2\.2_ti2v", "wan-2.2-5b"),
-    (r"wan2\.1_i2v", "wan-2.1-i2v"),
+    (r"wan_animate_2", "wan-animate-2"),
+    (r"wan2\.1_vace", "wan-2.1-vace"),
+    (r"bernini_r", "bernini-r"),
+    (r"wan2\.2_s2v", "wan-2.2-s2v"),
+    (r"scail_2", "scail-2"),
+    (r"humo", "humo"),
+    (r"wan2\.1_fun_camera", "wan-2.1-camera"),
+    (r"wan2\.2_fun_camera", "wan-2.2-camera"),
+    (r"wan2\.2_i2v|wan2\.2_fun_(inpaint|control).*14B", "wan-2.2-i2v"),
+    (r"wan2\.2_ti2v|wan2\.2_fun_(inpaint|control)_5B", "wan-2.2-5b"),
+    (r"wan2\.1_flf2v", "wan-2.1-flf2v"),
+    (r"wan2[._]1[_-](i2v|fun_inp|fun_control)|wan21-wanmove|chrono_edit", "wan-2.1-i2v"),
     (r"wan2\.[12]_t2v", "wan-2.1-t2v"),
-    (r"Chroma1-HD", "chroma"),
+    (r"chroma1-hd", "chroma"),
+    (r"chroma-radiance", "chroma-radiance"),
+    (r"hunyuanvideo1\.5|capybara", "hunyuan-video-1.5"),
     (r"hunyuan_video_t2v", "hunyuan-video"),
+    (r"kandinsky5lite_t2i", "kandinsky-5-image"),
+    (r"kandinsky5", "kandinsky-5-video"),
+    (r"hidream_[ie]1", "hidream-i1"),
+    (r"ideogram4", "ideogram4"),
+    (r"ernie", "ernie-image"),
+    (r"longcat_image", "longcat-image"),
+    (r"ovis_image", "ovis-image"),
+    (r"omnigen2", "omnigen2"),
+    (r"netayume", "lumina2"),
     (r"sd3\.5_large", "sd3.5-large"),
-    (r"ltx-video", "ltx-video-0.9.5"),
 )
+OTHERS = (  # what the rest is
+    (r"sd_xl|sdxl|svd", "a UNet of Stable Diffusion's kind"),
+    (r"ace_?step|stable_audio|minimax_music", "makes sounds, in seconds on one card"),
+    (r"hunyuan_?3d|triposplat", "makes 3D models, in seconds on one card"),
+    (r"anima", "Anima, of 2 B: little to gain"),
+    (r"hidream_o1|pixeldit", "computes on pixels, without a VAE"),
+    (r"seedvr2|mage_flow|boogu|newbie|joyai|lens_|void_pass|dancer|causal_forcing", "no class in diffusers"),
+)
+HELPERS = (r"sam3|sdpose|rt_?detr|lotus", "finds depth, poses or masks for what the diffusion model is given")
 
 
 def case_of(name: str) -> str | None:
     """The case that stands for this file."""
-    return next((case for pattern, case in CASES if re.search(pattern, name)), None)
-OTHERS = (  # what the rest is
-    (r"sd_xl|sdxl|v1-5|SD1\.5|512-|dreamshaper|juggernaut|sd_turbo|svd|lotus|unclip|stable_zero", "a UNet of Stable Diffusion's kind"),
-    (r"ace_?step|stable_audio|minimax_music|music", "makes sounds, in seconds on one card"),
-    (r"hunyuan3d|hunyuan_3d|triposplat|trellis", "makes 3D models, in seconds on one card"),
-    (r"sam3|sdpose|rt_?detr", "finds things in pictures"),
-    (r"seedvr2", "SeedVR2, for which diffusers has no class"),
-    (r"mage_flow", "Mage-Flow, for which diffusers has no class"),
-    (r"boogu", "Boogu, for which diffusers has no class"),
-    (r"anima", "Anima, of 2 B: little to gain"),
-    (r"NewBie", "NewBie, for which diffusers has no class"),
-    (r"hidream_o1", "HiDream-O1, which computes on pixels"),
-)
+    return next((case for pattern, case in CASES if re.search(pattern, name, re.IGNORECASE)), None)
+
+
+def is_helper(name: str) -> bool:
+    """It makes no picture or video of its own."""
+    return re.search(HELPERS[0], name, re.IGNORECASE) is not None
 
 
 def what_it_is(name: str) -> str:
     """Of a file that no case stands for."""
-    return next((what for pattern, what in OTHERS if re.search(pattern, name, re.IGNORECASE)), "a model that this version lacks")
+    found = (what for pattern, what in (*OTHERS, HELPERS) if re.search(pattern, name, re.IGNORECASE))
+    return next(found, "a model that this version lacks")

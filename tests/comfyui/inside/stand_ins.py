@@ -126,7 +126,9 @@ class Vae:
             self.latent_channels = 24
         self.space, self.time = latent_format.spacial_downscale_ratio, latent_format.temporal_downscale_ratio
         self.downscale_ratio = (lambda frames: self._frames(frames), self.space, self.space) if self.video else self.space
-        self.upscale_ratio = (lambda frames: 1 + (frames - 1) * self.time, self.space, self.space) if self.video else self.space
+        self.upscale_ratio = (
+            (lambda frames: 1 + (frames - 1) * self.time, self.space, self.space) if self.video else self.space
+        )
         self.downscale_index_formula = self.upscale_index_formula = (self.time, self.space, self.space)
         self.output_channels, self.extra_1d_channel, self.not_video, self.audio_sample_rate = 3, None, False, AUDIO_RATE
         self.first_stage_model = self.patcher = self.device = None
@@ -206,11 +208,11 @@ class AudioVae(Vae):
 
 
 class ClipVision:
-    """CLIP vision: hidden states of the case's shape, of whatever it looks at."""
+    """CLIP vision: hidden states of the case's shape, of whatever it looks at. `pictures`: how many the case's are of."""
 
-    def __init__(self, case: Case):
-        shape = (1, 257, 1280) if (known := case.vision()) is None else known.shape
-        self.shape = shape
+    def __init__(self, case: Case, pictures: int):
+        batch, tokens, width = (1, 257, 1280) if (known := case.vision()) is None else known.shape
+        self.shape = (batch, tokens // pictures, width)
 
     def encode_image(self, image: torch.Tensor, **_named: Any) -> comfy.clip_vision.Output:
         output = comfy.clip_vision.Output()
@@ -262,15 +264,16 @@ def replace(name: str, run: Callable[..., tuple]) -> None:
     nodes.NODE_CLASS_MAPPINGS[name] = type(name, (), members)
 
 
-def install(case: Case, latent_format: Any) -> None:
-    """Stand-ins for every file but diffusion models and LoRAs. `case`: whose prompts the text encoders make."""
+def install(case: Case, latent_format: Any) -> Vae:
+    """Stand-ins for every file but diffusion models and LoRAs; the VAE. `case`: whose prompts the text encoders make."""
+    vae = Vae(latent_format)
     audio = AudioVae(8, 16) if isinstance(latent_format, comfy.latent_formats.LTXV) else AudioVae(32, 2)
     for name in ("CLIPLoader", "DualCLIPLoader", "TripleCLIPLoader", "QuadrupleCLIPLoader", "LTXAVTextEncoderLoader"):
         replace(name, lambda **_inputs: (Clip(case),))
-    replace("VAELoader", lambda vae_name: (audio if "audio" in vae_name else Vae(latent_format),))
+    replace("VAELoader", lambda vae_name: (audio if "audio" in vae_name else vae,))
     replace("LTXVAudioVAELoader", lambda **_inputs: (audio,))
     replace("AudioEncoderLoader", lambda **_inputs: (AudioEncoder(),))
-    replace("CLIPVisionLoader", lambda **_inputs: (ClipVision(case),))
+    replace("CLIPVisionLoader", lambda **_inputs: (ClipVision(case, 2 if case.name.endswith("flf2v") else 1),))
     replace("LoadImage", lambda image, **_inputs: (picture(str(image)), hole()))
     replace("LoadVideo", lambda file, **_inputs: (video(file),))
     replace("LoadAudio", lambda audio, **_inputs: (sound(audio),))
@@ -279,3 +282,4 @@ def install(case: Case, latent_format: Any) -> None:
     replace("FluxKontextImageScale", lambda image: (image,))
     for name in ("TextGenerate", "TextGenerateLTX2Prompt"):
         replace(name, lambda prompt="", **_inputs: (prompt,))
+    return vae

@@ -1,10 +1,12 @@
 """One of ComfyUI's own templates, made small, with its own loaders and with ours. Run by serve.py.
 
-A template runs up to its samplers, in ComfyUI's executor, with its own nodes. What has to come out is every sampler's latent.
+A template runs up to its samplers, in ComfyUI's executor, with its own nodes. What counts is every sampler's
+latent.
 """
 
 import asyncio
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +33,15 @@ SMALL = {  # inputs of nodes, by the last word of their name -> the largest valu
 }  # fmt: skip
 H3_FRAMES = 22
 RANK = 4
+LOADERS = {"UNETLoader": "unet_name", "CheckpointLoaderSimple": "ckpt_name"}
+ON_TWO_RANKS = {
+    "weight_dtype": "fp32",
+    "pipefusion_degree": 2,
+    "tensor_parallel_degree": 1,
+    "split_batch_degree": 1,
+    "devices": "cpu,cpu",
+    "stage_split": "even",
+}
 
 
 class Server(SimpleNamespace):
@@ -91,7 +102,9 @@ def run(prompt: dict[str, Any]) -> list[torch.Tensor]:
     ):
         executor.execute(prompt, "template", {}, samplers)
     if not executor.success:
-        (failed,) = [data for event, data in executor.status_messages if event in ("execution_error", "execution_interrupted")]
+        (failed,) = [
+            data for event, data in executor.status_messages if event in ("execution_error", "execution_interrupted")
+        ]
         text = f"{failed['node_type']}: {failed.get('exception_type', '')} {failed.get('exception_message', '')}"
         raise RuntimeError("".join(failed.get("traceback", ())[-3:]) + text)
     return found
@@ -106,26 +119,41 @@ def takes_model(node: dict[str, Any]) -> bool:
     return bool({"model", "guider"} & set(node["inputs"]))
 
 
-def load_native(unet_name: str, **_inputs: Any) -> tuple:
-    path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
-    return (comfy.sd.load_diffusion_model(path, model_options={"dtype": torch.float32}),)
+def load_native(name: str) -> Any:
+    path = folder_paths.get_full_path_or_raise("diffusion_models", name)
+    return comfy.sd.load_diffusion_model(path, model_options={"dtype": torch.float32})
 
 
-def with_ours(prompt: dict[str, Any]) -> dict[str, Any]:
-    """Our loader on two ranks in place of each of its loaders."""
-    ours = {}
+def install_loaders(load: Callable[[str], Any], case: stand_ins.Case, vae: stand_ins.Vae) -> None:
+    """ComfyUI's loaders of diffusion models give what `load` does, with stand-ins for an all-in-one file's rest."""
+    stand_ins.replace("UNETLoader", lambda unet_name, **_inputs: (load(unet_name),))
+    stand_ins.replace("CheckpointLoaderSimple", lambda ckpt_name: (load(ckpt_name), stand_ins.Clip(case), vae))
+
+
+def with_ours(prompt: dict[str, Any], files: dict[str, str]) -> dict[str, Any]:
+    """Our loader on two ranks for the MODEL of each of its loaders; an all-in-one file's CLIP and VAE stay."""
+    loaders = {
+        name: file
+        for name, node in prompt.items()
+        if node["class_type"] in LOADERS and (file := node["inputs"][LOADERS[node["class_type"]]]) in files
+    }
+    ours = {
+        f"{name} ours": {"class_type": "ParallelDiTLoader", "inputs": ON_TWO_RANKS | {"model_name": file}}
+        for name, file in loaders.items()
+    }
+
+    def linked(value: Any) -> Any:
+        return [f"{value[0]} ours", 0] if isinstance(value, list) and value[0] in loaders and value[1] == 0 else value
+
     for name, node in prompt.items():
-        if node["class_type"] == "UNETLoader":
-            widgets = {"model_name": node["inputs"]["unet_name"], "weight_dtype": "fp32", "pipefusion_degree": 2,
-                       "tensor_parallel_degree": 1, "split_batch_degree": 1, "devices": "cpu,cpu", "stage_split": "even"}  # fmt: skip
-            node = {**node, "class_type": "ParallelDiTLoader", "inputs": widgets}
-        ours[name] = node
+        ours[name] = {**node, "inputs": {key: linked(value) for key, value in node["inputs"].items()}}
     return ours
 
 
 def differences(expected: list[torch.Tensor], found: list[torch.Tensor]) -> list[float]:
     assert [each.shape for each in expected] == [each.shape for each in found]
-    return [float(torch.nan_to_num((a - b).abs(), nan=math.inf).max() / a.abs().max()) for a, b in zip(expected, found)]
+    pairs = zip(expected, found, strict=True)
+    return [float(torch.nan_to_num((a - b).abs(), nan=math.inf).max() / a.abs().max()) for a, b in pairs]
 
 
 def main(results: Results, prompt: dict[str, Any], files: dict[str, str], loras: dict[str, str]) -> None:
@@ -133,20 +161,23 @@ def main(results: Results, prompt: dict[str, Any], files: dict[str, str], loras:
     asyncio.run(nodes.init_builtin_extra_nodes())
     case = stand_ins.Case(next(iter(files.values())))
     with detecting(case.settings["detected"]):
-        (model,) = load_native(next(iter(files)))
-        stand_ins.install(case, model.model.latent_format)
-        stand_ins.replace("UNETLoader", load_native)
+        latent_format = load_native(next(iter(files))).model.latent_format
+        vae = stand_ins.install(case, latent_format)
+        install_loaders(load_native, case, vae)
         for name, file in loras.items():
             write_lora(name, file)
         expected: list[torch.Tensor] = []
 
         def native() -> dict[str, Any]:
             expected.extend(run(prompt))
-            return {"shapes": [list(each.shape) for each in expected], "largest": [float(each.abs().max()) for each in expected]}
+            return {
+                "shapes": [list(each.shape) for each in expected],
+                "largest": [float(each.abs().max()) for each in expected],
+            }
 
         results.case("native", native)
         if not expected:
             return
-        stand_ins.replace("UNETLoader", lambda **inputs: (other_attention(*load_native(**inputs)),))
+        results.case("ours", lambda: differences(expected, run(with_ours(prompt, files))))
+        install_loaders(lambda name: other_attention(load_native(name)), case, vae)
         results.case("native itself", lambda: differences(expected, run(prompt)))
-        results.case("ours", lambda: differences(expected, run(with_ours(prompt))))

@@ -1,0 +1,62 @@
+"""The campaign of templates: what it makes of names and figures, and two templates from end to end."""
+
+import contextlib
+import json
+
+import pytest
+
+from tests.campaigns.templates.conversion import Template, convert
+from tests.campaigns.templates.report import END, START, replace_table, summary
+from tests.campaigns.templates.runner import DIFFERS, EQUAL, FAILED, NOT_OURS, NOT_RUN, REFUSED, judge, run_all
+from tests.comfyui.conftest import Inside, comfyui  # noqa: F401 (a fixture)
+
+ABOUT = ("name", "title", 10, ("file",))
+
+
+def found(ours, itself=(1e-6,)):
+    return {"native": {}, "native itself": list(itself), "ours": ours}
+
+
+@pytest.mark.parametrize(
+    ("results", "outcome"),
+    [
+        (found([4e-5, 1e-6]), EQUAL),
+        (found([2e-4], itself=[3e-5]), EQUAL),
+        (found([6e-5]), DIFFERS),
+        (found([float("inf")], itself=[float("inf")]), DIFFERS),
+        (found({"error": "RuntimeError: ...\nKSampler: ValueError model: not here"}), REFUSED),
+        (found({"error": "RuntimeError: ...\nKSampler: KeyError 'x'"}), FAILED),
+        ({"native": {"error": "RuntimeError: no such file"}}, NOT_RUN),
+    ],
+)
+def test_a_verdict(results, outcome):
+    assert judge(ABOUT, results).outcome == outcome
+
+
+def test_a_template_of_no_family_is_not_started_and_counts_in_the_shares():
+    prompt = {"1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "sd_xl_base_1.0.safetensors"}}}
+    (verdict,) = run_all([Template("sdxl", "SDXL", 30, prompt)], inside=None, base=None)
+    assert (verdict.outcome, verdict.reason) == (NOT_OURS, "sd_xl_base_1.0.safetensors: a UNet of Stable Diffusion's kind")
+    equal = judge(ABOUT, found([0.0]))
+    assert {outcome: figures["share"] for outcome, figures in summary([verdict, equal]).items()} == {
+        NOT_OURS: 0.75,
+        EQUAL: 0.25,
+    }
+    page = replace_table(f"before\n{START}\nold\n{END}\nafter", [equal, verdict])
+    assert "old" not in page and page.startswith("before\n") and page.endswith("\nafter")
+    assert "| sdxl | 30 | not ours |" in page
+
+
+@pytest.mark.full
+@pytest.mark.comfyui
+@pytest.mark.browser
+def test_templates_give_what_comfyuis_own_loaders_give(comfyui, tmp_path):  # noqa: F811
+    for name in ("models/diffusion_models", "models/loras", "input", "output"):
+        (tmp_path / name).mkdir(parents=True)
+    wanted = ("image_z_image_turbo", "image_krea2_turbo_t2i")
+    templates = [template for template in convert(comfyui.checkout, comfyui.python, tmp_path) if template.name in wanted]
+    with contextlib.closing(Inside(comfyui, tmp_path)) as inside:
+        verdicts = {verdict.name: verdict for verdict in run_all(templates, inside, tmp_path)}
+    assert {name: verdict.outcome for name, verdict in verdicts.items()} == dict.fromkeys(wanted, EQUAL), json.dumps(
+        [verdict.as_json() for verdict in verdicts.values()], indent=1
+    )
