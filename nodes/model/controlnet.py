@@ -13,12 +13,15 @@ Control = dict[str, list[torch.Tensor | None]]
 the model's own order: (frames,) rows, columns."""
 
 
-def residuals(family: Family, config: Config, control: Control | None, shape: tuple[int, ...]) -> Residuals:
-    """Block -> what is added behind it, for a latent (or a band's) of `shape`: tokens in the order of `Patching.pack`.
+def residuals(
+    family: Family, config: Config, control: Control | None, shape: tuple[int, ...], along: str = "rows"
+) -> Residuals:
+    """Block -> what is added behind it, for a latent (or a band's) of `shape`: tokens in the order of `Patching.pack`, for
+    bands along that axis.
 
     ValueError for outputs that the family has no place for, and for those of another model's size.
     """
-    patching = family.patching
+    patching = family.patching.cut(along)
     grid = patching.grid(shape)
     counts, order = family.blocks.counts(config), patching.order(grid)
     size = (shape[0], torch.Size(grid).numel(), family.sizes.hidden(config))

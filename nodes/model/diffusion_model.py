@@ -153,10 +153,11 @@ class RemoteDiffusionModel(torch.nn.Module):
                 "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
             )
         tensors = family.inputs.conditioning(config, {"context": context, **given})
-        added = residuals(family, config, control, tuple(x.shape))
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
         turn = {"first_replica": evaluation.first_replica(len(x)), "on_posted": evaluation.start_next}
         band: Band | None = options.get(BAND_KEY)
+        along = "rows" if band is None else band.run.patching.along
+        added = residuals(family, config, control, tuple(x.shape), along)
         allowed = self.cache is not None and self.cache.may_forecast(options)
         if band is None:
             cache = None if self.cache is None else self.cache.cache

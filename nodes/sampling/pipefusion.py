@@ -22,6 +22,7 @@ from parallel_backend.client.reports.run_report import RunReport
 from parallel_backend.client.step_cache import StepCache
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
+from parallel_backend.families.base.patching import Patching
 
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
 from ..ui.host import check_cancelled
@@ -106,17 +107,17 @@ class PipeFusion:
         started = time.perf_counter()
         overlap = self.overlap and stub.comm_overlap
         result, run, reason, cache = None, None, None, stub.cache
-        rows = self._rows(model, sampling)
+        patching, rows = self._cut(model, sampling)
         calls = None if cache is None else cache.restart(len(rows))
         if model.degrees.displaced:
             reason = why_not_displaced(sampling)
             if reason is None:
-                result, run = self._displaced(model, rows, sampling, executor, overlap, calls)
+                result, run = self._displaced(model, patching, rows, sampling, executor, overlap, calls)
         elif len(rows) > 1:
             reason = why_not_banded(sampling)
             try:
                 if reason is None:
-                    result, run = self._in_bands(model, rows, sampling, overlap, calls)
+                    result, run = self._in_bands(model, patching, rows, sampling, overlap, calls)
             except NotLocal as why:
                 reason = str(why)
         if result is None:
@@ -136,6 +137,7 @@ class PipeFusion:
             tuple(stats),
             None if cache is None else cache.report(),
             model.pool.notes,
+            patching.along if patching.video else None,
         )
         say("; ".join((f"Parallel DiT: {self.last.summary}", *self.last.notes, *([stub.idle] if stub.idle else []))))
         return result
@@ -149,24 +151,26 @@ class PipeFusion:
         bands = self.num_pipeline_patch or degrees.pipe
         return expected_request(checkpoint, shape, sampling.entries, sampling.text_tokens, kept, bands)
 
-    def _rows(self, model: RemoteTransformer, sampling: Sampling) -> tuple[Span, ...]:
-        """The latent rows of each band; one band where there is no pipeline to fill."""
+    def _cut(self, model: RemoteTransformer, sampling: Sampling) -> tuple[Patching, tuple[Span, ...]]:
+        """How tokens are ordered, and each band's latent rows (or frames); one band where there is no pipeline to fill."""
         patching, shape = model.family.patching, tuple(sampling.noise.shape)
         if 0 in shape or len(shape) < 4:
             raise ValueError(f"latent_image: a latent of the shape {list(shape)} cannot be sampled: it has no pixels.")
-        height = shape[patching.band_dim]
+        grid = patching.grid(shape)
+        if len(shape) == 5:  # else the model call refuses it, or it is a picture
+            patching = patching.cut(patching.best_axis(grid))
         planned = sampling.guider.inner_model.diffusion_model.key.planned
         if model.degrees.patch > 1 or (planned and model.degrees.pipe == 1):  # degrees auto took an exact mode over bands
-            return (Span(0, height),)
-        grid = patching.grid(shape)
+            return patching, (Span(0, shape[patching.band_dim]),)
         bands = self.num_pipeline_patch or choose_bands(
             model.degrees.pipe, grid[patching.band_dim], sampling.steps, model.stage_costs(grid), sampling.entries
         )
-        return cut_rows(shape, bands, patching)
+        return patching, cut_rows(shape, bands, patching)
 
     def _displaced(
         self,
         model: RemoteTransformer,
+        patching: Patching,
         rows: tuple[Span, ...],
         sampling: Sampling,
         executor,
@@ -176,7 +180,8 @@ class PipeFusion:
         """Displaced patches: the sampler runs as it is, on ComfyUI's thread; its calls belong to one run on the ranks."""
         stochastic = not isinstance(sampling.sampler, comfy.samplers.KSAMPLER) or takes_noise_sampler(sampling.sampler)
         extrapolate = self.extrapolate and not stochastic
-        run = BandedRun(model, rows, tuple(sampling.noise.shape), True, overlap, extrapolate, calls, check_cancelled)
+        shape, along = tuple(sampling.noise.shape), patching.along
+        run = BandedRun(model, rows, shape, True, overlap, extrapolate, calls, check_cancelled, along)
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         options["transformer_options"][BAND_KEY] = Band(run, 0, limit, check_cancelled)
@@ -190,6 +195,7 @@ class PipeFusion:
     def _in_bands(
         self,
         model: RemoteTransformer,
+        patching: Patching,
         rows: tuple[Span, ...],
         sampling: Sampling,
         overlap: bool,
@@ -205,13 +211,10 @@ class PipeFusion:
         shape = tuple(sampling.noise.shape)
         # Noise added between steps is no trend to follow: there extrapolated keys are worse than old ones.
         extrapolate = self.extrapolate and draws is None
-        run = BandedRun(model, rows, shape, self.warmup_steps > 0, overlap, extrapolate, calls, check_cancelled)
+        warm_up, along = self.warmup_steps > 0, patching.along
+        run = BandedRun(model, rows, shape, warm_up, overlap, extrapolate, calls, check_cancelled, along)
         limit = exact_above(sampling.sigmas, self.warmup_steps)
-        steps = StepCallbacks(
-            len(rows), model.family.patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar, device
-        )
-
-        patching = model.family.patching
+        steps = StepCallbacks(len(rows), patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar, device)
         controls = banded_controls(sampling.guider, patching, rows, shape, limit, extrapolate, device)
 
         def sample(band: int) -> torch.Tensor:

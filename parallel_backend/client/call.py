@@ -33,10 +33,14 @@ class Conditioning:
         return tuple(parts[(replica - self.first_replica) % replicas] for replica in range(replicas))
 
     def matches(
-        self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], unsure: Collection[str] | None = None
+        self,
+        grid: tuple[int, ...],
+        tensors: dict[str, torch.Tensor],
+        unsure: Collection[str] | None = None,
+        along: str = "rows",
     ) -> bool:
         """Whether a call with these tensors is one for this conditioning. Only those named in `unsure` are compared."""
-        if self.grid != grid or self.tensors.keys() != tensors.keys():
+        if (self.grid, self.token_order.along) != (grid, along) or self.tensors.keys() != tensors.keys():
             return False
         return same_values([(self.tensors[name], tensors[name]) for name in (tensors if unsure is None else unsure)])
 

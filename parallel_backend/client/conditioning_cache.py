@@ -49,7 +49,9 @@ class ConditioningCache:
     def __len__(self) -> int:
         return len(self._held)
 
-    def find(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int) -> Conditioning:
+    def find(
+        self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int, along: str = "rows"
+    ) -> Conditioning:
         """The ranks' own copy of these tensors, sent now if it is not there yet.
 
         A sampler passes the same values again at each step, mostly in new tensors: those are compared. Bands pass the same
@@ -58,11 +60,11 @@ class ConditioningCache:
         held = [known for known in reversed(self._held) if known.first_replica == first_replica]
         unsure = {known.id: self._unsure(known, tensors) for known in held}
         for known in sorted(held, key=lambda known: len(unsure[known.id])):
-            if known.matches(grid, tensors, unsure[known.id]):
+            if known.matches(grid, tensors, unsure[known.id], along):
                 self._seen[known.id] = _seen_now(tensors)
                 return known
         check_conditioning(tensors)
-        conditioning = self._make(grid, tensors, first_replica)
+        conditioning = self._make(grid, tensors, first_replica, along)
         self._scatter.conditioning(conditioning)
         self._held.append(conditioning)
         self._seen[conditioning.id] = _seen_now(tensors)
@@ -99,14 +101,15 @@ class ConditioningCache:
         seen = self._seen[known.id]
         return [name for name, tensor in tensors.items() if name not in seen or not seen[name].is_still(tensor)]
 
-    def _make(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int) -> Conditioning:
+    def _make(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int, along: str) -> Conditioning:
         family = self._family
         words = next((tensors[name].shape[1] for name in family.inputs.token_tensors if name in tensors), None)
         text = 0 if words is None else family.inputs.padded(words)
+        references = tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0
         return Conditioning(
             id=next(self._ids),
             grid=grid,
-            token_order=family.token_order(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0),
+            token_order=family.token_order(grid, references, along),
             text_tokens=family.image_padding(grid) + text,
             batch=len(next(iter(tensors.values()))),
             tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own

@@ -60,11 +60,13 @@ class Posting:
         if self._error is not None:
             raise again(self._error)
 
-    def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int) -> Conditioning:
+    def conditioning(
+        self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int, along: str
+    ) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet. Errors as of ConditioningCache."""
         self._conditionings.check_size(grid, tensors)
         with self.in_order():
-            return self._conditionings.find(grid, tensors, first_replica % self._degrees.batch)
+            return self._conditionings.find(grid, tensors, first_replica % self._degrees.batch, along)
 
     def post(self, call: Call) -> None:
         """Queue the call's micro-steps; `call.future` gives tokens [B, n, c] on the CPU."""

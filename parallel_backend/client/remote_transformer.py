@@ -215,13 +215,16 @@ class RemoteTransformer:
             )
         return Call(x, timestep.float(), conditioning, tokens, with_text, run, stale, bool(overlap), residuals or {})
 
-    def conditioning(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int = 0) -> Conditioning:
+    def conditioning(
+        self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int = 0, along: str = "rows"
+    ) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet (see ConditioningCache).
 
         `first_replica`: first replica to receive entries, modulo the replica count. The first ones get the larger shares.
+        `along`: axis by which its calls' tokens are ordered first (Patching.along).
         ValueError if the model has no positions for so large a `grid`.
         """
-        return self._posting.conditioning(grid, tensors, first_replica)
+        return self._posting.conditioning(grid, tensors, first_replica, along)
 
     def open_run(self, extrapolate: bool = True) -> int:
         """A number for a run, under which its calls keep their K/V buffers. See Runs.open, also for errors."""

@@ -92,6 +92,7 @@ class Scatter:
                         conditioning.text_tokens,
                         len(entries),
                         tensors,
+                        conditioning.token_order.along,
                     )
                     for rank in degrees.ranks(replica, stage, index):
                         self._pool.send(rank, message)

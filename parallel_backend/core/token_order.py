@@ -14,6 +14,16 @@ import torch
 from .spans import Span, split
 
 
+def class_order(grid: tuple[int, ...], along: str) -> torch.Tensor | None:
+    """[N]: place in our order -> place in diffusers' classes' order: frames, rows, columns. None if they are the same.
+
+    `grid`: (frames,) rows, columns. `along`: see TokenOrder.
+    """
+    if len(grid) == 2 or along == "frames" or grid[0] == 1:
+        return None
+    return torch.arange(torch.Size(grid).numel()).view(grid).transpose(0, 1).flatten()
+
+
 @dataclass(frozen=True)
 class TokenOrder:
     """Places 0 to `tokens` - 1 of a request's image tokens."""
@@ -21,9 +31,11 @@ class TokenOrder:
     image: int
     """Tokens of the picture."""
     row: int
-    """Tokens of one row of the picture."""
+    """Tokens of one row of the picture; of one frame, along frames."""
     references: int = 0
     """Tokens of all reference pictures together."""
+    along: str = "rows"
+    """Patching.along: which axis of the picture the order goes by first."""
 
     @property
     def tokens(self) -> int:
@@ -61,6 +73,14 @@ class TokenOrder:
         row = torch.searchsorted(starts, index, right=True) - 1
         inside = index - starts[row]
         return torch.where(inside < self.row, row * self.row + inside, self.image + index - (row + 1) * self.row)
+
+    def places_in_class(self, grid: tuple[int, ...], span: Span) -> torch.Tensor:
+        """[n] int64, as `places`, but the picture's tokens are numbered as the class does (class_order)."""
+        order, places = class_order(grid, self.along), self.places(span)
+        if order is None:
+            return places
+        own = places < self.image
+        return torch.where(own, order[places.where(own, 0)], places)
 
     def picture_rows(self, span: Span) -> torch.Tensor:
         """[m]: which of the tokens of `span`, counted from its start, are the picture's."""

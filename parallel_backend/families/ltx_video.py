@@ -40,8 +40,7 @@ PIXELS = (8, 32, 32)
 FRAME_RATE = 25.0
 """Frames per second, ComfyUI's own, if the conditioning names none."""
 
-PATCHING = Patching(side=1, video=True, along="frames")
-"""In bands of frames: a token is 32 x 32 pixels, so frames are more than rows, and the class has tokens in this order."""
+PATCHING = Patching(side=1, video=True)
 
 HEADER = HeaderConfig(  # what ComfyUI's LTXVModel reads, beside `settings`
     values={
@@ -141,7 +140,7 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    places = step.of_tokens("places", step.token_order.places)
+    places = step.of_tokens("places", step.places_in_class)
     time = TIME * step.timestep
     if time.ndim > 1:  # of each token
         time = time.flatten(1)[:, places]
@@ -163,7 +162,7 @@ def _coordinates(step: StepInputs, causal: bool) -> torch.Tensor:
     """
 
     def of_video(image: Span) -> torch.Tensor:
-        pixels = torch.stack(torch.unravel_index(step.token_order.places(image), step.grid)) * torch.tensor(PIXELS)[:, None]
+        pixels = torch.stack(torch.unravel_index(step.places_in_class(image), step.grid)) * torch.tensor(PIXELS)[:, None]
         if causal:
             pixels[0] = (pixels[0] + 1 - PIXELS[0]).clamp(min=0)
         return pixels.float()
@@ -171,8 +170,8 @@ def _coordinates(step: StepInputs, causal: bool) -> torch.Tensor:
     pixels = step.of_tokens("pixels", of_video).repeat(len(step.timestep), 1, 1)
     if (keyframes := step.tensors.get("keyframes")) is not None:
         first = step.token_order.image - keyframes.shape[2]
-        rows = step.of_tokens("keyframe rows", lambda image: (step.token_order.places(image) >= first).nonzero()[:, 0])
-        numbers = step.of_tokens("places", step.token_order.places)[rows] - first
+        rows = step.of_tokens("keyframe rows", lambda image: (step.places_in_class(image) >= first).nonzero()[:, 0])
+        numbers = step.of_tokens("places", step.places_in_class)[rows] - first
         pixels[:, :, rows] = keyframes[:, :, numbers, 0].float()
     pixels[:, 0] /= step.tensors["frame_rate"][:, None]
     return pixels
@@ -185,8 +184,8 @@ class Patchifier:
     patching: Patching
 
     def patchify(self, latent: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Tokens [B, N, C] of a latent."""
-        return self.patching.pack(latent), None
+        """Tokens [B, N, C] of a latent, in the order of frames, rows, columns."""
+        return self.patching.cut("frames").pack(latent), None
 
 
 LTX_VIDEO = Family(

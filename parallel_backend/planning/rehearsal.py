@@ -122,9 +122,10 @@ def _whole(model: RemoteTransformer, kind: CallKind, x: torch.Tensor, tensors, p
 
 def _in_a_run(model: RemoteTransformer, kind: CallKind, x: torch.Tensor, tensors, poll: Poll) -> Rehearsed:
     """Bands one after the other: which overlap with what is the schedule's affair, not theirs."""
-    patching = model.family.patching
-    rows = cut_rows(tuple(x.shape), kind.bands, patching)
-    run = BandedRun(model, rows, tuple(x.shape), warm_up=False)
+    patching, shape = model.family.patching, tuple(x.shape)
+    patching = patching.cut(patching.best_axis(patching.grid(shape)))
+    rows = cut_rows(shape, kind.bands, patching)
+    run = BandedRun(model, rows, shape, warm_up=False, along=patching.along)
 
     def call(number: int) -> list[_MicroStep]:
         timestep = torch.full((len(x),), 1 - number / 100)

@@ -93,7 +93,7 @@ def workload_of(
         blocks=tuple(kinds[name] for name in names),
         sizes=model_sizes(checkpoint, dtype, device),
         grid=grid,
-        rows=grid[family.patching.band_dim],
+        rows=grid[family.patching.cut(family.patching.best_axis(grid)).band_dim],
         text=request.text,
         carried=tuple(len(family.blocks.carried(config, boundary)) for boundary in range(len(names) + 1)),
         padding=request.padding,

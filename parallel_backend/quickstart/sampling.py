@@ -24,11 +24,15 @@ Predict = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.
 
 @dataclass(frozen=True)
 class Prompt:
-    """Conditioning tensors, batch first, and with guidance above 1 the unconditional ones. `cfg` 1 runs no negative."""
+    """Conditioning tensors, batch first, and with guidance above 1 the unconditional ones. `cfg` 1 runs no negative.
+
+    `timestep`: the model's at sigma 1, in whose units it counts.
+    """
 
     positive: dict[str, torch.Tensor]
     negative: dict[str, torch.Tensor]
     cfg: float
+    timestep: float = 1.0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a model call gets: [uncond, cond] as one batch, in ComfyUI's order."""
@@ -79,7 +83,8 @@ def sample_whole(
     """Every call exact, over the whole latent; but for those that `cache` forecasts."""
 
     def predict(x, timestep, tensors):
-        return model.predict(x, timestep, tensors, poll, cache=cache, may_forecast=may_forecast(timestep, sigmas))
+        time, allowed = prompt.timestep * timestep, may_forecast(timestep, sigmas)
+        return model.predict(x, time, tensors, poll, cache=cache, may_forecast=allowed)
 
     return euler(predict, noise, sigmas, prompt)
 
@@ -95,20 +100,21 @@ def sample_in_bands(
     extrapolate: bool = True,
     overlap: bool = True,
     cache: StepCache | None = None,
+    along: str = "rows",
 ) -> tuple[torch.Tensor, list[RunStats]]:
-    """PipeFusion: `bands` patches, the first `warm_up` steps exact. The sample, and what each rank did.
+    """PipeFusion: `bands` patches along an axis, the first `warm_up` steps exact. The sample, and what each rank did.
 
     With displaced patches `bands` is 1: how tokens are cut is the model's affair, and the rest is the same.
     """
-    patching = model.family.patching
+    patching = model.family.patching.cut(along)
     rows = cut_rows(tuple(noise.shape), bands, patching)
-    run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0, overlap, extrapolate, cache, poll)
+    run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0, overlap, extrapolate, cache, poll, along)
     limit = exact_above(sigmas, warm_up)
 
     def sample(band: int) -> torch.Tensor:
         def predict(x, timestep, tensors):
             exact, allowed = float(timestep[0]) > limit, may_forecast(timestep, sigmas)
-            return run.predict(band, x, timestep, tensors, exact, may_forecast=allowed)
+            return run.predict(band, x, prompt.timestep * timestep, tensors, exact, may_forecast=allowed)
 
         return euler(predict, patching.rows(noise, rows[band]), sigmas, prompt)
 

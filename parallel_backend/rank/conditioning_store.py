@@ -49,7 +49,7 @@ class ConditioningStore:
             name: to_device(tensor, self._device, self._dtype if tensor.is_floating_point() and name not in exact else None)
             for name, tensor in message.tensors.items()
         }
-        token_order = self._family.token_order(message.grid, message.references)
+        token_order = self._family.token_order(message.grid, message.references, message.along)
         self._held[message.id] = RankConditioning(message.grid, token_order, message.text_tokens, message.batch, tensors)
 
     def drop(self, conditioning: int) -> None:

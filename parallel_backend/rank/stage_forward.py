@@ -7,6 +7,7 @@ import torch
 
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
+from parallel_backend.core.token_order import TokenOrder, class_order
 from parallel_backend.families.base.blocks import PAIRED
 from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_MASK, Rows, StepInputs, kept_on
 from parallel_backend.rank.attention.context import AttentionStep
@@ -27,11 +28,11 @@ class StageForward:
         self._stage, self._family = stage, stage.family
         self._timestep: torch.Tensor | None = None
         self._guidance: torch.Tensor | None = None
-        # Of the last grid and number of reference tokens: the token order's places in the model's own order (Rows.image).
-        self._orders: dict[tuple[tuple[int, ...], int], torch.Tensor | None] = {}
-        # Of the last grid, for layers that look at frames.
+        # Of the last grid and token order: its places in the model's own order (Rows.image).
+        self._orders: dict[tuple[tuple[int, ...], TokenOrder], torch.Tensor | None] = {}
+        # Of the last grid and token order, for layers that look at frames.
         self._paired = any(PAIRED in spec.attention.values() for spec in self._family.blocks.lists)
-        self._frames: dict[tuple[int, ...], FrameRows] = {}
+        self._frames: dict[tuple[tuple[int, ...], TokenOrder], FrameRows] = {}
         keep_timestep_exact(stage.model, self._family, lambda: (self._timestep, self._guidance), stage.dtype)
 
     def received_shape(self, step: Step, conditioning: RankConditioning) -> tuple[int, ...]:
@@ -133,14 +134,11 @@ class StageForward:
         """What slots cut whole tensors down to."""
         if not self._family.forward.whole_latent:
             return None
-        token_order, key = conditioning.token_order, (conditioning.grid, conditioning.token_order.references)
+        token_order, key = conditioning.token_order, (conditioning.grid, conditioning.token_order)
         if key not in self._orders:
-            order = self._family.patching.order(conditioning.grid)
-            if token_order.references:
-                places = token_order.places(token_order.span)
-                own = places if order is None else order[places.clamp(max=token_order.image - 1)]
-                order = torch.where(places < token_order.image, own, places)
-            self._orders = {key: None if order is None else to_device(order, self._stage.device)}
+            same = not token_order.references and class_order(conditioning.grid, token_order.along) is None
+            places = None if same else token_order.places_in_class(conditioning.grid, token_order.span)
+            self._orders = {key: None if places is None else to_device(places, self._stage.device)}
         order = self._orders[key]
         index = image.slice if order is None else order[image.slice]
         return Rows(index, token_order.tokens, text, self._family.blocks.text_first)
@@ -149,12 +147,11 @@ class StageForward:
         """Of the request's video, for layers that look at frames."""
         if not self._paired:
             return None
-        grid = conditioning.grid
-        if grid not in self._frames:
-            order = self._family.patching.order(grid)
-            place = torch.arange(math.prod(grid)) if order is None else order
-            self._frames = {grid: FrameRows(place // math.prod(grid[1:]), self._stage.device)}
-        return self._frames[grid]
+        grid, order = conditioning.grid, conditioning.token_order
+        if (grid, order) not in self._frames:
+            frame = order.places_in_class(grid, order.span) // math.prod(grid[1:])
+            self._frames = {(grid, order): FrameRows(frame, self._stage.device)}
+        return self._frames[grid, order]
 
     def _tensors(self, step: Step, conditioning: RankConditioning) -> dict[str, torch.Tensor]:
         """The conditioning of this micro-step's entries; its text is empty where the text does not run along.

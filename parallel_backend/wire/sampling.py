@@ -22,6 +22,8 @@ class PutConditioning:
     """Batch entries of this replica."""
     tensors: dict[str, torch.Tensor]
     """By the family's names. First axis: `batch`. Token tensors are the rank's own shard."""
+    along: str = "rows"
+    """Patching.along of the calls: which axis tokens are ordered by first."""
 
 
 @dataclass(frozen=True)

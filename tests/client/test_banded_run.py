@@ -59,7 +59,7 @@ class FakeModel:
     def watch_memory(self, run, bands, extrapolate, poll) -> None:
         pass
 
-    def conditioning(self, grid, tensors, first_replica=0) -> Conditioning:
+    def conditioning(self, grid, tensors, first_replica=0, along="rows") -> Conditioning:
         for known in self._known:
             if known.matches(grid, tensors):
                 return known

@@ -47,6 +47,8 @@ def test_bytes_are_of_all_ranks_by_axis():
 
 def test_it_says_which_calls_were_exact():
     assert report().what == "1 model calls exact (warm-up), 3 pipelined in 4 bands with keys one step old"
+    video = dataclasses.replace(report(), along="frames")
+    assert video.what == "1 model calls exact (warm-up), 3 pipelined in 4 bands of frames with keys one step old"
     assert report(calls=None, reason="of a mask").what == "all model calls exact, since of a mask"
     displaced = report(Degrees(patch=2, patch_mode="displaced"))
     assert displaced.what == "1 model calls exact (warm-up), 3 in displaced patches with keys one step old"

@@ -72,6 +72,9 @@ def test_ksampler_equals_the_native_model(parity, case, mode, measured):
     found = parity[f"{case.name}, {mode}"]
     assert "error" not in found, found
     assert found["whole because"] == [None] * (mode == "all warm-up")
+    patching = case.row.patching
+    axis = patching.best_axis(patching.grid(case.native.latent)) if patching.video else None
+    assert found["cut along"] == [axis] * (mode == "all warm-up")
     measured(f"ComfyUI parity, largest difference, {case.name}", found["difference"])
     assert math.isfinite(found["difference"])
     assert found["difference"] <= case.native.limit

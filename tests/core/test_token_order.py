@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.core.spans import Span, split
-from parallel_backend.core.token_order import TokenOrder
+from parallel_backend.core.token_order import TokenOrder, class_order
 
 ORDERS = st.builds(
     lambda rows, row, references: TokenOrder(rows * row, row, references),
@@ -48,3 +48,21 @@ def test_bands_of_rows_cover_all_tokens_with_their_rows(order, bands):
 def test_without_references_nothing_moves(references):
     places = TokenOrder(12, 4, references).places(Span(0, 12 + references))
     assert torch.equal(places, torch.arange(12 + references)) == (references == 0)
+
+
+@pytest.mark.parametrize("references", [0, 5])
+def test_a_band_of_rows_has_its_rows_of_every_frame_and_one_of_frames_whole_frames(references):
+    grid = (3, 4, 2)
+    of_rows, of_frames = (TokenOrder(24, row, references, along) for row, along in ((6, "rows"), (8, "frames")))
+    assert class_order(grid, "frames") is None
+    assert class_order((1, 4, 2), "rows") is None
+
+    def numbers(order, band):
+        """Of the picture's tokens in the band, as the class counts them."""
+        places = order.places_in_class(grid, order.of_rows(band))
+        assert sorted(order.places_in_class(grid, order.span).tolist()) == list(range(24 + references))
+        return set(places[places < 24].tolist())
+
+    second_row = {frame * 8 + 2 + column for frame in range(3) for column in range(2)}
+    assert numbers(of_rows, Span(1, 2)) == second_row
+    assert numbers(of_frames, Span(1, 2)) == set(range(8, 16))

@@ -17,6 +17,14 @@ def test_odd_sides_are_padded_with_the_first_rows_and_columns(sides):
     assert torch.equal(patching.unpack(tokens, tuple(latent.shape)), latent)
 
 
+@pytest.mark.parametrize(
+    ("grid", "axis"), [((21, 30, 52), "rows"), ((40, 30, 52), "frames"), ((8, 8, 6), "rows"), ((1, 4, 6), "rows")]
+)
+def test_bands_are_cut_along_the_longer_of_time_and_height(grid, axis):
+    assert Patching(video=True).best_axis(grid) == axis
+    assert Patching().best_axis(grid[1:]) == "rows"
+
+
 def test_a_token_is_a_patch():
     latent = torch.arange(2.0 * 4 * 6).view(1, 2, 4, 6)
     tokens = Patching(side=2).pack(latent)

@@ -13,13 +13,14 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.parts.wan import MARKS, PROMPT
 from parallel_backend.families.wan import VARIANTS
-from tests.families.cases import ltx_video, wan, wan_animate_2
+from tests.families.cases import cogvideox, hunyuan_video, ltx_video, wan, wan_animate_2
 from tests.support import tiny
 
 pytestmark = pytest.mark.threads
 
-CASES = {case.name: case for case in (*wan.CASES, *wan_animate_2.CASES, *ltx_video.CASES)}
-TIMES = ["wan-2.1-t2v", "wan-2.2-i2v", "wan-2.2-5b", "wan-animate-2", "ltx-video-0.9", "ltx-video-0.9.5"]
+CASES = {case.name: case for each in (wan, wan_animate_2, ltx_video, cogvideox, hunyuan_video) for case in each.CASES}
+IN_BANDS = ["wan-2.1-t2v", "wan-2.2-5b", "wan-animate-2", "ltx-video-0.9.5", "cogvideox-1.5", "hunyuan-video-masked-text"]
+OTHER_MODES = [Degrees(ulysses=2), Degrees(tensor=2), Degrees(patch=2, patch_mode="displaced")]
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +37,12 @@ def saved(tmp_path_factory):
     return save
 
 
-def calls_in_bands(model, patching, given, bands, changed):
+def calls_in_bands(model, patching, given, changed):
     """The output of a call in bands at the latent of the exact call before it, times `changed`."""
     x, timestep, tensors = given
-    rows = cut_rows(tuple(x.shape), bands, patching)
-    assert len(rows) == bands
-    run = BandedRun(model, rows, tuple(x.shape), warm_up=True, extrapolate=False)
+    rows = cut_rows(tuple(x.shape), 1 if model.degrees.displaced else 3, patching)
+    assert model.degrees.displaced or len(rows) > 1
+    run = BandedRun(model, rows, tuple(x.shape), warm_up=True, extrapolate=False, along=patching.along)
 
     def sample(band):
         own = patching.rows(x, rows[band])
@@ -53,27 +54,27 @@ def calls_in_bands(model, patching, given, bands, changed):
     return torch.cat(parts, patching.band_dim)
 
 
-@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2)], ids=str)
-@pytest.mark.parametrize("name", TIMES)
-def test_bands_of_a_video_whose_old_keys_are_still_true_are_exact(name, degrees, pools, saved, measured):
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [(name, Degrees(pipe=2)) for name in IN_BANDS] + [("wan-2.1-t2v", degrees) for degrees in OTHER_MODES],
+    ids=str,
+)
+@pytest.mark.parametrize("along", ["rows", "frames"])
+def test_bands_of_a_video_whose_old_keys_are_still_true_are_exact(name, degrees, along, pools, saved, measured):
     case = CASES[name]
     model, file = saved(case)
-    given, patching = case.inputs(latent=case.odd), case.row.patching
+    given, patching = case.inputs(latent=case.odd), case.row.patching.cut(along)
     assert given[0].shape[2] > 1
     remote = pools.load(file, degrees)
     with torch.inference_mode():
         expected = case.reference(model, *given)
-    error = tiny.relative(calls_in_bands(remote, patching, given, 3, 1.0), expected)
+    error = tiny.relative(calls_in_bands(remote, patching, given, 1.0), expected)
     measured(f"relative error of bands with true old keys, {name}", error)
     assert error <= 1e-5
-    changed = calls_in_bands(remote, patching, given, 3, 1.1)
+    changed = calls_in_bands(remote, patching, given, 1.1)
     with torch.inference_mode():
         expected = case.reference(model, given[0] * 1.1, *given[1:])
     assert tiny.relative(changed, expected) > 1e-4
-
-
-def test_both_ways_to_cut_bands_are_among_the_cases():
-    assert {CASES[name].row.patching.along for name in TIMES} == {"rows", "frames"}
 
 
 @pytest.mark.parametrize("name", ["wan-2.2-5b", "ltx-video-0.9.5"])

@@ -56,7 +56,8 @@ class _Request:
 
 
 class BandedRun:
-    """One sampling run in bands. `rows`: each band's latent rows (or frames); `shape`: of the whole latent.
+    """One sampling run in bands. `rows`: each band's latent rows, or frames if `along` is "frames"; `shape`: of the whole
+    latent.
 
     With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes.
     `overlap`, `extrapolate`: see sampling.Step and OpenRun. `cache`: a StepCache for as many bands, to forecast calls.
@@ -76,12 +77,13 @@ class BandedRun:
         extrapolate: bool = True,
         cache: StepCache | None = None,
         poll: Poll = lambda: None,
+        along: str = "rows",
     ):
         assert cache is None or cache.bands == len(rows)
         assert len(rows) == 1 or not model.degrees.displaced
         self.model, self.rows, self.overlap = model, rows, overlap
         self.warm_up = warm_up or model.degrees.displaced
-        self.patching = model.family.patching
+        self.patching = model.family.patching.cut(along)
         self.grid = self.patching.grid(shape)
         self.run = model.open_run(extrapolate)
         try:
@@ -204,7 +206,7 @@ class BandedRun:
         return True
 
     def _conditioning(self, request: _Request) -> Conditioning:
-        return self.model.conditioning(self.grid, request.tensors, request.first_replica)
+        return self.model.conditioning(self.grid, request.tensors, request.first_replica, self.patching.along)
 
     def _answer_forecasts(self) -> None:
         """Answer every band that asks for a call that is forecast: it waits for no other band, and no other for it."""

@@ -23,6 +23,8 @@ class RunReport:
     """What the step cache did. None: there was none."""
     notes: tuple[str, ...] = ()
     """What the user should know of the ranks (pool.Pool.notes)."""
+    along: str | None = None
+    """Axis of a video that was cut: "rows" or "frames". None: a picture, which has only rows to cut."""
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -42,6 +44,7 @@ class RunReport:
             return "all model calls exact" + (f", since {self.reason}" if self.reason else "")
         exact, banded = self.calls
         how = "in displaced patches" if self.degrees.displaced else f"pipelined in {self.bands} bands"
+        how += f" of {self.along}" if self.along else ""
         return f"{exact} model calls exact (warm-up), {banded} {how} with keys one step old"
 
     @property

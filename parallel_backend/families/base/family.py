@@ -285,7 +285,7 @@ class Family:
         out = self.forward.output(model(**self.forward.arguments(step, model.config), return_dict=False)[0])
         own = step.token_order.images(step.image)
         if self.forward.whole_latent:
-            return self.patching.pack(out)[:, own.slice]
+            return self.patching.cut(step.token_order.along).pack(out)[:, own.slice]
         if len(own) == len(step.image):
             return out
         return out[:, step.of_tokens("picture rows", step.token_order.picture_rows)]
@@ -300,12 +300,12 @@ class Family:
         if len(own) < step.token_order.image:
             packed = step.x.new_zeros(batch, step.token_order.image, step.x.shape[-1])
             packed[:, own.slice] = step.x
-        return self.patching.unpack(packed, sizes)
+        return self.patching.cut(step.token_order.along).unpack(packed, sizes)
 
     def image_padding(self, grid: tuple[int, ...]) -> int:
         """Tokens that the class adds to the image."""
         return self.inputs.padded(math.prod(grid)) - math.prod(grid)
 
-    def token_order(self, grid: tuple[int, ...], references: int = 0) -> TokenOrder:
-        """The order of a request's image tokens."""
-        return TokenOrder(math.prod(grid), self.patching.row_tokens(grid), references)
+    def token_order(self, grid: tuple[int, ...], references: int = 0, along: str = "rows") -> TokenOrder:
+        """The order of a request's image tokens, for bands along that axis."""
+        return TokenOrder(math.prod(grid), self.patching.cut(along).row_tokens(grid), references, along)

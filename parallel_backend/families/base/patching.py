@@ -1,19 +1,21 @@
 """How latents become tokens and back, and along which of their axes PipeFusion cuts bands."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 
 from parallel_backend.core.spans import Span
+from parallel_backend.core.token_order import class_order
 
 
 @dataclass(frozen=True)
 class Patching:
     """Latents [B, C, H, W], of a video [B, C, T, H, W] <-> tokens [B, N, C * frames * side * side].
 
-    The axis that bands cut is the outermost one of our tokens. diffusers' classes count frames, rows, columns.
+    The axis that bands cut is the outermost one of our tokens. diffusers' classes count frames, rows, columns. A family says
+    how its latents become tokens, a run along which axis: `cut`.
     """
 
     side: int = 2
@@ -26,11 +28,19 @@ class Patching:
     """Latents have a time axis."""
 
     along: str = "rows"
-    """Axis that bands cut: "rows" or "frames"."""
+    """Axis that bands cut: "rows", or "frames" of a video."""
 
     def __post_init__(self):
         assert self.along in ("rows", "frames")
         assert self.video or self.along == "rows"
+
+    def cut(self, along: str) -> "Patching":
+        """The same for a run in bands along this axis."""
+        return self if along == self.along else replace(self, along=along)
+
+    def best_axis(self, grid: tuple[int, ...]) -> str:
+        """Axis to cut bands along: the longer one. Its bands touch in fewer tokens, and there can be more of them."""
+        return "frames" if self.video and grid[0] > grid[1] else "rows"
 
     @property
     def band_dim(self) -> int:
@@ -61,10 +71,8 @@ class Patching:
         return torch.Size(grid).numel() // grid[self.band_dim]
 
     def order(self, grid: tuple[int, ...]) -> torch.Tensor | None:
-        """[N]: place in our order -> place in the class's (frames, rows, columns). None if they are the same."""
-        if not self.video or self.along == "frames" or grid[0] == 1:
-            return None
-        return torch.arange(torch.Size(grid).numel()).view(grid).transpose(0, 1).flatten()
+        """See class_order."""
+        return class_order(grid, self.along)
 
     def pack(self, latent: torch.Tensor) -> torch.Tensor:
         """Latent -> tokens. Sizes that are no whole number of patches are padded circularly, as ComfyUI does."""

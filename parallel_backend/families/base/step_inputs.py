@@ -73,8 +73,12 @@ class StepInputs:
         """`make(image)`, made on the host, on the rank's device: see `kept_on`."""
         return kept_on(self.timestep.device, self.kept, name, lambda: make(self.image))
 
+    def places_in_class(self, image: Span) -> torch.Tensor:
+        """[n] int64: numbers of these tokens by frames, rows, columns; reference tokens come behind those."""
+        return self.token_order.places_in_class(self.grid, image)
+
     def positions(self, top: int = 0, left: int = 0) -> torch.Tensor:
-        """(frame, row, column) of the rank's image tokens, [n, 3] float32. For bands along rows.
+        """(frame, row, column) of the rank's image tokens, [n, 3] float32.
 
         Rows count from `top`, columns from `left`. Reference tokens have their REFERENCE_POSITIONS.
         """
@@ -95,14 +99,13 @@ class StepInputs:
         return self.of_tokens("at zero", lambda span: self.token_order.places(span) >= self.token_order.image)
 
     def _positions(self, top: int, left: int) -> torch.Tensor:
-        places, (frames, rows, columns) = self.token_order.places(self.image), (1, *self.grid)[-3:]
-        sides = torch.arange(rows) + float(top), torch.arange(float(frames)), torch.arange(columns) + float(left)
-        own = torch.cartesian_prod(*sides)[:, (1, 0, 2)]
+        frames, rows, columns = (1, *self.grid)[-3:]
+        sides = torch.arange(float(frames)), torch.arange(rows) + float(top), torch.arange(columns) + float(left)
         device = self.timestep.device
         references = self.tensors.get(REFERENCE_POSITIONS)
-        own = to_device(own, device)
+        own = to_device(torch.cartesian_prod(*sides), device)
         whole = own if references is None else torch.cat((own, references[0].float()))
-        return whole[to_device(places, device)]
+        return whole[to_device(self.places_in_class(self.image), device)]
 
     def text_tensor(self, name: str, width: int) -> torch.Tensor:
         """Token tensor `name` [b, T, width]. Zeros on stages that do not get it, which only look at its shape."""

@@ -77,7 +77,8 @@ def compare(name: str, make: Callable[[str], Any], expected: torch.Tensor) -> di
     model = make(f"{name}.safetensors")
     found = {"difference": difference(expected, sample(model, name))}
     pipefusion = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
-    return found | {"whole because": [wrapper.last.reason for wrapper in pipefusion]}
+    reports = [wrapper.last for wrapper in pipefusion]
+    return found | {"whole because": [last.reason for last in reports], "cut along": [last.along for last in reports]}
 
 
 MODES = {
