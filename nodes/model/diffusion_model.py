@@ -1,7 +1,7 @@
 """The `diffusion_model` of the native MODEL: a stub without weights that hands each call to the ranks."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -18,6 +18,8 @@ from parallel_backend.client.registry import ModelKey, registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.families import Family
+from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.processes.pool import Poll
 
 from ..ui.host import check_cancelled
@@ -70,7 +72,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.patcher: Callable[[], comfy.model_patcher.ModelPatcher | None] = lambda: None
         self.idle: str | None = None
         self.dtype = compute_dtype(key.dtype, torch.device(device_kind(key.devices[0])))
-        self.patch_size = checkpoint.family.patching.side
+        values = checkpoint.family.native_values(checkpoint.config)
+        self.patch_size = values.get("patch_size", checkpoint.family.patching.side)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
         copy = RemoteDiffusionModel(self.checkpoint, self.key, self.comm_overlap)
@@ -128,45 +131,82 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        timestep: torch.Tensor,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        timestep: torch.Tensor | Sequence[torch.Tensor],
         context: torch.Tensor | None = None,
         control: Any = None,
         transformer_options: dict[str, Any] | None = None,
         **extra: Any,
-    ) -> torch.Tensor:
-        """ComfyUI's diffusion_model call: latent x [B, C, (T,) H, W], timestep [B] or [B, T] -> the model's output."""
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """ComfyUI's diffusion_model call: latent x [B, C, (T,) H, W], timestep [B] or [B, T] -> the model's output.
+
+        Nested latents come as a list, the video's first, and go out as one. So may their timesteps come, which then are
+        joined along their second axis: [B, k + l].
+        """
         options = transformer_options or {}
         family, config = self.checkpoint.family, self.checkpoint.config
         given = {name: value for name, value in extra.items() if value is not None}
         refuse_what_does_not_reach_the_ranks(options, [name for name in given if name not in family.inputs.accepts])
-        axes = 5 if family.patching.video else 4
-        if x.ndim != axes or 0 in x.shape:
-            raise ValueError(
-                f"latent_image: a latent of the shape {list(x.shape)} cannot be sampled by this model, which takes {axes} "
-                "axes, none of them empty. Use the Empty Latent node made for this model."
-            )
-        channels = family.sizes.latent_channels(config)
-        if x.shape[1] != channels:
-            raise ValueError(
-                f"latent_image: the latent has {x.shape[1]} channels, this model needs {channels}. "
-                "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
-            )
-        tensors = family.inputs.conditioning(config, {"context": context, **given})
-        evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
-        turn = {"first_replica": evaluation.first_replica(len(x)), "on_posted": evaluation.start_next}
+        latents = latents_of(x)
+        check_latents(family, config, latents)
+        if not isinstance(timestep, torch.Tensor):
+            timestep = torch.cat([each.reshape(len(each), -1) for each in timestep], dim=1)
         band: Band | None = options.get(BAND_KEY)
+        given |= {name: options[name] for name in family.inputs.options if name in options}
+        if family.patching.beside is not None:
+            given |= self._sizes(latents, band)
+        tensors = family.inputs.conditioning(config, {"context": context, **given})
+        latents, finish = family.inputs.carried(latents, timestep, given)
         along = "rows" if band is None else band.run.patching.along
-        added = residuals(family, config, control, tuple(x.shape), along)
+        added = residuals(family, config, control, tuple(latents[0].shape), along)
+        evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
+        turn = {"first_replica": evaluation.first_replica(len(latents[0])), "on_posted": evaluation.start_next}
         allowed = self.cache is not None and self.cache.may_forecast(options)
         if band is None:
             cache = None if self.cache is None else self.cache.cache
-            words = 1 if context is None else context.shape[1]
-            model = self.transformer(lambda: expected_request(self.checkpoint, tuple(x.shape), len(x), words))
+            words, shape = 1 if context is None else context.shape[1], tuple(latents[0].shape)
+            model = self.transformer(lambda: expected_request(self.checkpoint, shape, shape[0], words))
             overlap = self.comm_overlap
-            return model.predict(x, timestep, tensors, check_cancelled, overlap, added, cache, allowed, **turn)
-        exact = float(options["sigmas"].max()) > band.exact_above
-        return band.run.predict(band.index, x, timestep, tensors, exact, band.poll, added, allowed, **turn)
+            outputs = model.predict(latents, timestep, tensors, check_cancelled, overlap, added, cache, allowed, **turn)
+        else:
+            exact = float(options["sigmas"].max()) > band.exact_above
+            outputs = band.run.predict(band.index, latents, timestep, tensors, exact, band.poll, added, allowed, **turn)
+        outputs = finish(outputs)
+        return list(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _sizes(self, latents: Latents, band: "Band | None") -> dict[str, Any]:
+        """What `Inputs.conditioning` gets of a call's latents, the same in every band."""
+        if band is not None:
+            return {"grid": band.run.grid, "beside_tokens": band.run.beside}
+        patching, shapes = self.checkpoint.family.patching, [tuple(latent.shape) for latent in latents]
+        return {"grid": patching.grid(shapes[0]), "beside_tokens": patching.beside_tokens(shapes)}
+
+
+def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> None:
+    """ValueError for latents that the family does not take."""
+    beside = family.patching.beside
+    if len(latents) > (1 if beside is None else 2) or (len(latents) == 1 and beside is not None and beside.required):
+        wanted = "a video and its sound" if beside is not None and beside.required else "one latent alone"
+        raise ValueError(
+            f"latent_image: a latent of {len(latents)} parts cannot be sampled by this model, which takes {wanted}. Use the "
+            "Empty Latent node made for this model."
+        )
+    axes = [5 if family.patching.video else 4]
+    channels = [family.sizes.latent_channels(config)]
+    if len(latents) > 1:
+        sizes = beside.sizes(latents[0].shape[2] if latents[0].ndim > 2 else 1)
+        axes, channels = [*axes, 1 + len(sizes)], [*channels, sizes[0]]
+    for latent, count, needed in zip(latents, axes, channels, strict=False):
+        if latent.ndim != count or (0 in latent.shape and latent is latents[0]):
+            raise ValueError(
+                f"latent_image: a latent of the shape {list(latent.shape)} cannot be sampled by this model, which takes "
+                f"{count} axes, none of them empty. Use the Empty Latent node made for this model."
+            )
+        if latent.shape[1] != needed:
+            raise ValueError(
+                f"latent_image: the latent has {latent.shape[1]} channels, this model needs {needed}. "
+                "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
+            )
 
 
 def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], unknown: list[str]) -> None:

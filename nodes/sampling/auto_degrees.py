@@ -96,7 +96,7 @@ class AutoDegrees:
         return self._planned(key, sampling, warm_up)
 
     def _planned(self, key: ModelKey, sampling: Sampling, warm_up: int) -> ModelKey:
-        shape, devices, steps = tuple(sampling.noise.shape), key.devices, max(1, sampling.steps)
+        shape, devices, steps = sampling.shapes[0], key.devices, max(1, sampling.steps)
         workload = workload_of(self.checkpoint, key.dtype, devices[0], shape, sampling.entries, steps, sampling.text_tokens)
         if len(devices) == 1:
             return replace(key, degrees=Degrees())

@@ -1,4 +1,5 @@
-"""The guider of one band: conditioning that is joined to the latent is cut to the band's rows.
+"""The guider of one band: conditioning that is joined to the latent is cut to the band's rows, and ComfyUI's BaseModel is
+told the shapes of the band's nested latents.
 
 A video model's mask of what is given stays whole: the timesteps made from it are those of the whole video in every band.
 """
@@ -11,6 +12,7 @@ import comfy.conds
 import comfy.samplers
 import torch
 
+from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import Patching
 
@@ -46,28 +48,26 @@ def releasing_waiters(controls: dict[int, BandedControl], index: int) -> Iterato
 
 
 def band_guider(
-    guider: comfy.samplers.CFGGuider,
-    patching: Patching,
-    rows: tuple[Span, ...],
-    index: int,
-    controls: dict[int, BandedControl],
+    guider: comfy.samplers.CFGGuider, cut: BandCut, index: int, controls: dict[int, BandedControl]
 ) -> comfy.samplers.CFGGuider:
     """A copy of the guider, for band `index`."""
     band = copy.copy(guider)
     # Conditionings with one ControlNet are evaluated as one batch if they have one object here too.
     own = {number: control.band(index) for number, control in controls.items()}
-    band.conds = {
-        name: conds and [_cut(cond, patching, rows[index], own) for cond in conds] for name, conds in guider.conds.items()
-    }
+    band.conds = {name: conds and [_cut(cond, cut, index, own) for cond in conds] for name, conds in guider.conds.items()}
+    if len(cut.shapes) > 1:
+        band.inner_model = copy.copy(guider.inner_model)
+        band.inner_model.latent_shapes = list(cut.shapes_of(index))
     return band
 
 
-def _cut(cond: dict, patching: Patching, rows: Span, controls: dict) -> dict:
-    cut = dict(cond)
+def _cut(cond: dict, cut: BandCut, index: int, controls: dict) -> dict:
+    own, values = dict(cond), dict(cond["model_conds"])
     if cond.get("control") is not None:
-        cut["control"] = controls[id(cond["control"])]
-    cut["model_conds"] = {
-        name: value._copy_with(patching.rows(value.cond, rows)) if isinstance(value, comfy.conds.CONDNoiseShape) else value
-        for name, value in cond["model_conds"].items()
-    }
-    return cut
+        own["control"] = controls[id(cond["control"])]
+    for name, value in values.items():
+        if isinstance(value, comfy.conds.CONDNoiseShape):
+            values[name] = value._copy_with(cut.patching.rows(value.cond, cut.rows[index]))
+    if "latent_shapes" in values:
+        values["latent_shapes"] = comfy.conds.CONDConstant(list(cut.shapes_of(index)))
+    return own | {"model_conds": values}

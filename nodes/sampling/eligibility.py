@@ -10,8 +10,7 @@ import comfy.patcher_extension
 import comfy.samplers
 import torch
 
-from parallel_backend.core.spans import Span
-from parallel_backend.families.base.patching import Patching
+from parallel_backend.client.pipefusion.band_cut import BandCut
 
 from ..model.concurrent_conds import evaluate_concurrently
 from .noise import WholeNoise
@@ -41,7 +40,7 @@ class Sampling:
     sigmas: torch.Tensor  # [steps + 1]
     extra_args: dict[str, Any]
     callback: Callable | None
-    noise: torch.Tensor  # [B, C, (T,) H, W], like the latent and the mask
+    noise: torch.Tensor  # [B, C, (T,) H, W], like the latent and the mask; of nested latents [B, 1, N]
     latent_image: torch.Tensor | None
     denoise_mask: torch.Tensor | None
     disable_pbar: bool
@@ -53,6 +52,12 @@ class Sampling:
     @property
     def steps(self) -> int:
         return len(self.sigmas) - 1
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the latents: the only one, or those of a nested latent, the picture's first."""
+        nested = getattr(self.guider.inner_model, "latent_shapes", None) or ()  # older ComfyUI has none
+        return tuple(map(tuple, nested)) if len(nested) > 1 else (tuple(self.noise.shape),)
 
     @property
     def entries(self) -> int:
@@ -71,19 +76,18 @@ class Sampling:
 
     def band(
         self,
-        patching: Patching,
-        rows: Span,
+        cut: BandCut,
+        index: int,
         guider: comfy.samplers.CFGGuider,
         options: dict[str, Any],
         draws: WholeNoise | None,
         callback: Callable,
     ) -> torch.Tensor:
-        """Run the native sampler on these rows only, with a guider and model_options of its own."""
+        """Run the native sampler on this band only, with a guider and model_options of its own."""
         noise, latent, mask = (
-            None if whole is None else patching.rows(whole, rows)
-            for whole in (self.noise, self.latent_image, self.denoise_mask)
+            None if whole is None else cut.band(whole, index) for whole in (self.noise, self.latent_image, self.denoise_mask)
         )
-        extra = {} if draws is None else {"noise_sampler": draws.band(patching, rows)}
+        extra = {} if draws is None else {"noise_sampler": draws.band(cut, index)}
         # Without a mask the inpaint options do nothing but reseed torch's global generator, from every band's thread.
         inpaint = {} if mask is None else self.sampler.inpaint_options
         sampler = comfy.samplers.KSAMPLER(self.sampler.sampler_function, {**self.sampler.extra_options, **extra}, inpaint)

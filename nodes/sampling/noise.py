@@ -8,8 +8,7 @@ import comfy.k_diffusion.sampling
 import comfy.samplers
 import torch
 
-from parallel_backend.core.spans import Span
-from parallel_backend.families.base.patching import Patching
+from parallel_backend.client.pipefusion.band_cut import BandCut
 
 NoiseSampler = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """ComfyUI's: sigma, next sigma -> noise."""
@@ -25,7 +24,7 @@ class WholeNoise:
     def __init__(self, draw: NoiseSampler):
         self._draw, self._lock, self._drawn = draw, threading.Lock(), []
 
-    def band(self, patching: Patching, rows: Span) -> NoiseSampler:
+    def band(self, cut: BandCut, index: int) -> NoiseSampler:
         """Noise sampler of one band. Every band makes the same draws in the same order."""
         count = 0
 
@@ -36,7 +35,7 @@ class WholeNoise:
                     self._drawn.append(self._draw(sigma, sigma_next).cpu())
                 noise = self._drawn[count]
             count += 1
-            return patching.rows(noise, rows).clone()
+            return cut.band(noise, index).clone()
 
         return sample
 

@@ -12,6 +12,7 @@ import comfy.samplers
 import torch
 from tqdm.auto import tqdm
 
+from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.placement.expected_request import expected_request
@@ -50,13 +51,13 @@ log = logging.getLogger(__name__)
 
 
 class StepCallbacks:
-    """Step callbacks of the bands. A step is reported, with the whole latent, once every band has made it.
+    """Step callbacks of the bands of `cut`. A step is reported, with the whole latent, once every band has made it.
 
     `device`: of the latent that ComfyUI's callback is given, such as that of the previews' decoder.
     """
 
-    def __init__(self, bands: int, dim: int, total: int, callback, disable_pbar: bool, device: torch.device):
-        self.bands, self.dim, self.total, self.callback, self.device = bands, dim, total, callback, device
+    def __init__(self, cut: BandCut, total: int, callback, disable_pbar: bool, device: torch.device):
+        self.cut, self.total, self.callback, self.device = cut, total, callback, device
         self._lock = threading.Lock()
         self._parts: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._whole: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -69,7 +70,7 @@ class StepCallbacks:
             with self._lock:
                 parts = self._parts.setdefault(step, {})
                 parts[index] = (denoised, x)
-                if len(parts) == self.bands:
+                if len(parts) == len(self.cut.rows):
                     self._whole.put(step)
 
         return callback
@@ -82,7 +83,7 @@ class StepCallbacks:
                 parts = self._parts.pop(step)
             self._bar.update()
             if self.callback is not None:
-                wholes = (torch.cat([parts[band][part] for band in range(self.bands)], self.dim) for part in (0, 1))
+                wholes = (self.cut.whole([parts[band][part] for band in sorted(parts)]) for part in (0, 1))
                 self.callback(step, *(to_device(whole, self.device) for whole in wholes), self.total)
 
     def close(self) -> None:
@@ -144,7 +145,7 @@ class PipeFusion:
 
     def _expected(self, stub: RemoteDiffusionModel, sampling: Sampling) -> Request | None:
         """What a model that is loaded now has to have room for. None: the latent is not one for this model."""
-        checkpoint, degrees, shape = stub.checkpoint, stub.key.degrees, tuple(sampling.noise.shape)
+        checkpoint, degrees, shape = stub.checkpoint, stub.key.degrees, sampling.shapes[0]
         if 0 in shape or len(shape) != (5 if checkpoint.family.patching.video else 4):
             return None
         kept = 0 if degrees.pipe == 1 and not degrees.displaced else KV_COPIES if self.extrapolate else 1
@@ -153,7 +154,7 @@ class PipeFusion:
 
     def _cut(self, model: RemoteTransformer, sampling: Sampling) -> tuple[Patching, tuple[Span, ...]]:
         """How tokens are ordered, and each band's latent rows (or frames); one band where there is no pipeline to fill."""
-        patching, shape = model.family.patching, tuple(sampling.noise.shape)
+        patching, shape = model.family.patching, sampling.shapes[0]
         if 0 in shape or len(shape) < 4:
             raise ValueError(f"latent_image: a latent of the shape {list(shape)} cannot be sampled: it has no pixels.")
         grid = patching.grid(shape)
@@ -180,8 +181,7 @@ class PipeFusion:
         """Displaced patches: the sampler runs as it is, on ComfyUI's thread; its calls belong to one run on the ranks."""
         stochastic = not isinstance(sampling.sampler, comfy.samplers.KSAMPLER) or takes_noise_sampler(sampling.sampler)
         extrapolate = self.extrapolate and not stochastic
-        shape, along = tuple(sampling.noise.shape), patching.along
-        run = BandedRun(model, rows, shape, True, overlap, extrapolate, calls, check_cancelled, along)
+        run = _banded_run(model, patching, rows, sampling, True, overlap, extrapolate, calls)
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         options["transformer_options"][BAND_KEY] = Band(run, 0, limit, check_cancelled)
@@ -208,22 +208,21 @@ class PipeFusion:
             else None
         )
         device, sampling = sampling.noise.device, on_host(sampling)
-        shape = tuple(sampling.noise.shape)
         # Noise added between steps is no trend to follow: there extrapolated keys are worse than old ones.
         extrapolate = self.extrapolate and draws is None
-        warm_up, along = self.warmup_steps > 0, patching.along
-        run = BandedRun(model, rows, shape, warm_up, overlap, extrapolate, calls, check_cancelled, along)
+        cut = BandCut(patching, rows, sampling.shapes)
+        run = _banded_run(model, patching, rows, sampling, self.warmup_steps > 0, overlap, extrapolate, calls)
         limit = exact_above(sampling.sigmas, self.warmup_steps)
-        steps = StepCallbacks(len(rows), patching.band_dim, sampling.steps, sampling.callback, sampling.disable_pbar, device)
-        controls = banded_controls(sampling.guider, patching, rows, shape, limit, extrapolate, device)
+        steps = StepCallbacks(cut, sampling.steps, sampling.callback, sampling.disable_pbar, device)
+        controls = banded_controls(sampling.guider, patching, rows, sampling.shapes[0], limit, extrapolate, device)
 
         def sample(band: int) -> torch.Tensor:
-            guider = band_guider(sampling.guider, patching, rows, band, controls)
+            guider = band_guider(sampling.guider, cut, band, controls)
             options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
             for_calls = options["transformer_options"]
             for_calls[BAND_KEY], for_calls["sample_sigmas"] = Band(run, band, limit), sampling.sigmas
             with releasing_waiters(controls, band):
-                return sampling.band(patching, rows[band], guider, options, draws, steps.band(band))
+                return sampling.band(cut, band, guider, options, draws, steps.band(band))
 
         try:
             parts = run_bands(run, sample, steps.drain, check_cancelled)
@@ -233,4 +232,19 @@ class PipeFusion:
             raise
         finally:
             steps.close()
-        return torch.cat(parts, patching.band_dim).to(device), run
+        return cut.whole(parts).to(device), run
+
+
+def _banded_run(
+    model: RemoteTransformer,
+    patching: Patching,
+    rows: tuple[Span, ...],
+    sampling: Sampling,
+    warm_up: bool,
+    overlap: bool,
+    extrapolate: bool,
+    calls: StepCache | None,
+) -> BandedRun:
+    shapes, along = sampling.shapes, patching.along
+    beside = patching.beside_tokens(shapes)
+    return BandedRun(model, rows, shapes[0], warm_up, overlap, extrapolate, calls, check_cancelled, along, beside)

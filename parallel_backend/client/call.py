@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.processes.pool import again
@@ -16,7 +17,8 @@ from parallel_backend.processes.pool import again
 class Conditioning:
     """Tensors that a set of calls shares, as the ranks know them by `id`. Batch is the first axis of each.
 
-    `first_replica`: the replica that has the first of their entries; its K/V buffers are there.
+    `first_replica`: the replica that has the first of their entries; its K/V buffers are there. `beside`: the first of the
+    text tokens that are of a latent beside the picture's.
     """
 
     id: int
@@ -26,6 +28,7 @@ class Conditioning:
     batch: int
     tensors: dict[str, torch.Tensor]
     first_replica: int = 0
+    beside: int = 0
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
         """Its entries by replica: consecutive ones, the larger shares from `first_replica` on."""
@@ -38,9 +41,11 @@ class Conditioning:
         tensors: dict[str, torch.Tensor],
         unsure: Collection[str] | None = None,
         along: str = "rows",
+        beside: int = 0,
     ) -> bool:
         """Whether a call with these tensors is one for this conditioning. Only those named in `unsure` are compared."""
-        if (self.grid, self.token_order.along) != (grid, along) or self.tensors.keys() != tensors.keys():
+        own = self.grid, self.token_order.along, self.beside
+        if own != (grid, along, beside) or self.tensors.keys() != tensors.keys():
             return False
         return same_values([(self.tensors[name], tensors[name]) for name in (tensors if unsure is None else unsure)])
 
@@ -62,7 +67,8 @@ Residuals = dict[str, torch.Tensor]
 class Call:
     """One evaluation of the transformer for tokens `tokens` of the token order.
 
-    `x` [B, n, c]: the picture's tokens among them. `run` is 0 for a call without buffers.
+    `x` [B, n + a, c]: the picture's tokens among them, and with the text those of the latent beside it. `run` is 0 for a
+    call without buffers.
     `timestep`, `stale`, `overlap`: see sampling.Step. `residuals`: block "<list>.<index>" -> [B, n, hidden] added behind it.
     """
 
@@ -77,6 +83,16 @@ class Call:
     residuals: Residuals
     future: Future = field(default_factory=Future)
 
+    @property
+    def beside(self) -> int:
+        """Tokens of the latent beside the picture's."""
+        return self.conditioning.beside if self.with_text else 0
+
+    def rows(self, cut: SequenceCut) -> list[tuple[Span, Span]]:
+        """By sequence rank, its rows of `x`: the picture's, and those of the latent beside it."""
+        text = self.conditioning.text_tokens if self.with_text else 0
+        return cut.rows(self.conditioning.token_order, self.tokens, text, self.beside)
+
 
 def fail(future: Future, error: Exception) -> None:
     """End a call with `error`, unless it has ended already: a rank may fail while others are asked about an output."""
@@ -85,18 +101,21 @@ def fail(future: Future, error: Exception) -> None:
 
 
 class PartialOutput:
-    """The output of a call while its parts arrive. Parts are (entries, tokens) of [B, n, c], by micro-step and rank."""
+    """The output of a call while its parts arrive. Parts are (entries, tokens) of [B, n + a, c], by micro-step and rank."""
 
     def __init__(self, call: Call):
         self.call, self.missing, self.value = call, 0, None
         self.first_seq = 0  # number of the call's first micro-step
         self.nonfinite = False  # a part was not finite: the call is going to fail, with what the ranks know of it
 
-    def put(self, entries: Span, rows: Span, part: torch.Tensor) -> bool:
-        """True when this was the last part."""
+    def put(self, entries: Span, rows: tuple[Span, ...], part: torch.Tensor) -> bool:
+        """`rows`: spans of the output that the part has, one behind the other. True when this was the last part."""
         if self.value is None:
             self.value = part.new_empty(*self.call.x.shape[:2], part.shape[-1])
-        self.value[entries.slice, rows.slice] = part
+        start = 0
+        for span in rows:
+            self.value[entries.slice, span.slice] = part[:, start : start + len(span)]
+            start += len(span)
         self.missing -= 1
         return self.missing == 0
 

@@ -50,9 +50,14 @@ class ConditioningCache:
         return len(self._held)
 
     def find(
-        self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int, along: str = "rows"
+        self,
+        grid: tuple[int, ...],
+        tensors: dict[str, torch.Tensor],
+        first_replica: int,
+        along: str = "rows",
+        beside: int = 0,
     ) -> Conditioning:
-        """The ranks' own copy of these tensors, sent now if it is not there yet.
+        """The ranks' own copy of these tensors, sent now if it is not there yet. `beside`: see Conditioning.
 
         A sampler passes the same values again at each step, mostly in new tensors: those are compared. Bands pass the same
         tensors (nodes/sampling/host_sampling.py), which are known if nobody has written to them since.
@@ -60,11 +65,11 @@ class ConditioningCache:
         held = [known for known in reversed(self._held) if known.first_replica == first_replica]
         unsure = {known.id: self._unsure(known, tensors) for known in held}
         for known in sorted(held, key=lambda known: len(unsure[known.id])):
-            if known.matches(grid, tensors, unsure[known.id], along):
+            if known.matches(grid, tensors, unsure[known.id], along, beside):
                 self._seen[known.id] = _seen_now(tensors)
                 return known
         check_conditioning(tensors)
-        conditioning = self._make(grid, tensors, first_replica, along)
+        conditioning = self._make(grid, tensors, first_replica, along, beside)
         self._scatter.conditioning(conditioning)
         self._held.append(conditioning)
         self._seen[conditioning.id] = _seen_now(tensors)
@@ -101,7 +106,9 @@ class ConditioningCache:
         seen = self._seen[known.id]
         return [name for name, tensor in tensors.items() if name not in seen or not seen[name].is_still(tensor)]
 
-    def _make(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int, along: str) -> Conditioning:
+    def _make(
+        self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int, along: str, beside: int
+    ) -> Conditioning:
         family = self._family
         words = next((tensors[name].shape[1] for name in family.inputs.token_tensors if name in tensors), None)
         text = 0 if words is None else family.inputs.padded(words)
@@ -110,8 +117,9 @@ class ConditioningCache:
             id=next(self._ids),
             grid=grid,
             token_order=family.token_order(grid, references, along),
-            text_tokens=family.image_padding(grid) + text,
+            text_tokens=family.image_padding(grid) + beside + text,
             batch=len(next(iter(tensors.values()))),
             tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
             first_replica=first_replica,
+            beside=beside,
         )

@@ -19,7 +19,7 @@ class MicroSteps:
     `newest`: number of the newest micro-step that any model has sent to these ranks, whose output may still arrive.
     `patch`: values that an output's token has for each channel. `send(replica, step)` sends a micro-step to its ranks.
     `done(seq)`: all outputs of that micro-step are there.
-    `shard(call, index)`: the rows of the call's output that the sequence rank of this number computes.
+    `shard(call, index)`: the rows of the call's output that the sequence rank of this number computes, as spans.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class MicroSteps:
         patch: int,
         send: Callable[[int, PostedStep], None],
         done: Callable[[int], None],
-        shard: Callable[[Call, int], Span],
+        shard: Callable[[Call, int], tuple[Span, ...]],
     ):
         self._degrees, self._patch, self._send, self._done, self._shard = degrees, patch, send, done, shard
         self._newest = newest  # number of the newest micro-step, sent or waiting
@@ -80,7 +80,7 @@ class MicroSteps:
             raise m.BadMessage(f"an output of micro-step {output.seq}, which nobody waits for")
         assembly = step.assembly
         rows = self._shard(assembly.call, self._degrees.sequence_index(at))
-        self._check(output.value, len(step.entries), len(rows))
+        self._check(output.value, len(step.entries), sum(map(len, rows)))
         complete = assembly.put(step.entries, rows, output.value)
         nonfinite = not finite and not assembly.nonfinite
         assembly.nonfinite |= nonfinite

@@ -61,15 +61,15 @@ class Posting:
             raise again(self._error)
 
     def conditioning(
-        self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int, along: str
+        self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int, along: str, beside: int
     ) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet. Errors as of ConditioningCache."""
         self._conditionings.check_size(grid, tensors)
         with self.in_order():
-            return self._conditionings.find(grid, tensors, first_replica % self._degrees.batch, along)
+            return self._conditionings.find(grid, tensors, first_replica % self._degrees.batch, along, beside)
 
     def post(self, call: Call) -> None:
-        """Queue the call's micro-steps; `call.future` gives tokens [B, n, c] on the CPU."""
+        """Queue the call's micro-steps; `call.future` gives tokens [B, n + a, c] on the CPU."""
         with self._lock:
             if self._error is None:
                 self._micro_steps.post(call)
@@ -109,7 +109,7 @@ class Posting:
         self._pool.newest_step = max(self._pool.newest_step, step.seq)
         self._scatter.step(replica, step)
 
-    def _rows(self, call: Call, index: int) -> Span:
+    def _rows(self, call: Call, index: int) -> tuple[Span, ...]:
         """Rows of the call's output that sequence rank `index` computes."""
-        images = call.conditioning.token_order.images
-        return images(self._cut.image(call.tokens)[index]).shift(-images(call.tokens).start)
+        image, beside = call.rows(self._cut)[index]
+        return (image, beside) if self._cut.gives_beside(index) else (image,)

@@ -21,6 +21,7 @@ from parallel_backend.core.devices import on_ray
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_devices
+from parallel_backend.families.base.patching import Latents, latents_of, like
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
 from parallel_backend.wire import messages as m
 
@@ -147,7 +148,7 @@ class RemoteTransformer:
 
     def predict(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Latents,
         timestep: torch.Tensor,
         tensors: dict[str, torch.Tensor],
         poll: Poll,
@@ -157,21 +158,28 @@ class RemoteTransformer:
         may_forecast: bool = True,
         first_replica: int = 0,
         on_posted: Callable[[], None] = lambda: None,
-    ) -> torch.Tensor:
-        """Model output for the whole latent `x` [B, C, H, W] at `timestep` [B]; same shape and device as `x`.
+    ) -> torch.Tensor | Latents:
+        """Model output for the whole latent `x` [B, C, H, W] at `timestep` [B]; same shape and device as `x`. With a latent
+        beside the picture's `x` and the output are both.
 
         Exact, but in naive patch mode, and where the run's `cache` forecasts it. `first_replica`: see `conditioning`.
         `on_posted` is called once the call is on its way, before it is waited for: it may make other calls.
         """
-        patching = self.family.patching
-        grid = patching.grid(x.shape)
-        conditioning = self.conditioning(grid, tensors, first_replica)
-        device, x, timestep = x.device, x.cpu(), timestep.cpu()  # once: all that looks at them looks here
+        latents, patching = latents_of(x), self.family.patching
+        shapes = [tuple(latent.shape) for latent in latents]
+        beside = patching.beside_tokens(shapes)
+        conditioning = self.conditioning(patching.grid(shapes[0]), tensors, first_replica, beside=beside)
+
+        def answer(outputs: Latents) -> torch.Tensor | Latents:
+            return like(x, tuple(output.to(latents[0].device, non_blocking=True) for output in outputs))
+
+        timestep = timestep.cpu()  # once, as the latents: all that looks at them looks here
         entry = None if cache is None else cache.call(conditioning.id, float(timestep.max()), may_forecast)
         if isinstance(entry, Forecast):
-            return entry.output().to(device, non_blocking=True)
+            return answer(entry.output())
         self._memory.admit(conditioning, poll)
-        call = self.call(patching.pack(x), timestep, conditioning, run=0, overlap=overlap, residuals=residuals)
+        tokens = patching.pack_all(tuple(latent.cpu() for latent in latents))
+        call = self.call(tokens, timestep, conditioning, run=0, overlap=overlap, residuals=residuals)
         self.post(call)
         try:
             on_posted()
@@ -179,10 +187,10 @@ class RemoteTransformer:
         except BaseException:
             self._posting.abandon(lambda other: other is call)
             raise
-        output = patching.unpack(tokens, tuple(x.shape))
+        outputs = patching.unpack_all(tokens, shapes)
         if entry is not None:
-            entry.outputs[0] = output
-        return output.to(device, non_blocking=True)
+            entry.outputs[0] = outputs
+        return answer(outputs)
 
     def call(
         self,
@@ -196,14 +204,15 @@ class RemoteTransformer:
         overlap: bool = True,
         residuals: Residuals | None = None,
     ) -> Call:
-        """A call to `post`, checked. `x` [B, n, c]: the picture's tokens among `tokens` (None: all). Fields as of Call. `x`
-        and `timestep` are on the CPU, where they are looked at and cut.
+        """A call to `post`, checked. `x` [B, n + a, c]: the picture's tokens among `tokens` (None: all), with the text those
+        of the latent beside it too. Fields as of Call. `x` and `timestep` are on the CPU, where they are looked at and cut.
 
         ValueError for values that are not finite, for memory that cannot hold what the run keeps (see `watch_memory`), and
         for fewer tokens than sequence ranks.
         """
         tokens = tokens or conditioning.token_order.span
-        assert x.shape[:2] == (conditioning.batch, len(conditioning.token_order.images(tokens)))
+        beside = conditioning.beside if with_text else 0
+        assert x.shape[:2] == (conditioning.batch, len(conditioning.token_order.images(tokens)) + beside)
         assert not (run and self.degrees.naive), "naive patches keep nothing from call to call"
         check_latent(x, timestep)
         self._memory.check(run, conditioning)
@@ -216,15 +225,21 @@ class RemoteTransformer:
         return Call(x, timestep.float(), conditioning, tokens, with_text, run, stale, bool(overlap), residuals or {})
 
     def conditioning(
-        self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int = 0, along: str = "rows"
+        self,
+        grid: tuple[int, ...],
+        tensors: dict[str, torch.Tensor],
+        first_replica: int = 0,
+        along: str = "rows",
+        beside: int = 0,
     ) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet (see ConditioningCache).
 
+        `beside`: tokens of the latent beside the picture's.
         `first_replica`: first replica to receive entries, modulo the replica count. The first ones get the larger shares.
         `along`: axis by which its calls' tokens are ordered first (Patching.along).
         ValueError if the model has no positions for so large a `grid`.
         """
-        return self._posting.conditioning(grid, tensors, first_replica, along)
+        return self._posting.conditioning(grid, tensors, first_replica, along, beside)
 
     def open_run(self, extrapolate: bool = True) -> int:
         """A number for a run, under which its calls keep their K/V buffers. See Runs.open, also for errors."""
@@ -257,7 +272,7 @@ class RemoteTransformer:
         return self._runs.timeline(poll)
 
     def post(self, call: Call) -> None:
-        """Queue the call's micro-steps; `call.future` gives tokens [B, n, c] on the CPU."""
+        """Queue the call's micro-steps; `call.future` gives tokens [B, n + a, c] on the CPU."""
         self._posting.post(call)
 
     def _on_loading(self, loading: m.Loading) -> None:

@@ -1,5 +1,7 @@
 """Which rank is sent which part of a call or of a conditioning."""
 
+import torch
+
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.sequence import SequenceCut
@@ -34,18 +36,19 @@ class Scatter:
     def step(self, replica: int, step: PostedStep) -> None:
         """Its part to every rank of the replica: the latent to the first stage, residuals to the stage of their blocks."""
         call = step.assembly.call
-        token_order = call.conditioning.token_order
-        first = token_order.images(call.tokens).start
-        shards = [token_order.images(shard).shift(-first).slice for shard in self._cut.image(call.tokens)]
+        shards = call.rows(self._cut)
         stages = [self._residuals(stage, call.residuals) for stage in range(self._degrees.pipe)]
         # A ControlNet with few blocks repeats its tensors: each is sent once.
         added = [list({id(tensor): tensor for tensor in blocks.values()}.values()) for blocks in stages]
         entries = step.entries.slice
-        parts = [tensor[entries, images] for tensors in added for images in shards for tensor in tensors]
+        parts = [tensor[entries, images.slice] for tensors in added for images, _ in shards for tensor in tensors]
         placed = iter(self._shared.place(replica, step.seq, parts))
         for stage, blocks in enumerate(stages):
             numbers = {id(tensor): number for number, tensor in enumerate(added[stage])}
-            for index, images in enumerate(shards):
+            for index, (images, beside) in enumerate(shards):
+                x = call.x[entries, images.slice] if stage == 0 else None
+                if stage == 0 and len(beside):
+                    x = torch.cat((x, call.x[entries, beside.slice]), dim=1)
                 message = m.Step(
                     seq=step.seq,
                     run=call.run,
@@ -58,7 +61,7 @@ class Scatter:
                     timestep=call.timestep[entries],
                     residuals={block: numbers[id(tensor)] for block, tensor in blocks.items()},
                     added=tuple(next(placed) for _ in added[stage]),
-                    x=call.x[entries, images] if stage == 0 else None,
+                    x=x,
                 )
                 for rank in self._degrees.ranks(replica, stage, index):
                     self._pool.send(rank, message)
@@ -74,7 +77,7 @@ class Scatter:
     def conditioning(self, conditioning: Conditioning) -> None:
         """To every rank what it needs of it: the text to the first stage, what modulates to all."""
         family, degrees = self._family, self._degrees
-        text = self._cut.text(conditioning.text_tokens)
+        words = [own.after(conditioning.beside) for own in self._cut.text(conditioning.text_tokens)]
         for replica, entries in enumerate(conditioning.shares(degrees.batch)):
             for stage in range(degrees.pipe):
                 for index in range(degrees.sequence):
@@ -84,7 +87,7 @@ class Scatter:
                         if stage > 0 and not everywhere:
                             continue
                         whole = everywhere or name == REFERENCES or family.whole_text
-                        tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, text[index].slice]
+                        tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, words[index].slice]
                     message = m.PutConditioning(
                         conditioning.id,
                         conditioning.grid,
@@ -93,6 +96,7 @@ class Scatter:
                         len(entries),
                         tensors,
                         conditioning.token_order.along,
+                        conditioning.beside,
                     )
                     for rank in degrees.ranks(replica, stage, index):
                         self._pool.send(rank, message)

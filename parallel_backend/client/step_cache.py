@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from parallel_backend.families.base.patching import Latents
+
 FIRST_COMPUTED = 3
 """Calls of a conditioning that are always computed. Two make a line, and the third says how good it is."""
 LONGEST_ROW = 3
@@ -27,7 +29,7 @@ class Computed:
     """A call that is computed: its output by band, as it arrives. `time`: the timestep that the model was given."""
 
     time: float
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, Latents] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,17 @@ class Forecast:
 
     terms: tuple[tuple[float, Computed], ...]
 
-    def output(self, band: int = 0) -> torch.Tensor:
+    def output(self, band: int = 0) -> Latents:
         """The band's. All that is summed up has come by then: a band makes one call after the other."""
-        (weight, call), *others = self.terms
-        value = call.outputs[band] * weight
-        for weight, call in others:
-            value = value.add(call.outputs[band], alpha=weight)
-        return value
+        weights = [weight for weight, _ in self.terms]
+        return tuple(_sum(weights, values) for values in zip(*(call.outputs[band] for _, call in self.terms), strict=True))
+
+
+def _sum(weights: list[float], values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    total = values[0] * weights[0]
+    for weight, value in zip(weights[1:], values[1:], strict=True):
+        total = total.add(value, alpha=weight)
+    return total
 
 
 class _History:
@@ -86,9 +92,10 @@ class _History:
         if (forecast := _forecast(self.calls[:index], call.time)) is None:
             return
         wrong, size = 0.0, 0.0
-        for band, output in call.outputs.items():
-            wrong += (forecast.output(band) - output).float().square().sum().item()
-            size += output.float().square().sum().item()
+        for band, outputs in call.outputs.items():
+            for told, output in zip(forecast.output(band), outputs, strict=True):
+                wrong += (told - output).float().square().sum().item()
+                size += output.float().square().sum().item()
         error = (wrong / max(size, 1e-30)) ** 0.5
         if way := abs(call.time - self.calls[index - 1].time):
             self._error_rate = error / way

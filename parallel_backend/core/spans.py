@@ -23,6 +23,10 @@ class Span:
         """The part of the span below `end`."""
         return Span(min(self.start, end), min(self.stop, end))
 
+    def after(self, start: int) -> "Span":
+        """The part of the span from `start` on, counted from there."""
+        return Span(max(self.start, start), max(self.stop, start)).shift(-start)
+
     def shift(self, by: int) -> "Span":
         return Span(self.start + by, self.stop + by)
 

@@ -15,6 +15,7 @@ from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind
+from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.processes.pool import Poll, Pool
 from parallel_backend.wire.sampling import RunStats
 
@@ -105,14 +106,14 @@ def rehearse(
         batch = 1 if kind.alone else replicas * kind.entries
         example = checkpoint.family.inputs.example(checkpoint.config, workload.prompt)
         tensors = {name: tensor.repeat(batch, *(1,) * (tensor.ndim - 1)) for name, tensor in example.items()}
-        x = torch.randn(batch, *workload.shape[1:])
+        x = model.family.patching.alongside(torch.randn(batch, *workload.shape[1:]))
         found[kind] = (_in_a_run if kind.buffered else _whole)(model, kind, x, tensors, poll)
         on_kind()
     return found
 
 
-def _whole(model: RemoteTransformer, kind: CallKind, x: torch.Tensor, tensors, poll: Poll) -> Rehearsed:
-    timestep = torch.full((len(x),), 0.5)
+def _whole(model: RemoteTransformer, kind: CallKind, x: torch.Tensor | Latents, tensors, poll: Poll) -> Rehearsed:
+    timestep = torch.full((len(latents_of(x)[0]),), 0.5)
 
     def call(_number: int) -> list[_MicroStep]:
         return [_timed(model, lambda: model.predict(x, timestep, tensors, poll), poll)]
@@ -120,18 +121,19 @@ def _whole(model: RemoteTransformer, kind: CallKind, x: torch.Tensor, tensors, p
     return _sum_up(model, _calls(call))
 
 
-def _in_a_run(model: RemoteTransformer, kind: CallKind, x: torch.Tensor, tensors, poll: Poll) -> Rehearsed:
+def _in_a_run(model: RemoteTransformer, kind: CallKind, x: torch.Tensor | Latents, tensors, poll: Poll) -> Rehearsed:
     """Bands one after the other: which overlap with what is the schedule's affair, not theirs."""
-    patching, shape = model.family.patching, tuple(x.shape)
-    patching = patching.cut(patching.best_axis(patching.grid(shape)))
-    rows = cut_rows(shape, kind.bands, patching)
-    run = BandedRun(model, rows, shape, warm_up=False, along=patching.along)
+    patching, latents = model.family.patching, latents_of(x)
+    shapes = [tuple(latent.shape) for latent in latents]
+    patching = patching.cut(patching.best_axis(patching.grid(shapes[0])))
+    rows, beside = cut_rows(shapes[0], kind.bands, patching), patching.beside_tokens(shapes)
+    run = BandedRun(model, rows, shapes[0], warm_up=False, along=patching.along, beside=beside)
 
     def call(number: int) -> list[_MicroStep]:
-        timestep = torch.full((len(x),), 1 - number / 100)
+        timestep = torch.full((len(latents[0]),), 1 - number / 100)
 
         def band(index: int) -> Callable[[], object]:
-            return lambda: run.predict(index, patching.rows(x, rows[index]), timestep, tensors, not kind.stale, poll)
+            return lambda: run.predict(index, patching.band(latents, rows[index]), timestep, tensors, not kind.stale, poll)
 
         return [_timed(model, band(index), poll) for index in range(len(rows))]
 

@@ -9,10 +9,12 @@ from itertools import pairwise
 
 import torch
 
+from parallel_backend.client.pipefusion.band_cut import BandCut, packed, unpacked
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import StepCache
+from parallel_backend.families.base.patching import Latents, latents_of, like
 from parallel_backend.processes.pool import Poll
 from parallel_backend.wire.sampling import RunStats
 
@@ -91,7 +93,7 @@ def sample_whole(
 
 def sample_in_bands(
     model: RemoteTransformer,
-    noise: torch.Tensor,
+    noise: torch.Tensor | Latents,
     sigmas: torch.Tensor,
     prompt: Prompt,
     bands: int,
@@ -101,26 +103,30 @@ def sample_in_bands(
     overlap: bool = True,
     cache: StepCache | None = None,
     along: str = "rows",
-) -> tuple[torch.Tensor, list[RunStats]]:
-    """PipeFusion: `bands` patches along an axis, the first `warm_up` steps exact. The sample, and what each rank did.
+) -> tuple[torch.Tensor | Latents, list[RunStats]]:
+    """PipeFusion: `bands` patches along an axis, the first `warm_up` steps exact. The sample, or its latents, and what each
+    rank did.
 
     With displaced patches `bands` is 1: how tokens are cut is the model's affair, and the rest is the same.
     """
-    patching = model.family.patching.cut(along)
-    rows = cut_rows(tuple(noise.shape), bands, patching)
-    run = BandedRun(model, rows, tuple(noise.shape), warm_up > 0, overlap, extrapolate, cache, poll, along)
+    patching, latents = model.family.patching.cut(along), latents_of(noise)
+    shapes = tuple(tuple(latent.shape) for latent in latents)
+    cut = BandCut(patching, cut_rows(shapes[0], bands, patching), shapes)
+    beside = patching.beside_tokens(shapes)
+    run = BandedRun(model, cut.rows, shapes[0], warm_up > 0, overlap, extrapolate, cache, poll, along, beside)
     limit = exact_above(sigmas, warm_up)
 
-    def sample(band: int) -> torch.Tensor:
+    def sample(band: int) -> torch.Tensor:  # as a sampler sees it
         def predict(x, timestep, tensors):
             exact, allowed = float(timestep[0]) > limit, may_forecast(timestep, sigmas)
-            return run.predict(band, x, prompt.timestep * timestep, tensors, exact, may_forecast=allowed)
+            own = unpacked(x, cut.shapes_of(band))
+            return packed(run.predict(band, own, prompt.timestep * timestep, tensors, exact, may_forecast=allowed))
 
-        return euler(predict, patching.rows(noise, rows[band]), sigmas, prompt)
+        return euler(predict, cut.band(packed(latents), band), sigmas, prompt)
 
     try:
         parts = run_bands(run, sample, lambda: None, poll)
     except BaseException:
         model.discard_run(run.run)
         raise
-    return torch.cat(parts, dim=patching.band_dim), model.close_run(run.run, poll)
+    return like(noise, unpacked(cut.whole(parts), shapes)), model.close_run(run.run, poll)

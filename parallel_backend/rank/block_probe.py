@@ -11,6 +11,7 @@ from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, 
 from parallel_backend.checkpoints.quantised_formats import KEPT, blank, int8_layer
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span
+from parallel_backend.families.base.patching import latents_of
 from parallel_backend.families.base.step_inputs import StepInputs
 from parallel_backend.rank.stage.linear import RankLinear
 from parallel_backend.rank.stage.meta_model import meta_model
@@ -134,12 +135,25 @@ def _forward(family, config, model: nn.Module, rows: int, device: torch.device, 
     """The model's forward on a random picture of `rows` x PROBE_COLUMNS tokens."""
     patching = family.patching
     grid = ((1,) if patching.video else ()) + (rows, PROBE_COLUMNS)
-    tokens = patching.pack(torch.randn(1, family.sizes.latent_channels(config), *patching.whole(grid))).to(device, dtype)
+    latents = latents_of(patching.alongside(torch.randn(1, family.sizes.latent_channels(config), *patching.whole(grid))))
+    tokens, beside = patching.pack_all(latents).to(device, dtype), patching.beside_tokens([each.shape for each in latents])
     tensors = {
         name: tensor.to(device, dtype if tensor.is_floating_point() else None)
         for name, tensor in family.inputs.example(config, PROBE_TEXT).items()
     }
     timestep = torch.full((1,), 0.5, device=device)
-    image, text = Span(0, tokens.shape[1]), Span(0, PROBE_TEXT)
-    inputs = StepInputs(tokens, timestep, tensors, grid, family.token_order(grid), image, text, PROBE_TEXT, dtype)
+    image, text = Span(0, tokens.shape[1] - beside), Span(0, beside + PROBE_TEXT)
+    inputs = StepInputs(
+        tokens[:, image.slice],
+        timestep,
+        tensors,
+        grid,
+        family.token_order(grid),
+        image,
+        text,
+        len(text),
+        dtype,
+        x_beside=tokens[:, len(image) :],
+        beside_tokens=beside,
+    )
     return lambda: family.run(model, inputs)

@@ -26,6 +26,7 @@ class RankConditioning:
     text_tokens: int
     batch: int
     tensors: dict[str, torch.Tensor]
+    beside: int = 0
     kept: defaultdict[Span, dict[Any, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # see StepInputs
 
     def is_whole(self, step: Step) -> bool:
@@ -50,7 +51,9 @@ class ConditioningStore:
             for name, tensor in message.tensors.items()
         }
         token_order = self._family.token_order(message.grid, message.references, message.along)
-        self._held[message.id] = RankConditioning(message.grid, token_order, message.text_tokens, message.batch, tensors)
+        self._held[message.id] = RankConditioning(
+            message.grid, token_order, message.text_tokens, message.batch, tensors, message.beside
+        )
 
     def drop(self, conditioning: int) -> None:
         self._held.pop(conditioning, None)

@@ -68,8 +68,9 @@ class StageForward:
         stage.flow.begin_step(received, len(own_text), rows, self._residuals(step, conditioning, own_image))
         tensors = self._tensors(step, conditioning)
         self._guidance = tensors.get(GUIDANCE)
+        x, beside = self._latents(step, tensors, conditioning, own_image)
         inputs = StepInputs(
-            None if step.x is None else self._with_references(step.x, tensors, conditioning, own_image),
+            x,
             timestep,
             tensors,
             conditioning.grid,
@@ -79,11 +80,14 @@ class StageForward:
             conditioning.text_tokens,
             stage.dtype,
             conditioning.kept[own_image],
+            beside,
+            conditioning.beside,
         )
         self._timestep, stage.flow.inputs = inputs.times, inputs
         stage.module_cache.begin_step(step, whole=conditioning.is_whole(step))
         try:
-            return self._family.run(stage.model, inputs)
+            out = self._family.run(stage.model, inputs)
+            return out if stage.cut.gives_beside(stage.place) else out[:, : len(token_order.images(own_image))]
         except StageDone as done:
             return stage.flow.outgoing(done)
         finally:
@@ -94,6 +98,16 @@ class StageForward:
         """The micro-step's text and image tokens by sequence rank."""
         cut = self._stage.cut
         return cut.text(conditioning.text_tokens if step.with_text else 0), cut.image(step.tokens)
+
+    def _latents(
+        self, step: Step, tensors: dict[str, torch.Tensor], conditioning: RankConditioning, image: Span
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The rank's tokens of the picture, with those of references, and of the latent beside it. See StepInputs."""
+        if step.x is None:
+            return None, None
+        own = len(conditioning.token_order.images(image))
+        beside = to_device(step.x[:, own:], self._stage.device, self._stage.dtype)
+        return self._with_references(step.x[:, :own], tensors, conditioning, image), beside
 
     def _with_references(
         self, x: torch.Tensor, tensors: dict[str, torch.Tensor], conditioning: RankConditioning, image: Span

@@ -17,13 +17,15 @@ class PutConditioning:
     references: int
     """Tokens of reference pictures."""
     text_tokens: int
-    """Tokens of the whole text, over all ranks."""
+    """Tokens of the whole text stream, over all ranks."""
     batch: int
     """Batch entries of this replica."""
     tensors: dict[str, torch.Tensor]
     """By the family's names. First axis: `batch`. Token tensors are the rank's own shard."""
     along: str = "rows"
     """Patching.along of the calls: which axis tokens are ordered by first."""
+    beside: int = 0
+    """Tokens of the whole text stream, the first of it, that are of a latent beside the picture's (patching.Beside)."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,13 @@ class Step:
     added: tuple[torch.Tensor, ...]
     """Each [entries, m, hidden], for the picture's tokens among the rank's."""
     x: torch.Tensor | None
-    """The rank's shard [entries, n, channels] of the latent. None on later stages."""
+    """The rank's shard [entries, n + a, channels] of the latent, and of the one beside it if the text runs. None on later
+    stages."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Rank of the last stage -> client: the rank's shard of the prediction, [entries, n, channels]."""
+    """Rank of the last stage -> client: the rank's shard of the prediction, [entries, n + a, channels], as `Step.x`."""
 
     rank: int
     seq: int

@@ -5,7 +5,7 @@ import queue
 import random
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from parallel_backend.client.call import Call, Conditioning
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
+from parallel_backend.client.step_cache import StepCache
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
-from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.patching import Beside, Patching
 from parallel_backend.processes.pool import POLL_SECONDS
 
 SHAPE = (1, 16, 12, 4)  # 6 rows of 2 tokens
@@ -59,15 +60,16 @@ class FakeModel:
     def watch_memory(self, run, bands, extrapolate, poll) -> None:
         pass
 
-    def conditioning(self, grid, tensors, first_replica=0, along="rows") -> Conditioning:
+    def conditioning(self, grid, tensors, first_replica=0, along="rows", beside=0) -> Conditioning:
         for known in self._known:
-            if known.matches(grid, tensors):
+            if known.matches(grid, tensors, beside=beside):
                 return known
-        self._known.append(Conditioning(len(self._known) + 1, grid, self.family.token_order(grid), 3, 1, tensors))
+        order = self.family.token_order(grid)
+        self._known.append(Conditioning(len(self._known) + 1, grid, order, 3 + beside, 1, tensors, beside=beside))
         return self._known[-1]
 
     def call(self, x, timestep, conditioning, run, tokens, with_text, stale, overlap, residuals) -> Call:
-        assert x.shape[1] == len(tokens)
+        assert x.shape[1] == len(tokens) + conditioning.beside * with_text
         return Call(x, timestep, conditioning, tokens, with_text, run, stale, overlap, residuals)
 
     def post(self, call: Call) -> None:
@@ -179,6 +181,28 @@ def test_odd_sizes_get_their_own_rows_back(seed):
 
         assert torch.equal(torch.cat(run_all(run, sample), dim=2), 2 * x + 1)
     model.close()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_latent_beside_goes_with_the_first_band(model, exact):
+    """And is forecast with it: with times on a line the fourth call is."""
+    patching = Patching(video=True, beside=Beside("b c s t -> b (s t) c", lambda _frames: (32, 2, 3)))
+    model.family = replace(FAMILIES["wan"], patching=patching)
+    x, sound = torch.randn(1, 16, 2, 5, 6), torch.randn(1, 32, 2, 3)
+    rows, cache = cut_rows(tuple(x.shape), 3, patching), StepCache(0.5, 3)
+    run = BandedRun(model, rows, tuple(x.shape), warm_up=False, cache=cache, beside=patching.beside.tokens(sound.shape))
+
+    def sample(band):
+        own = patching.band((x, sound), rows[band])
+        return [run.predict(band, own, torch.tensor([1.0 - call / 10]), text(), exact and call == 0) for call in range(5)]
+
+    results = run_all(run, sample)
+    assert cache.forecast
+    for call in range(5):
+        found = patching.join([result[call] for result in results])
+        for got, latent in zip(found, (x, sound), strict=True):
+            assert torch.allclose(got, 2 * latent + 1.0 - call / 10, atol=1e-4)
+    assert not any(result[0][1].numel() for result in results[1:])
 
 
 def test_with_warm_up_the_first_call_of_every_conditioning_is_exact(model):

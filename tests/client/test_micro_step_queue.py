@@ -19,7 +19,9 @@ class Queue:
 
     def __init__(self, degrees: Degrees, newest: int = 0):
         self.degrees, self.sent, self.done = degrees, [], []
-        self.steps = MicroSteps(degrees, newest, WIDTH, self._send, self.done.append, lambda call, index: self.rows(index))
+        self.steps = MicroSteps(
+            degrees, newest, WIDTH, self._send, self.done.append, lambda call, index: (self.rows(index),)
+        )
 
     def _send(self, replica, step):
         self.sent.append((replica, step.seq, step.entries))

@@ -41,10 +41,10 @@ def follow(cache: StepCache, output: Output, times: list[float], allowed: Callab
     for at in times:
         entry = cache.call(1, at, allowed(at))
         if isinstance(entry, Computed):
-            entry.outputs[0] = output(at)
-            outputs.append(entry.outputs[0])
+            entry.outputs[0] = (output(at),)
+            outputs.append(entry.outputs[0][0])
         else:
-            outputs.append(entry.output())
+            outputs.append(entry.output()[0])
     return "".join(log), outputs
 
 
@@ -144,7 +144,7 @@ def test_prompts_of_one_evaluation_are_decided_on_together():
             for prompt, output in enumerate(outputs):
                 entry = cache.call(prompt, at, True)
                 if isinstance(entry, Computed):
-                    entry.outputs[0] = output(at)
+                    entry.outputs[0] = (output(at),)
         pairs = set(zip(log[::2], log[1::2], strict=True))
         assert pairs == ({("#", "#"), (".", ".")} if forecast else {("#", "#")})
 
@@ -155,7 +155,7 @@ def test_a_prompt_that_is_new_is_computed():
     for number, at in enumerate(TIMES):
         entry = cache.call(number >= 10, at, True)
         if isinstance(entry, Computed):
-            entry.outputs[0] = line(at)
+            entry.outputs[0] = (line(at),)
     assert log[10 : 10 + FIRST_COMPUTED] == ["#"] * FIRST_COMPUTED
     assert "." in log[:10]
     assert "." in log[10:]
@@ -178,14 +178,14 @@ def test_in_bands_the_last_calls_outputs_do_not_count():
         for at in TIMES:
             entry = cache.call(1, at, True)
             for computed, then in waiting:
-                computed.outputs[1] = parabola(then)
+                computed.outputs[1] = (parabola(then),)
             waiting.clear()
             if isinstance(entry, Computed):
-                entry.outputs[0] = parabola(at)
+                entry.outputs[0] = (parabola(at),)
                 if late:
                     waiting.append((entry, at))
                 else:
-                    entry.outputs[1] = parabola(at)
+                    entry.outputs[1] = (parabola(at),)
         logs.append("".join(log))
     assert logs[0] == logs[1]
     assert 0 < logs[0].count(".") < len(TIMES) - FIRST_COMPUTED

@@ -17,7 +17,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import Computed, Forecast, StepCache
 from parallel_backend.core.pipefusion_order import MicroStep, call_steps
 from parallel_backend.core.spans import Span, split
-from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.patching import Latents, Patching, latents_of, like
 from parallel_backend.processes.pool import Poll, wait_for
 
 
@@ -44,8 +44,8 @@ def exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:
 @dataclass
 class _Request:
     band: int
-    x: torch.Tensor  # on the CPU, as the timestep
-    device: torch.device  # of the answer
+    x: torch.Tensor | Latents  # as it was given
+    latents: Latents  # on the CPU, as the timestep
     timestep: torch.Tensor
     tensors: dict[str, torch.Tensor]
     exact: bool
@@ -57,7 +57,7 @@ class _Request:
 
 class BandedRun:
     """One sampling run in bands. `rows`: each band's latent rows, or frames if `along` is "frames"; `shape`: of the whole
-    latent.
+    latent; `beside`: tokens of the one beside it, if there is such.
 
     With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes.
     `overlap`, `extrapolate`: see sampling.Step and OpenRun. `cache`: a StepCache for as many bands, to forecast calls.
@@ -78,13 +78,14 @@ class BandedRun:
         cache: StepCache | None = None,
         poll: Poll = lambda: None,
         along: str = "rows",
+        beside: int = 0,
     ):
         assert cache is None or cache.bands == len(rows)
         assert len(rows) == 1 or not model.degrees.displaced
         self.model, self.rows, self.overlap = model, rows, overlap
         self.warm_up = warm_up or model.degrees.displaced
         self.patching = model.family.patching.cut(along)
-        self.grid = self.patching.grid(shape)
+        self.grid, self.beside = self.patching.grid(shape), beside
         self.run = model.open_run(extrapolate)
         try:
             model.watch_memory(self.run, len(rows), extrapolate, poll)
@@ -109,7 +110,7 @@ class BandedRun:
     def predict(
         self,
         band: int,
-        x: torch.Tensor,
+        x: torch.Tensor | Latents,
         timestep: torch.Tensor,
         tensors: dict[str, torch.Tensor],
         exact: bool,
@@ -118,15 +119,15 @@ class BandedRun:
         may_forecast: bool = True,
         first_replica: int = 0,
         on_posted: Callable[[], None] = lambda: None,
-    ) -> torch.Tensor:
-        """The model's output for the band's latent `x`. Blocks; raises what `abort` or `poll` raised, or RankError.
+    ) -> torch.Tensor | Latents:
+        """The model's output for the band's latent `x`, or its latents (Patching.band). Blocks; raises what `abort` or
+        `poll` raised, or RankError.
 
         Bands need no `poll`: each of them waking up many times a second would take the cores that CPU ranks compute on, and
-        whoever looks for Cancel aborts them. `first_replica`, `on_posted`: see RemoteTransformer.predict. All
-        bands give the same
-        `first_replica` in the same call.
+        whoever looks for Cancel aborts them. `first_replica`, `on_posted`: see RemoteTransformer.predict. All bands give the
+        same `first_replica` in the same call.
         """
-        here = x.cpu(), x.device, timestep.cpu()
+        here = x, tuple(latent.cpu() for latent in latents_of(x)), timestep.cpu()
         request = _Request(band, *here, tensors, exact, residuals or {}, may_forecast, first_replica)
         with self._lock:
             if self._error is not None:
@@ -206,7 +207,8 @@ class BandedRun:
         return True
 
     def _conditioning(self, request: _Request) -> Conditioning:
-        return self.model.conditioning(self.grid, request.tensors, request.first_replica, self.patching.along)
+        along, beside = self.patching.along, self.beside
+        return self.model.conditioning(self.grid, request.tensors, request.first_replica, along, beside)
 
     def _answer_forecasts(self) -> None:
         """Answer every band that asks for a call that is forecast: it waits for no other band, and no other for it."""
@@ -220,26 +222,27 @@ class BandedRun:
             del self._forecasts[call]
 
     def _post_exact(self, requests: list[_Request], conditioning: Conditioning) -> None:
-        x = torch.cat([request.x for request in requests], dim=self.patching.band_dim)
+        latents = self.patching.join([request.latents for request in requests])
         parts = list(zip(requests, self.rows, strict=True))
         residuals = _side_by_side([request.residuals for request in requests])
-        self._post(x, residuals, conditioning.token_order.span, True, False, parts, conditioning)
+        self._post(latents, residuals, conditioning.token_order.span, True, False, parts, conditioning)
         self.exact_calls += 1
 
     def _post_band(self, step: MicroStep, request: _Request, conditioning: Conditioning) -> None:
         patch, rows = self.patching.band_size, self.rows[request.band]
         tokens = conditioning.token_order.of_rows(Span(rows.start // patch, -(-rows.stop // patch)))
-        stale, x = self.model.degrees.displaced, request.x
+        stale, (x, *beside) = self.model.degrees.displaced, request.latents
         if padding := -len(rows) % patch:
             # An odd height is padded circularly, as ComfyUI does: the last row's neighbour is the picture's first one.
-            top = self.patching.rows(self._first.x, Span(0, padding))
+            top = self.patching.rows(self._first.latents[0], Span(0, padding))
             x = torch.cat((x, top), dim=self.patching.band_dim)
-        self._post(x, request.residuals, tokens, step.with_text, stale, [(request, Span(0, len(rows)))], conditioning)
+        latents, parts = (x, *beside), [(request, Span(0, len(rows)))]
+        self._post(latents, request.residuals, tokens, step.with_text, stale, parts, conditioning)
         self.banded_calls += step.with_text
 
     def _post(
         self,
-        x: torch.Tensor,
+        latents: Latents,
         residuals: Residuals,
         tokens: Span,
         text: bool,
@@ -247,10 +250,10 @@ class BandedRun:
         requests: list[tuple[_Request, Span]],
         conditioning: Conditioning,
     ) -> None:
-        """Post `x` and give each request its rows of the answer."""
+        """Post `latents` and give each request its rows of the answer, the first one what is beside it."""
         patching, timestep, entry = self.patching, requests[0][0].timestep, self._entry
         call = self.model.call(
-            patching.pack(x),
+            patching.pack_all(latents),
             timestep,
             conditioning,
             self.run,
@@ -263,9 +266,9 @@ class BandedRun:
 
         def share(done: Future) -> None:
             error = done.exception()
-            latent = None if error else patching.unpack(done.result(), tuple(x.shape))
+            whole = None if error else patching.unpack_all(done.result(), [tuple(latent.shape) for latent in latents])
             for request, rows in requests:
-                value = None if error else patching.rows(latent, rows)
+                value = None if error else patching.band(whole, rows)
                 if entry is not None and value is not None:
                     entry.outputs[request.band] = value
                 self._settle(request, error, value)
@@ -273,7 +276,7 @@ class BandedRun:
         call.future.add_done_callback(share)
         self.model.post(call)
 
-    def _settle(self, request: _Request, error: BaseException | None, value: torch.Tensor | None) -> None:
+    def _settle(self, request: _Request, error: BaseException | None, value: Latents | None) -> None:
         with self._lock:
             if request.future.done():  # aborted: the output came too late
                 return
@@ -281,7 +284,8 @@ class BandedRun:
             if error is not None:
                 request.future.set_exception(error)
             else:
-                request.future.set_result(value.to(request.device, non_blocking=True))
+                device = latents_of(request.x)[0].device
+                request.future.set_result(like(request.x, tuple(part.to(device, non_blocking=True) for part in value)))
 
 
 def _side_by_side(bands: list[Residuals]) -> Residuals:

@@ -11,7 +11,8 @@ def expected_request(
     """`shape`: of the latent, with as many axes as the model takes. `entries`: batch entries of a model call, pictures times
     prompts. `prompt`: tokens of the longest prompt. `kept`, `bands`: see Request.
 
-    Reference pictures are not in it: only a model call has their tokens.
+    Reference pictures are not in it: only a model call has their tokens. A latent beside a video's is as long as ComfyUI's
+    empty latents have it.
     """
     family, config = checkpoint.family, checkpoint.config
     grid = family.patching.grid(shape)
@@ -22,7 +23,7 @@ def expected_request(
     return Request(
         grid=grid,
         references=0,
-        text=padding + (0 if words is None else family.inputs.padded(words)),
+        text=family.patching.usual_beside(shape) + padding + (0 if words is None else family.inputs.padded(words)),
         padding=padding,
         entries=entries,
         looked_at=max((tensor.shape[1] for tensor in looked_at if tensor.ndim == 3), default=0),

@@ -14,7 +14,7 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 
 from .blocks import Blocks
-from .patching import Patching
+from .patching import Latents, Patching, side_by_side
 from .step_inputs import Config, Shapes, StepInputs
 from .tensor_plan import LayerCuts
 
@@ -127,6 +127,10 @@ class Sizes:
     """Tokens along a side that there are positions for. None: any number."""
 
 
+Finish = Callable[[Latents], Latents]
+"""A model's outputs -> the sampler's, see `Inputs.carried`."""
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What a sampler's model call becomes before it is sent. Read in ComfyUI's process.
@@ -136,7 +140,8 @@ class Inputs:
 
     conditioning: Callable[[Config, dict[str, Any]], dict[str, torch.Tensor]]
     """Arguments of ComfyUI's model call -> conditioning tensors. ValueError, beginning with the input's name, for what is
-    missing or cannot be forwarded."""
+    missing or cannot be forwarded. Where the family takes a latent beside the video's, `grid` and `beside_tokens` are among
+    the arguments: the whole video's tokens by axis, and the latent's beside it."""
 
     accepts: tuple[str, ...] = ("context", "y", "guidance")
     """Arguments of ComfyUI's model call that `conditioning` knows. All others are refused."""
@@ -161,6 +166,16 @@ class Inputs:
 
     check_grid: Callable[[tuple[int, ...], dict[str, torch.Tensor]], None] = lambda _grid, _tensors: None
     """ValueError, beginning with the input's name, for conditioning tensors that do not fit the latent's grid of tokens."""
+
+    options: tuple[str, ...] = ()
+    """Entries of ComfyUI's transformer_options that `conditioning` and `carried` get too, where there are such."""
+
+    carried: Callable[[Latents, torch.Tensor, dict[str, Any]], tuple[Latents, Finish]] = lambda latents, _timestep, _given: (
+        latents,
+        lambda outputs: outputs,
+    )
+    """Where a sampler carries latents in another form than the model takes them: (a call's latents, its timestep, its
+    arguments) -> latents as the model takes them, and what makes the sampler's outputs of the model's."""
 
     padded: Callable[[int], int] = lambda tokens: tokens
     """Tokens -> tokens with those that the class itself adds, to the text and to the image alike. Those of the image follow
@@ -275,20 +290,21 @@ class Family:
         return getattr(importlib.import_module(self.class_module), self.model_class)
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
-        """Run the model's own forward for one micro-step; [b, m, c], the rank's tokens of the picture.
+        """Run the model's own forward for one micro-step; [b, m + a, c], the rank's tokens of the picture, then those of the
+        latent beside it, which are the second that the forward returns.
 
         The stage's stand-ins end the forward early where the epilogue is not this rank's.
         """
         if self.forward.whole_latent:
             step = replace(step, x=self._whole(model, step))
         self.forward.prepare(model, step)
-        out = self.forward.output(model(**self.forward.arguments(step, model.config), return_dict=False)[0])
-        own = step.token_order.images(step.image)
+        outputs = model(**self.forward.arguments(step, model.config), return_dict=False)
+        out, own = self.forward.output(outputs[0]), step.token_order.images(step.image)
         if self.forward.whole_latent:
-            return self.patching.cut(step.token_order.along).pack(out)[:, own.slice]
-        if len(own) == len(step.image):
-            return out
-        return out[:, step.of_tokens("picture rows", step.token_order.picture_rows)]
+            out = self.patching.cut(step.token_order.along).pack(out)[:, own.slice]
+        elif len(own) < len(step.image):
+            out = out[:, step.of_tokens("picture rows", step.token_order.picture_rows)]
+        return side_by_side(out, outputs[1]) if step.beside_tokens else out
 
     def _whole(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """The whole latent [b, C, (T,) H, W], zero outside of the rank's tokens."""

@@ -1,5 +1,8 @@
 """How latents become tokens and back, and along which of their axes PipeFusion cuts bands."""
 
+import math
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,6 +11,69 @@ from einops import rearrange
 
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import class_order
+
+Latents = tuple[torch.Tensor, ...]
+"""A model call's latents: the picture's or video's, and the one beside it, if there is one."""
+
+
+def latents_of(x: torch.Tensor | Latents) -> Latents:
+    """A call's latents, of the only one or of all."""
+    return (x,) if isinstance(x, torch.Tensor) else tuple(x)
+
+
+def like(x: torch.Tensor | Latents, outputs: Latents) -> torch.Tensor | Latents:
+    """A call's outputs in the form in which its latents `x` came."""
+    return outputs[0] if isinstance(x, torch.Tensor) else outputs
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A latent that a model takes beside the video's, such as its sound, and gives out too (ComfyUI's nested latents).
+
+    Its tokens are the first of the text stream: cut over sequence ranks as text is, and run with the first band.
+    """
+
+    pattern: str
+    """Axes of the latent -> its tokens, for einops: "b c s t -> b (s t) c"."""
+
+    sizes: Callable[[int], tuple[int, ...]]
+    """Latent frames of a video -> [channels, ...] of the latent beside it, as ComfyUI's empty latents have it."""
+
+    required: bool = False
+    """The model does not take a video alone."""
+
+    def tokens(self, shape: tuple[int, ...]) -> int:
+        """Tokens of a latent of this shape."""
+        return math.prod(self._sizes(shape, 1))
+
+    def pack(self, latent: torch.Tensor) -> torch.Tensor:
+        """Latent -> tokens [B, a, c]."""
+        return rearrange(latent, self.pattern)
+
+    def unpack(self, tokens: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Tokens [B, a, c and more] -> latent of this shape."""
+        left, right = self.pattern.split(" -> ")
+        sizes = dict(zip(left.split(), shape, strict=True))
+        return rearrange(tokens[..., : math.prod(self._sizes(shape, 2))], f"{right} -> {left}", **sizes)
+
+    def none_of(self, latent: torch.Tensor) -> torch.Tensor:
+        """The latent without tokens."""
+        return latent.narrow(self._axes(1)[-1], 0, 0)
+
+    def _sizes(self, shape: tuple[int, ...], axis: int) -> list[int]:
+        return [shape[each] for each in self._axes(axis)]
+
+    def _axes(self, axis: int) -> list[int]:
+        """Axes of the latent that are together in this axis of the tokens."""
+        left, right = self.pattern.split(" -> ")
+        groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", right)]
+        return [left.split().index(name) for name in groups[axis]]
+
+
+def side_by_side(image: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    """Tokens [B, n, c] and [B, a, d] -> [B, n + a, max(c, d)], the narrower ones filled up with zeros."""
+    width = max(image.shape[-1], beside.shape[-1])
+    return torch.cat([F.pad(tokens, (0, width - tokens.shape[-1])) for tokens in (image, beside)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -29,6 +95,9 @@ class Patching:
 
     along: str = "rows"
     """Axis that bands cut: "rows", or "frames" of a video."""
+
+    beside: Beside | None = None
+    """What a call may have beside the picture's latent."""
 
     def __post_init__(self):
         assert self.along in ("rows", "frames")
@@ -94,6 +163,42 @@ class Patching:
         )
         latent = latent[..., : shape[-2], : shape[-1]]
         return latent[:, :, : shape[-3]] if self.video else latent[:, :, 0]
+
+    def beside_tokens(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Tokens of the latent beside, in a call whose latents have these shapes."""
+        return self.beside.tokens(shapes[1]) if len(shapes) > 1 else 0
+
+    def pack_all(self, latents: Latents) -> torch.Tensor:
+        """Tokens of all latents, those of the latent beside last: [B, n + a, the wider ones' channels]."""
+        tokens = self.pack(latents[0])
+        return side_by_side(tokens, self.beside.pack(latents[1])) if len(latents) > 1 else tokens
+
+    def unpack_all(self, tokens: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Latents:
+        """Tokens as of `pack_all` -> latents."""
+        if len(shapes) == 1:
+            return (self.unpack(tokens, shapes[0]),)
+        image, beside = tokens.split((tokens.shape[1] - self.beside_tokens(shapes), self.beside_tokens(shapes)), dim=1)
+        width = shapes[0][1] * self.frames * self.side**2
+        return self.unpack(image[..., :width], shapes[0]), self.beside.unpack(beside, shapes[1])
+
+    def band(self, latents: Latents, rows: Span) -> Latents:
+        """Band of a call's latents. The first band has the whole latent beside the picture's, the others none of it."""
+        picture = self.rows(latents[0], rows)
+        return picture, *(beside if rows.start == 0 else self.beside.none_of(beside) for beside in latents[1:])
+
+    def join(self, bands: Sequence[Latents]) -> Latents:
+        """All bands' latents, in order -> the whole's."""
+        return torch.cat([band[0] for band in bands], dim=self.band_dim), *bands[0][1:]
+
+    def usual_beside(self, shape: tuple[int, ...]) -> int:
+        """Tokens of the latent beside that a video's latent of this shape usually has; 0 where the family has none."""
+        return 0 if self.beside is None else self.beside.tokens((shape[0], *self.beside.sizes(shape[2])))
+
+    def alongside(self, latent: torch.Tensor) -> torch.Tensor | Latents:
+        """What a model call may have for this latent: with random values beside it, if the family takes such."""
+        if self.beside is None:
+            return latent
+        return latent, torch.randn(len(latent), *self.beside.sizes(latent.shape[2]))
 
     def _pattern(self) -> str:
         order = "h t w" if self.along == "rows" else "t h w"

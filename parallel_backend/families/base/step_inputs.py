@@ -58,16 +58,32 @@ class StepInputs:
     """The rank's image tokens, in that order."""
 
     text: Span
-    """The rank's text tokens."""
+    """The rank's tokens of the text stream: those of a latent beside the picture's come first, then the words."""
 
     text_tokens: int = 0
-    """Tokens of the whole text."""
+    """Tokens of the whole text stream."""
 
     dtype: torch.dtype = torch.float32
     """The rank's compute dtype."""
 
     kept: dict[Any, torch.Tensor] = field(default_factory=dict)
     """Values that all micro-steps for the same tokens of the same conditioning share."""
+
+    x_beside: torch.Tensor | None = None
+    """Tokens [b, a, C] of `beside`, channels filled up to those of `x`. None where the rank has no prologue."""
+
+    beside_tokens: int = 0
+    """Tokens of the whole latent beside the picture's (patching.Beside)."""
+
+    @property
+    def beside(self) -> Span:
+        """The rank's tokens of the latent beside the picture's."""
+        return self.text.before(self.beside_tokens)
+
+    @property
+    def words(self) -> Span:
+        """The rank's text tokens, counted without those of the latent beside."""
+        return self.text.after(self.beside_tokens)
 
     def of_tokens(self, name: str, make: Callable[[Span], torch.Tensor]) -> torch.Tensor:
         """`make(image)`, made on the host, on the rank's device: see `kept_on`."""

@@ -580,8 +580,8 @@ NODE_MUTANTS = (
     Mutant(
         "every band gets the first band's noise",
         "nodes/sampling/noise.py",
-        "return patching.rows(noise, rows).clone()",
-        "return patching.rows(noise, Span(0, len(rows))).clone()",
+        "return cut.band(noise, index).clone()",
+        "return cut.band(noise, 0).clone()",
         ("tests/comfyui/test_samplers.py", "-k", "plain_model"),
         (),
         "default",

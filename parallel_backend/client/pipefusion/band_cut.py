@@ -1,0 +1,51 @@
+"""The cut of a sampler's tensor into bands. Of nested latents ComfyUI's samplers see one tensor [B, 1, N]: the values of all
+latents, one latent behind the other."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parallel_backend.core.spans import Span
+from parallel_backend.families.base.patching import Latents, Patching
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def packed(latents: Latents) -> torch.Tensor:
+    """What a sampler sees of a call's latents: the only one as it is, several as [B, 1, N]."""
+    if len(latents) == 1:
+        return latents[0]
+    return torch.cat([latent.reshape(len(latent), 1, -1) for latent in latents], dim=-1)
+
+
+def unpacked(value: torch.Tensor, shapes: Shapes) -> Latents:
+    """The latents, of these shapes but for the batch, in what a sampler sees."""
+    if len(shapes) == 1:
+        return (value,)
+    parts = value[:, 0].split([math.prod(shape[1:]) for shape in shapes], dim=-1)
+    return tuple(part.reshape(len(value), *shape[1:]) for part, shape in zip(parts, shapes, strict=True))
+
+
+@dataclass(frozen=True)
+class BandCut:
+    """`rows`: each band's latent rows (or frames). `shapes`: of the whole latents, the picture's first."""
+
+    patching: Patching
+    rows: tuple[Span, ...]
+    shapes: Shapes
+
+    def band(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """A band's part of a latent, mask or noise, as its sampler sees it."""
+        return packed(self.patching.band(unpacked(whole, self.shapes), self.rows[index]))
+
+    def whole(self, bands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All bands' parts, in order -> the whole."""
+        parts = [unpacked(band, self.shapes_of(index)) for index, band in enumerate(bands)]
+        return packed(self.patching.join(parts))
+
+    def shapes_of(self, index: int) -> Shapes:
+        """Shapes of a band's latents."""
+        whole = tuple(torch.empty(shape, device="meta") for shape in self.shapes)
+        return tuple(tuple(latent.shape) for latent in self.patching.band(whole, self.rows[index]))
