@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.client.pipefusion.band_cut import packed
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import resolve_dtype
+from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.wire.sampling import RunStats
 
@@ -34,7 +36,7 @@ with random conditioning bands differ more than in a picture."""
 class Problem:
     """What is sampled: the same for all. `tensors`: random conditioning of the right shape, as there is no text encoder."""
 
-    noise: torch.Tensor
+    noise: torch.Tensor | Latents
     tensors: dict[str, torch.Tensor]
     steps: int
 
@@ -52,7 +54,7 @@ def problem_of(checkpoint: Checkpoint, tokens: int, steps: int) -> Problem:
     sizes = family.patching.whole((FRAMES, side, side) if video else (side, side))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        noise = torch.randn(1, family.sizes.latent_channels(config), *sizes)
+        noise = family.patching.alongside(torch.randn(1, family.sizes.latent_channels(config), *sizes))
         return Problem(noise, family.inputs.example(config, TEXT_TOKENS), steps)
 
 
@@ -72,7 +74,7 @@ def look_at_model_file(ground: Ground, findings: Findings) -> None:
     findings.note("file", checkpoint.path.name)
     findings.note("family", checkpoint.family.name)
     findings.note("weight_dtype", dtype)
-    findings.note("latent", list(problem.noise.shape))
+    findings.note("latent", list(latents_of(problem.noise)[0].shape))
     findings.note("steps", problem.steps)
     findings.note("runs", [])
     first: torch.Tensor | None = None
@@ -131,10 +133,10 @@ def _on_ranks(
             latent, stats = sample_in_bands(
                 model, problem.noise, linear_sigmas(steps), problem.prompt, bands, 1, ground.poll
             )
-            return latent
+            return packed(latents_of(latent))
         latent = sample_whole(model, problem.noise, linear_sigmas(steps), problem.prompt, ground.poll)
         stats = model.close_run(0, ground.poll)
-        return latent
+        return packed(latents_of(latent))
 
     latent, seconds = _timed(sample, problem.steps)
     figures = {

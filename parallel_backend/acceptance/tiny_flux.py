@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from parallel_backend.checkpoints.checkpoint import to_original
+from parallel_backend.client.pipefusion.band_cut import packed
 from parallel_backend.families import FAMILIES
+from parallel_backend.families.base.patching import Latents, latents_of
 
 Call = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """Latent [B, C, H, W], timesteps [B] and conditioning tensors: the arguments of a model call."""
@@ -107,6 +109,7 @@ def reference(
     return family.patching.unpack(out, tuple(x.shape))
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative(a: torch.Tensor | Latents, b: torch.Tensor | Latents) -> float:
     """Relative L2 difference of `a` from `b`."""
+    a, b = packed(latents_of(a)), packed(latents_of(b))
     return ((a - b).norm() / b.norm()).item()

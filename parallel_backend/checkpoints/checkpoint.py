@@ -83,7 +83,7 @@ class Checkpoint:
                 original[source.key][0] += shape[0]
             else:
                 original[source.key] = shape
-        return {key: tuple(shape) for key, shape in original.items()}
+        return {key: tuple(shape) for key, shape in original.items()} | dict(self.family.file.computed(self.config))
 
     def check_degrees(self, degrees: Degrees) -> None:
         """Raise ValueError, naming the widget, for degrees that the model does not allow."""
@@ -136,6 +136,8 @@ class Checkpoint:
         core/dtypes.py.
         """
         entry = self.entries[self.key_map[target].key]
+        if self.family.stays_float32(self.config, target):
+            return None
         fp8 = dtype_name.startswith("fp8")
         if entry.dtype in {*GGUF_BLOCKS, *KEPT} or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):
             return entry.dtype
@@ -161,7 +163,13 @@ class Checkpoint:
             entry = self.entries[self.key_map[target].key]
             beside = {leaf: tensor.shape for leaf, tensor in entry.beside.items()}
             return quantised_bytes(storage, shape, entry.shape, beside)
-        return _numel(shape) * (1 if storage else TORCH_DTYPES[compute_name(dtype_name)].itemsize)
+        return _numel(shape) * (
+            1 if storage else self.compute_dtype(target, TORCH_DTYPES[compute_name(dtype_name)]).itemsize
+        )
+
+    def compute_dtype(self, target: str, dtype: torch.dtype) -> torch.dtype:
+        """What the parameter is computed in, in a model that computes in `dtype`."""
+        return torch.float32 if self.family.stays_float32(self.config, target) else dtype
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -287,7 +295,8 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
         raise ValueError(f"model_name: {name} lacks {missing[0]}" + f" and {len(missing) - 1} more." * (len(missing) > 1))
     used = {source.key for source in checkpoint.key_map.values()}
     ignored = checkpoint.family.file.ignored
-    surplus = [key for key in entries if key not in used and not any(re.fullmatch(each, key) for each in ignored)]
+    used_or_not = used | checkpoint.family.file.computed(checkpoint.config).keys()
+    surplus = [key for key in entries if key not in used_or_not and not any(re.fullmatch(each, key) for each in ignored)]
     if surplus:
         raise ValueError(
             f"model_name: {name} holds {surplus[0]}{f' and {len(surplus) - 1} more' * (len(surplus) > 1)}, for which "

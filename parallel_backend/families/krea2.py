@@ -184,7 +184,7 @@ KREA2 = Family(
             "time_embed": CacheScope.CALL,
             "time_mod_proj": CacheScope.CALL,
         },
-        exact_parameters=tuple(f".{norm}.weight" for norm in ("norm", "norm1", "norm2", "norm_q", "norm_k")),
+        float32=lambda _config: tuple(f".{norm}.weight" for norm in ("norm", "norm1", "norm2", "norm_q", "norm_k")),
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan={BLOCKS: _PLAN},

@@ -76,19 +76,20 @@ def may_forecast(timestep: torch.Tensor, sigmas: torch.Tensor) -> bool:
 
 def sample_whole(
     model: RemoteTransformer,
-    noise: torch.Tensor,
+    noise: torch.Tensor | Latents,
     sigmas: torch.Tensor,
     prompt: Prompt,
     poll: Poll = lambda: None,
     cache: StepCache | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | Latents:
     """Every call exact, over the whole latent; but for those that `cache` forecasts."""
+    shapes = tuple(tuple(latent.shape) for latent in latents_of(noise))
 
     def predict(x, timestep, tensors):
         time, allowed = prompt.timestep * timestep, may_forecast(timestep, sigmas)
-        return model.predict(x, time, tensors, poll, cache=cache, may_forecast=allowed)
+        return packed(model.predict(unpacked(x, shapes), time, tensors, poll, cache=cache, may_forecast=allowed))
 
-    return euler(predict, noise, sigmas, prompt)
+    return like(noise, unpacked(euler(predict, packed(latents_of(noise)), sigmas, prompt), shapes))
 
 
 def sample_in_bands(

@@ -117,10 +117,12 @@ class StageForward:
         x = to_device(x, self._stage.device, self._stage.dtype)
         if self._family.forward.whole_latent or not order.references:
             return x
-        out = x.new_empty(len(x), len(image), x.shape[-1])
-        out[:, self._of_tokens(conditioning, image, "picture rows", order.picture_rows)] = x
+        dtype = torch.promote_types(x.dtype, tensors[REFERENCES].dtype)  # some families keep references exact
+        out = x.new_empty(len(x), len(image), x.shape[-1], dtype=dtype)
+        out[:, self._of_tokens(conditioning, image, "picture rows", order.picture_rows)] = x.to(dtype)
         rows = self._of_tokens(conditioning, image, "reference rows", order.reference_rows)
-        out[:, rows] = tensors[REFERENCES][:, self._of_tokens(conditioning, image, "their numbers", order.reference_numbers)]
+        own = self._of_tokens(conditioning, image, "their numbers", order.reference_numbers)
+        out[:, rows] = tensors[REFERENCES][:, own].to(dtype)
         return out
 
     def _of_tokens(

@@ -19,6 +19,7 @@ from parallel_backend.acceptance.report import describe
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.validate import factors
+from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes.failure_text import P2P_OFF
 from parallel_backend.processes.pool import RankError
 from parallel_backend.quickstart.model import WEIGHTS
@@ -234,9 +235,11 @@ def test_every_family_has_a_problem_to_sample(case, tmp_path):
     """As many tokens as asked for, or as few as a square has; conditioning that the family itself takes for its own."""
     checkpoint = open_checkpoint(case.save(case.model(), tmp_path / "file.safetensors"))
     problem = model_file.problem_of(checkpoint, 64, 3)
-    assert problem.noise.shape[1] == checkpoint.family.sizes.latent_channels(checkpoint.config)
-    assert 16 <= torch.Size(checkpoint.family.patching.grid(problem.noise.shape)).numel() <= 64
-    assert torch.equal(problem.noise, model_file.problem_of(checkpoint, 64, 3).noise)
+    noise, *beside = latents_of(problem.noise)
+    assert noise.shape[1] == checkpoint.family.sizes.latent_channels(checkpoint.config)
+    assert len(beside) == (checkpoint.family.patching.beside is not None)
+    assert 16 <= torch.Size(checkpoint.family.patching.grid(noise.shape)).numel() <= 64
+    assert torch.equal(noise, latents_of(model_file.problem_of(checkpoint, 64, 3).noise)[0])
     assert problem.tensors
 
 

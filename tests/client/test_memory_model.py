@@ -22,6 +22,7 @@ from parallel_backend.client.placement.memory_model import KV_COPIES, Request, b
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
+from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.failure_text import out_of_memory
 from parallel_backend.processes.pool import Pool, RankError, again
@@ -77,7 +78,8 @@ def banded(model, case, extrapolate=True, bands=2, steps=2):
 
 
 def predicted(model: RemoteTransformer, x, tensors, kept: int, bands: int = 1) -> list[int]:
-    conditioning = model.conditioning(model.family.patching.grid(tuple(x.shape)), tensors)
+    patching, shapes = model.family.patching, [tuple(latent.shape) for latent in latents_of(x)]
+    conditioning = model.conditioning(patching.grid(shapes[0]), tensors, beside=patching.beside_tokens(shapes))
     request = request_of(conditioning, model.family, kept, bands)
     return [memory.buffers for memory in model._memory.memory_check.memory((request,))]
 
@@ -192,9 +194,9 @@ def test_activations(case, made, measured):
     runs = Runs(larger, made(case))
     checkpoint = open_checkpoint(made(case))
     sizes = model_sizes(checkpoint, "fp32", "cpu")
-    grid = runs.family.patching.grid(runs.x.shape)
+    grid, batch = runs.family.patching.grid(runs.shapes[0]), runs.shapes[0][0]
     words = runs.engine.conditionings[1].text_tokens
-    request = Request(grid, runs.token_order.references, words, runs.family.image_padding(grid), len(runs.x))
+    request = Request(grid, runs.token_order.references, words, runs.family.image_padding(grid), batch)
     spans = even_stages(len(sizes.block_bytes), 1)
     estimate = memory_of(sizes, Degrees(), spans, 0, (request,))
     with runs.run():

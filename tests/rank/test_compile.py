@@ -18,6 +18,7 @@ from parallel_backend.core import compile_check as compilers
 from parallel_backend.core.compile_check import check_compile, cpp_compiler
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
+from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
@@ -54,18 +55,18 @@ class OneRank:
         return self.engine.stage.compiler.graphs
 
     def put(self, x, tensors) -> None:
-        family = self.family
-        grid = family.patching.grid(tuple(x.shape))
+        family, shapes = self.family, [tuple(latent.shape) for latent in latents_of(x)]
+        grid, beside = family.patching.grid(shapes[0]), family.patching.beside_tokens(shapes)
         names = [name for name in family.inputs.token_tensors if name in tensors]
-        text = family.image_padding(grid) + (family.inputs.padded(tensors[names[0]].shape[1]) if names else 0)
+        text = beside + family.image_padding(grid) + (family.inputs.padded(tensors[names[0]].shape[1]) if names else 0)
         references = tensors["references"].shape[1] if "references" in tensors else 0
-        self.engine.put_conditioning(m.PutConditioning(1, grid, references, text, len(x), tensors))
+        self.engine.put_conditioning(m.PutConditioning(1, grid, references, text, shapes[0][0], tensors, beside))
         self.token_order = family.token_order(grid, references)
 
     def step(self, x, timestep, run=0, tokens=None, with_text=True) -> torch.Tensor:
         tokens = tokens or self.token_order.span
-        packed = self.family.patching.pack(x)[:, self.token_order.images(tokens).slice]
-        entries = Span(0, len(x))
+        packed = self.family.patching.pack_all(latents_of(x))
+        packed, entries = tiny.rank_shard(packed, self.token_order, tokens, with_text), Span(0, len(packed))
         step = m.Step(next(self._seq), run, 1, tokens, with_text, False, True, entries, timestep, {}, (), packed)
         return self.engine.step(step, None).value
 

@@ -15,6 +15,7 @@ from parallel_backend.acceptance.tiny_flux import relative as relative
 from parallel_backend.acceptance.tiny_flux import save_original as save_original
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.spans import Span
+from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.rank.stage.build import build_stage
 
 SD3 = {
@@ -45,6 +46,12 @@ def whole_model(path: Path, dtype: str = "fp32") -> torch.nn.Module:
     checkpoint = open_checkpoint(path)
     blocks = checkpoint.family.blocks.total(checkpoint.config)
     return build_stage(checkpoint, Span(0, blocks), torch.device("cpu"), dtype).model
+
+
+def rank_shard(tokens: torch.Tensor, order: TokenOrder, span: Span, with_text: bool) -> torch.Tensor:
+    """Of the `tokens` of a call's latents (Patching.pack_all), what a stage of one rank is sent for a micro-step."""
+    own = tokens[:, order.images(span).slice]
+    return torch.cat((own, tokens[:, order.image :]), dim=1) if with_text else own
 
 
 @torch.inference_mode()

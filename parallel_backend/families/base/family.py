@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -17,6 +18,13 @@ from .blocks import Blocks
 from .patching import Latents, Patching, side_by_side
 from .step_inputs import Config, Shapes, StepInputs
 from .tensor_plan import LayerCuts
+
+
+def name_pattern(name: str) -> str:
+    """The regular expression for the modules that a family means by `name`: a star in front stands for a block
+    ("<list>.<index>"), elsewhere for an index."""
+    star = r"[^.]+\.[^.]+" if name.startswith("*") else r"[^.]+"
+    return re.escape(name).replace(r"\*", star)
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,10 @@ class FileLayout:
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Endings of keys that some files use -> the usual ones."""
+
+    computed: Callable[[Config], Mapping[str, tuple[int, ...]]] = lambda _config: {}
+    """Tensors of the original layout that the class computes itself -> their shapes. ComfyUI's detection looks at them; a
+    file may lack them."""
 
     ignored: tuple[str, ...] = ()
     """Keys (regular expressions) that a file may have and the class has no use for. Other keys without use are refused."""
@@ -233,8 +245,9 @@ class Forward:
     """Submodules whose output many micro-steps share -> which. Each is computed once for those. In a name, a star in front
     stands for a block ("<list>.<index>"), elsewhere for an index. tests/rank/test_module_cache.py finds what is missing."""
 
-    exact_parameters: tuple[str, ...] = ()
-    """Endings of parameters that stay float32 in every compute dtype: the class adds to them in float32 before use."""
+    float32: Callable[[Config], tuple[str, ...]] = lambda _config: ()
+    """Modules and parameters that are float32 whatever dtype the blocks compute in: as in ComfyUI's class, or since the class
+    adds to them in float32. Names as in `cached_modules`; one that begins with a dot is an ending of parameters' names."""
 
     weight_readers: tuple[str, ...] = ()
     """Submodules that hand the weights of their linear layers to a function of torch, rather than call the layers. LoRA is
@@ -288,6 +301,12 @@ class Family:
     def transformer_class(self) -> type[nn.Module]:
         """The class itself. Importing diffusers takes seconds, so only what needs the class asks for it."""
         return getattr(importlib.import_module(self.class_module), self.model_class)
+
+    def stays_float32(self, config: Config, parameter: str) -> bool:
+        """Whether a parameter is float32 whatever dtype the blocks compute in."""
+        names = self.forward.float32(config)
+        endings = tuple(name for name in names if name.startswith("."))
+        return parameter.endswith(endings) or any(re.match(f"{name_pattern(name)}(\\.|$)", parameter) for name in names)
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """Run the model's own forward for one micro-step; [b, m + a, c], the rank's tokens of the picture, then those of the

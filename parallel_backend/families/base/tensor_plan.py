@@ -55,13 +55,15 @@ NORM_BY_HEADS = LayerCut(CutKind.NORM, (HEADS,))
 TABLE_BY_HEADS = LayerCut(CutKind.TABLE, (HEADS,))
 
 LayerCuts = Mapping[str, Mapping[str, LayerCut]]
-"""Block list -> layer of its blocks -> how it is cut. A module outside the blocks is a list whose layer is ""."""
+"""Block list -> layer of its blocks -> how it is cut. A module outside the blocks is a list whose layer is "". In front of a
+layer "*." stands for an index: a list inside a module has its blocks' layers so."""
 
 
 def cut_of(plan: LayerCuts, parameter: str) -> LayerCut | None:
     """Of the layer of `parameter` (`<list>.<index>.<layer>.weight`). None: it is not cut."""
     name, _, rest = parameter.partition(".")
-    return plan.get(name, {}).get(rest.partition(".")[2].rpartition(".")[0])
+    layers, layer = plan.get(name, {}), rest.partition(".")[2].rpartition(".")[0]
+    return layers.get(layer) or layers.get(f"*.{layer.partition('.')[2]}")
 
 
 def cut_side(

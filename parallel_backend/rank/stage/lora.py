@@ -81,8 +81,9 @@ class Adapters:
         up = part.up.to(self._device, torch.float32) * part.scale
         called = name.rpartition(".")[0] not in self._checkpoint.family.forward.weight_readers
         if isinstance(layer, RankLinear) and leaf == "weight" and called:
-            down = None if part.down is None else part.down.to(self._device, self._dtype)
-            layer.adapters.append((up.to(self._dtype), down))
+            dtype = self._checkpoint.compute_dtype(part.parameter, self._dtype)
+            down = None if part.down is None else part.down.to(self._device, dtype)
+            layer.adapters.append((up.to(dtype), down))
             self._layers.append(layer)
             self.nbytes += sum(factor.nbytes for factor in layer.adapters[-1] if factor is not None)
         else:

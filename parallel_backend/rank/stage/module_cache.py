@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from parallel_backend.families.base.family import CacheScope
+from parallel_backend.families.base.family import CacheScope, name_pattern
 from parallel_backend.wire.sampling import Step
 
 from .stand_ins import STAND_INS
@@ -33,7 +33,7 @@ class ModuleCache:
         self._kept: dict[CacheScope, OrderedDict[tuple[Hashable, ...], Outputs]] = {per: OrderedDict() for per in CacheScope}
         self.current: dict[CacheScope, Outputs] = {}  # for the micro-step under way
         self.calls: Counter[nn.Module] = Counter()  # in the micro-step under way
-        patterns = [(_expression(pattern), per) for pattern, per in plan.items()]
+        patterns = [(re.compile(name_pattern(name)), per) for name, per in plan.items()]
         for name, module in model.named_modules():
             per = next((per for pattern, per in patterns if pattern.fullmatch(name)), None)
             if per is not None and not isinstance(module, STAND_INS):
@@ -69,12 +69,6 @@ class ModuleCache:
         """Drop all outputs: weights have changed, or a run is over."""
         for kept in self._kept.values():
             kept.clear()
-
-
-def _expression(pattern: str) -> re.Pattern:
-    """A leading star stands for a block ("<list>.<index>"), another star for an index."""
-    star = r"[^.]+\.[^.]+" if pattern.startswith("*") else r"[^.]+"
-    return re.compile(re.escape(pattern).replace(r"\*", star))
 
 
 class CachedModule:

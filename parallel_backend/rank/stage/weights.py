@@ -26,7 +26,7 @@ def fill_weights(
 
     Parameters that `plan` cuts become this rank's shard, or None if it has no part. Linear layers become `RankLinear`s.
     Their weights stay packed as `Checkpoint.storage` says. Everything else is in the compute dtype, or in float32 if it is
-    one of `Forward.exact_parameters`. `progress` gets the share of the bytes in place, before each parameter and at the end.
+    one of `Forward.float32`. `progress` gets the share of the bytes in place, before each parameter and at the end.
     ValueError if the file's shape is not the parameter's. Sides of 1 are ignored, since GGUF's tools may drop them.
     """
     RankLinear.adopt(model)
@@ -55,8 +55,7 @@ def fill_weights(
             linear = isinstance(module, RankLinear) and leaf == "weight"
             storage = checkpoint.storage(target, dtype_name) if linear else None
             if storage is None or not reader.packable(target, storage, shard):
-                exact = target.endswith(checkpoint.family.forward.exact_parameters)
-                values = reader.values(target, torch.float32 if exact else dtype, shard, device)
+                values = reader.values(target, checkpoint.compute_dtype(target, dtype), shard, device)
                 values = values.view(known[target].shape) if shard is None else values
                 setattr(module, leaf, nn.Parameter(values, requires_grad=False))
             else:

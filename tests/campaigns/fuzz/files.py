@@ -48,6 +48,7 @@ def sound_models() -> list[Sound]:
         model = case.model()
         state = {name: value.to("meta") for name, value in model.state_dict().items()}
         original = to_original(case.row, dict(model.config) | case.config, state)
+        original |= {key: torch.empty(shape, device="meta") for key, shape in case.row.file.computed(case.config).items()}
         shapes = [{key: list(tensor.shape) for key, tensor in tensors.items()} for tensors in (original, state)]
         config = json.loads(json.dumps({"_class_name": case.row.model_class, **case.config}, default=list))
         found.append(Sound(case.name, *shapes, config))

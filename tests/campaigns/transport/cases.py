@@ -12,6 +12,7 @@ import torch
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.vae import RemoteDecoder
 from parallel_backend.core.degrees import AXES, Degrees
+from parallel_backend.families.base.patching import latents_of
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.wire import messages as m
 from tests.families.cases import all_cases
@@ -112,7 +113,7 @@ def family(case: Family) -> Case:
         if case.sampled and Degrees(pipe=2) in case.modes and degrees.world == 2:
             model, sigmas = load(files.family(case), Degrees(pipe=2)), linear_sigmas(2) * case.timestep / 0.7
             found.append(sample_in_bands(model, x, sigmas, Prompt(tensors, {}, 1.0), case.bands, 1)[0])
-        return found
+        return [part for each in found for part in latents_of(each)]
 
     return Case(f"family {case.family}", run)
 

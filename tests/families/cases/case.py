@@ -51,8 +51,9 @@ class Case:
     timestep, tensors)`: diffusers' own forward, called as its pipeline calls it, on a latent of any size, with the
     sampler's timestep: what the family must equal. `convert`: diffusers' converter from the original key layout.
     `modes`: those of two ranks that the family has. `sampled`: the output has the latent's shape, so that a sampler can be
-    tried without ComfyUI, which adds the other channels. `full`: tables of all cases have it in the full tier only: it is
-    a further variant of a model that another case shows in the default tier. `marks`: keys without values of a single file.
+    tried without ComfyUI, which adds the other channels. `fine_time`: a timestep in bf16 is as good. `full`: tables of all
+    cases have it in the full tier only: it is a further variant of a model that another case shows in the default tier.
+    `marks`: keys without values of a single file.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Case:
     native: Native | None = None
     bands: int = 3
     sampled: bool = True
+    fine_time: bool = False
     full: bool = False
     marks: tuple[str, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,188 @@
+"""MiniMax H3: a video and its sound in one packed sequence, with keyframes and references; plain and pruned files.
+
+Key layouts: MiniMax's (which ComfyUI's files use) and diffusers' MiniMaxH3Transformer3DModel.
+"""
+
+import torch
+
+from parallel_backend.families.base.blocks import BlockList, Blocks
+from parallel_backend.families.base.family import (
+    CacheScope,
+    Family,
+    FileLayout,
+    Forward,
+    HeaderConfig,
+    Inputs,
+    Sizes,
+    Source,
+)
+from parallel_backend.families.base.step_inputs import REFERENCES, Config, Shapes
+from parallel_backend.families.base.tensor_plan import (
+    COLUMN_BY_HEADS,
+    GATHER,
+    ROW,
+    ROW_BY_HEADS,
+    WIDTH,
+    CutKind,
+    LayerCut,
+)
+from parallel_backend.families.parts.conditioning import count_blocks
+from parallel_backend.families.parts.key_map import KeyMap
+from parallel_backend.families.parts.minimax_conditioning import SHIFTS, VECTORS, carried, conditioning
+from parallel_backend.families.parts.minimax_layout import PATCHING
+from parallel_backend.families.parts.minimax_tokens import arguments
+
+BLOCKS = "transformer_blocks"
+_WEIGHT = ("weight",)
+_OUTSIDE = {  # diffusers module <- original module
+    "proj_in": "video_patch_proj",
+    "audio_proj_in": "audio_patch_proj",
+    "context_embedder": "condition_proj",
+    "norm_out.linear": "final_layer.adaln_proj.linear",
+    "proj_out": "final_layer.video_out",
+    "audio_proj_out": "final_layer.audio_out",
+}
+_TIME = {"time_embedder.linear_1": "time_embedder.proj_in", "time_embedder.linear_2": "time_embedder.proj_out"}
+_BLOCK_PLAN = {
+    **dict.fromkeys(("attn.to_q", "attn.to_k", "attn.to_v"), COLUMN_BY_HEADS),
+    "attn.to_out.0": ROW_BY_HEADS,
+    "ff.net.0.proj": LayerCut(CutKind.COLUMN, (WIDTH, WIDTH)),  # SwiGLU: value and gate
+    "ff.net.2": ROW,
+}
+HEADER = HeaderConfig(  # arguments of ComfyUI's class, which takes no notice of others
+    values={
+        "image_model": lambda _config: ("minimax_h3",),
+        "hidden_size": lambda config: (config["hidden_size"],),
+        "num_layers": lambda config: (config["num_layers"],),
+        "token_refiner_num_layers": lambda config: (config["num_refiner_layers"],),
+        "num_attention_heads": lambda config: (config["num_attention_heads"],),
+        "attention_head_dim": lambda config: (config["attention_head_dim"],),
+        "ffn_hidden_size": lambda config: (config["ffn_dim"],),
+        "latents_dim": lambda config: (config["in_channels"],),
+        "audio_latents_dim": lambda config: (config["audio_in_channels"],),
+        "patch_size": lambda _config: ((1, 2, 2),),
+        "text_dim": lambda config: (config["text_dim"],),
+        "timestep_input_dim": lambda config: (config["freq_dim"],),
+        "time_embed_hidden_size": lambda config: (config["time_embed_hidden_dim"],),
+        "time_embed_dim": lambda config: (config["time_embed_dim"],),
+        "rope_inv_freq_len": lambda config: (config["rope_freq_dim"],),
+        "adaln_curve_grid": lambda config: (config["adaln_curve_grid"],),
+        **{f"{name}_eps": lambda _config: (1e-5,) for name in ("norm", "qk_norm", "final_norm")},
+        "sigma_shift_video": lambda _config: (12.0,),
+        "sigma_shift_audio": lambda _config: (3.0,),
+    },
+    others=True,
+)
+_FLOAT32 = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out")
+_CURVE = ("adaln_t_table", "*.adaln_proj.linear", "norm_out.linear")
+
+
+def _configure(shapes: Shapes) -> Config:
+    hidden, video = shapes["video_patch_proj.weight"]
+    head = shapes["blocks.0.attn.q_norm.weight"][0]
+    table = shapes.get("adaln_t_table")
+    frequencies, time_hidden, width, rows = 256, 5376, 0, None  # the first two: what pruned files have no use for
+    if table is None:
+        time_hidden, frequencies = shapes["time_embedder.proj_in.weight"]
+        width = shapes["time_embedder.proj_out.weight"][0]
+    else:
+        rows, width = table
+    return {
+        "num_attention_heads": shapes["blocks.0.attn.qkv_proj.weight"][0] // (3 * head),
+        "attention_head_dim": head,
+        "hidden_size": hidden,
+        "num_layers": count_blocks(shapes, "blocks."),
+        "num_refiner_layers": count_blocks(shapes, "token_refiner.blocks."),
+        "ffn_dim": shapes["blocks.0.mlp.fc2.weight"][1],
+        "in_channels": video // 4,
+        "audio_in_channels": shapes["audio_patch_proj.weight"][1],
+        "patch_size": (1, 2, 2),
+        "text_dim": shapes["condition_proj.weight"][1],
+        "freq_dim": frequencies,
+        "time_embed_hidden_dim": time_hidden,
+        "time_embed_dim": width,
+        "rope_freq_dim": shapes["rope.inv_freq"][0],
+        "adaln_curve_grid": rows,
+    }
+
+
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = KeyMap()
+    keys.copy(_OUTSIDE)
+    keys.copy({"norm_out.norm": "final_layer.norm"}, _WEIGHT)
+    keys.same("token_refiner.final_norm", parameters=_WEIGHT)
+    if config.get("adaln_curve_grid") is None:
+        keys.copy(_TIME)
+    else:
+        keys.tensor("adaln_t_table")
+    for index in range(config["num_refiner_layers"]):
+        _block_keys(keys.inside(f"token_refiner.refiner_blocks.{index}.", f"token_refiner.blocks.{index}."), config)
+    for index in range(config["num_layers"]):
+        block = keys.inside(f"{BLOCKS}.{index}.", f"blocks.{index}.")
+        block.same("adaln_proj.linear")
+        _block_keys(block, config)
+    return keys.sources
+
+
+def _block_keys(block: KeyMap, config: Config) -> None:
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    block.same("norm1", "norm2", parameters=_WEIGHT)
+    names = {
+        "attn.norm_q": "attn.q_norm",
+        "attn.norm_k": "attn.k_norm",
+        "attn.to_out.0": "attn.out_proj",
+        "ff.net.2": "mlp.fc2",
+    }
+    block.copy(names, _WEIGHT)
+    block.copy({"ff.net.0.proj": "mlp.fc1"}, _WEIGHT, swap_halves=True)
+    block.split("attn.qkv_proj", dict.fromkeys(("attn.to_q", "attn.to_k", "attn.to_v"), width), _WEIGHT)
+
+
+MINIMAX_H3 = Family(
+    name="minimax-h3",
+    model_class="MiniMaxH3Transformer3DModel",
+    class_module="parallel_backend.families.models.minimax_h3",
+    native_classes=("MiniMaxH3",),
+    file=FileLayout(
+        detect=lambda shapes: {"video_patch_proj.weight", "audio_patch_proj.weight"} <= shapes.keys(),
+        configure=_configure,
+        key_map=_key_map,
+        header=HEADER,
+        computed=lambda config: {"rope.inv_freq": (config["rope_freq_dim"],)},
+    ),
+    blocks=Blocks(
+        lists=(BlockList(BLOCKS, returns=("image",), joined=True),),
+        counts=lambda config: {BLOCKS: config["num_layers"]},
+        prologue=("proj_in", "audio_proj_in", "context_embedder", "token_refiner"),
+        epilogue=("norm_out", "proj_out", "audio_proj_out"),
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"], hidden=lambda config: config["hidden_size"]),
+    inputs=Inputs(
+        conditioning=conditioning,
+        accepts=("minimax_payload", "denoise_mask", "audio_denoise_mask"),
+        options=tuple(SHIFTS),
+        carried=carried,
+        token_tensors=("context",),
+        whole_text=True,
+        vector_tensors=VECTORS,
+        exact=("shifts", "levels", REFERENCES),
+        example=lambda config, tokens: conditioning(config, {"context": torch.randn(1, tokens, config["text_dim"])}),
+    ),
+    forward=Forward(
+        arguments=arguments,
+        cached_modules={
+            "rope": CacheScope.BAND,
+            "*.adaln_proj": CacheScope.CALL,
+            "norm_out.linear": CacheScope.CALL,
+            "time_embedder": CacheScope.CALL,
+            **dict.fromkeys(("context_embedder", "token_refiner"), CacheScope.PROMPT),
+        },
+        float32=lambda config: (*_FLOAT32, *(_CURVE if config.get("adaln_curve_grid") else ())),
+    ),
+    tensor_plan={
+        BLOCKS: _BLOCK_PLAN | {"adaln_proj.linear": GATHER},
+        "token_refiner": {f"*.{layer}": cut for layer, cut in _BLOCK_PLAN.items()},
+    },
+    patching=PATCHING,
+    native_values=lambda _config: {"patch_size": (1, 2, 2), "preprocess_text_embeds": lambda text: text},
+)

@@ -1,0 +1,101 @@
+"""MiniMax H3 in ComfyUI's process: a call's payload as tensors for the ranks, and the form in which samplers carry sound.
+
+ComfyUI's BaseModel hands everything in one payload: keyframes, references, which of the text's tokens are pictures'.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from parallel_backend.families.base.family import Finish
+from parallel_backend.families.base.patching import Latents
+from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config
+
+from .conditioning import text
+from .minimax_layout import PATCHING, SOUND_TIME, VISUAL_TIME, References, place_references
+
+SHIFTS = {"minimax_h3_sigma_shift_video": 12.0, "minimax_h3_sigma_shift_audio": 3.0}
+"""Entries of ComfyUI's transformer_options: how far the schedules of video and sound are shifted -> the usual values."""
+STEPS = 1000.0
+"""The sampler's timestep of pure noise."""
+VECTORS = ("shifts", "begins", "levels", "reference_sound", "text_kinds", "video_levels", "sound_levels")
+"""`Inputs.vector_tensors`."""
+
+
+def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, T, text_dim], references, and what ranks place and time tokens by, see minimax_tokens.py."""
+    context, payload = text("MiniMax H3", config["text_dim"], given), given.get("minimax_payload") or {}
+    clean_video, clean_sound = (
+        float(payload.get(name, usual))
+        for name, usual in (("visual_cond_noise_aug", VISUAL_TIME), ("audio_cond_noise_aug", SOUND_TIME))
+    )
+    grid = given.get("grid", (1, 1, 1))
+    found = References(4 * config["in_channels"], clean_video, clean_sound, int(payload.get("seed", 0)))
+    begins = place_references(payload, context.shape[1], grid, found)
+    # (0: video or 1: sound, share of the noise, a limit): see minimax_tokens.times
+    levels = [(0, 1.0, VISUAL_TIME), (1, 1.0, SOUND_TIME), (0, 0.0, clean_video), (1, 0.0, clean_sound)]
+    tensors = {"shifts": torch.tensor([given.get(name, usual) for name, usual in SHIFTS.items()])}
+    tensors["begins"] = torch.tensor([begins])
+    if found.tokens:
+        tensors[REFERENCES], tensors[REFERENCE_POSITIONS] = torch.cat(found.tokens), torch.cat(found.places)
+        tensors["reference_sound"] = torch.cat(found.sound)
+    if (tags := payload.get("text_token_tags")) is not None:
+        tensors["text_kinds"] = tags.flatten()[: context.shape[1]].long()
+    for name, mask, stream, limit in (
+        ("video_levels", _video_mask(given.get("denoise_mask"), grid), 0, VISUAL_TIME),
+        ("sound_levels", _sound_mask(given.get("audio_denoise_mask")), 1, SOUND_TIME),
+    ):
+        if mask is not None:
+            shares, place = mask.unique(return_inverse=True)
+            tensors[name] = place + len(levels)
+            levels += [(stream, share, limit) for share in shares.tolist()]
+    tensors["levels"] = torch.tensor(levels)
+    return {"context": context} | {name: value.expand(len(context), *value.shape) for name, value in tensors.items()}
+
+
+def _video_mask(mask: torch.Tensor | None, grid: tuple[int, ...]) -> torch.Tensor | None:
+    """[1, C, T, H, W] -> the largest of each token, in our order; None if all is made anew."""
+    if mask is None:
+        return None
+    values = mask[0, 0].float().cpu()
+    values = F.pad(values, (0, -values.shape[-1] % 2, 0, -values.shape[-2] % 2), mode="replicate")
+    values = F.max_pool2d(values, 2).flatten()
+    order = PATCHING.order(grid)
+    return _where_less(values if order is None else values[order])
+
+
+def _sound_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
+    return None if mask is None else _where_less(mask[0, 0].float().cpu().flatten())
+
+
+def _where_less(values: torch.Tensor) -> torch.Tensor | None:
+    return None if bool((values >= 1.0 - 1e-3).all()) else values
+
+
+def shifted(sigma: torch.Tensor, shift: Any, to: Any) -> torch.Tensor:
+    """A video's sigma -> the sound's at the same place of the schedule."""
+    base = sigma / (shift + sigma * (1.0 - shift))
+    return to * base / (1.0 + (to - 1.0) * base)
+
+
+def sigma_of(timestep: torch.Tensor) -> torch.Tensor:
+    """The video's, for all entries of a call."""
+    return (timestep.flatten()[0] / STEPS).float().clamp(min=1e-6)
+
+
+def carried(latents: Latents, timestep: torch.Tensor, given: dict[str, Any]) -> tuple[Latents, Finish]:
+    """ComfyUI's samplers carry the sound on the video's schedule, scaled up (ModelSamplingAV)."""
+    scale = float((given.get("minimax_payload") or {}).get("audio_scale", 1.0))
+    if scale == 1.0:
+        return latents, lambda outputs: outputs
+    video_shift, sound_shift = (float(given.get(name, usual)) for name, usual in SHIFTS.items())
+    sigma = sigma_of(timestep)
+    sound_sigma = shifted(sigma, video_shift, sound_shift)
+    sound = latents[1] * (sound_sigma / sigma).to(latents[1].dtype)
+
+    def finish(outputs: Latents) -> Latents:
+        velocity = (1.0 + (scale - 1.0) * sound_sigma).to(outputs[1].dtype) * outputs[1]
+        return outputs[0], (1.0 - scale) * sound + velocity
+
+    return (latents[0], sound), finish

@@ -1,0 +1,91 @@
+"""MiniMax H3 on a rank: time, kind and place of each of the rank's tokens, and the class's arguments made of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from parallel_backend.core.device_copies import to_device
+from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, Config, StepInputs
+
+from .minimax_conditioning import shifted, sigma_of
+from .minimax_layout import CHANNELS, PATCHING, frame_sides, sound_places, video_places
+
+VIDEO, TEXT, SOUND = 0, 1, 2
+"""Kinds of tokens, each with a modulation of its own."""
+NOISY_SOUND, CLEAN_VIDEO = 1, 2
+"""Places in `levels`: the video's is 0, that of references' sound follows the clean video's."""
+
+
+def times(step: StepInputs) -> torch.Tensor:
+    """[l] float32: 0 (noise) to 1, of each of the call's levels. What a mask keeps is a little noisy, as a keyframe is."""
+    tensors = step.tensors
+    sigma, (video_shift, sound_shift) = sigma_of(step.timestep), tensors["shifts"][0]
+    sigmas = torch.stack((sigma, shifted(sigma, video_shift, sound_shift)))
+    stream, share, limit = tensors["levels"][0].unbind(1)
+    own = sigmas[stream.long()]
+    return torch.minimum(1.0 - share * own, torch.maximum(1.0 - own, limit))
+
+
+def _once(step: StepInputs, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """`make()`, once for all micro-steps with these tokens."""
+    key = name, step.text
+    if key not in step.kept:
+        step.kept[key] = make()
+    return step.kept[key]
+
+
+def _of_tokens(step: StepInputs, sound: torch.Tensor, words: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """Values of all sound tokens, words, and video and reference tokens -> those of the rank's tokens."""
+    places = to_device(step.token_order.places(step.image), step.timestep.device)
+    return torch.cat((sound[step.beside.slice], words[step.words.slice], image[places]))
+
+
+def _positions(step: StepInputs) -> torch.Tensor:
+    begins, words = int(step.tensors["begins"][0, 0]) / 3, step.text_tokens - step.beside_tokens
+    text = F.pad(torch.arange(words, dtype=torch.float64)[:, None], (0, 2))
+    video, order = video_places(begins, step.grid), PATCHING.order(step.grid)
+    sound = sound_places(begins, step.beside_tokens // CHANNELS, frame_sides(*step.grid[1:])[1])
+    host = [sound, text, video if order is None else video[order]]
+    sound, text, image = (to_device(places.float(), step.timestep.device) for places in host)
+    references = step.tensors.get(REFERENCE_POSITIONS)
+    return _of_tokens(step, sound, text, image if references is None else torch.cat((image, references[0])))
+
+
+def _numbers(step: StepInputs, levels: bool) -> torch.Tensor:
+    """Each token's place among the levels, or its kind."""
+    tensors, words = step.tensors, step.text_tokens - step.beside_tokens
+
+    def given(name: str, count: int, usual: int) -> torch.Tensor:
+        return tensors[name][0] if name in tensors else step.timestep.new_full((count,), usual, dtype=torch.long)
+
+    references = given("reference_sound", 0, 0)
+    if levels:
+        sound = given("sound_levels", step.beside_tokens, NOISY_SOUND)
+        image = torch.cat((given("video_levels", step.token_order.image, 0), CLEAN_VIDEO + references))
+        return _of_tokens(step, sound, given("", words, 0), image)
+    image = torch.cat((given("", step.token_order.image, VIDEO), SOUND * references))
+    return _of_tokens(step, given("", step.beside_tokens, SOUND), given("text_kinds", words, TEXT), image)
+
+
+def arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
+    kinds = _once(step, "kinds", lambda: _numbers(step, levels=False))
+    sound, rest = len(step.beside), len(step.text)
+    references = None
+    if "reference_sound" in step.tensors:
+        references = _once(step, "sound references", lambda: (kinds[rest:] == SOUND).nonzero()[:, 0])
+    return {
+        "hidden_states": step.x,
+        "audio_hidden_states": step.x_beside,
+        "encoder_hidden_states": step.tensors.get("context"),
+        "timestep": times(step),
+        "levels": _once(step, "levels", lambda: _numbers(step, levels=True)),
+        "kinds": kinds,
+        "position_ids": _once(step, "positions", lambda: _positions(step)),
+        "sound": slice(0, sound),
+        "words": step.words.slice,
+        "video": slice(rest, None),
+        "sound_references": references,
+        "dtype": step.dtype,
+    }
