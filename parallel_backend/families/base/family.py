@@ -246,7 +246,7 @@ class Forward:
     stands for a block ("<list>.<index>"), elsewhere for an index. tests/rank/test_module_cache.py finds what is missing."""
 
     float32: Callable[[Config], tuple[str, ...]] = lambda _config: ()
-    """Modules and parameters that are float32 whatever dtype the blocks compute in: as in ComfyUI's class, or since the class
+    """Modules and parameters that are float32 whatever dtype the blocks compute in: as in ComfyUI's class, or since ours
     adds to them in float32. Names as in `cached_modules`; one that begins with a dot is an ending of parameters' names."""
 
     weight_readers: tuple[str, ...] = ()
