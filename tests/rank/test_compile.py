@@ -60,7 +60,7 @@ class OneRank:
         names = [name for name in family.inputs.token_tensors if name in tensors]
         text = beside + family.image_padding(grid) + (family.inputs.padded(tensors[names[0]].shape[1]) if names else 0)
         references = tensors["references"].shape[1] if "references" in tensors else 0
-        self.engine.put_conditioning(m.PutConditioning(1, grid, references, text, shapes[0][0], tensors, beside))
+        self.engine.put_conditioning(m.PutConditioning(1, grid, references, text, shapes[0][0], tensors, beside=beside))
         self.token_order = family.token_order(grid, references)
 
     def step(self, x, timestep, run=0, tokens=None, with_text=True) -> torch.Tensor:

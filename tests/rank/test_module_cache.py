@@ -50,7 +50,9 @@ class Runs:
         for conditioning in (1, 2):
             given = {name: t * conditioning if name == "context" else t for name, t in tensors.items()}
             references, batch = self.token_order.references, self.shapes[0][0]
-            self.engine.put_conditioning(m.PutConditioning(conditioning, grid, references, words, batch, given, beside))
+            self.engine.put_conditioning(
+                m.PutConditioning(conditioning, grid, references, words, batch, given, beside=beside)
+            )
         rows = -(-self.shapes[0][family.patching.band_dim] // family.patching.band_size)
         self.bands = [self.token_order.of_rows(span) for span in split(Span(0, rows), BANDS)]
 

@@ -13,7 +13,7 @@ from parallel_backend.families.base.patching import Latents
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config
 
 from .conditioning import text
-from .minimax_layout import PATCHING, SOUND_TIME, VISUAL_TIME, References, place_references
+from .minimax_layout import SOUND_TIME, VISUAL_TIME, References, place_references
 
 SHIFTS = {"minimax_h3_sigma_shift_video": 12.0, "minimax_h3_sigma_shift_audio": 3.0}
 """Entries of ComfyUI's transformer_options: how far the schedules of video and sound are shifted -> the usual values."""
@@ -43,7 +43,7 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
     if (tags := payload.get("text_token_tags")) is not None:
         tensors["text_kinds"] = tags.flatten()[: context.shape[1]].long()
     for name, mask, stream, limit in (
-        ("video_levels", _video_mask(given.get("denoise_mask"), grid), 0, VISUAL_TIME),
+        ("video_levels", _video_mask(given.get("denoise_mask")), 0, VISUAL_TIME),
         ("sound_levels", _sound_mask(given.get("audio_denoise_mask")), 1, SOUND_TIME),
     ):
         if mask is not None:
@@ -54,15 +54,13 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
     return {"context": context} | {name: value.expand(len(context), *value.shape) for name, value in tensors.items()}
 
 
-def _video_mask(mask: torch.Tensor | None, grid: tuple[int, ...]) -> torch.Tensor | None:
-    """[1, C, T, H, W] -> the largest of each token, in our order; None if all is made anew."""
+def _video_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """[1, C, T, H, W] -> the largest of each token, by frame, row and column; None if all is made anew."""
     if mask is None:
         return None
     values = mask[0, 0].float().cpu()
     values = F.pad(values, (0, -values.shape[-1] % 2, 0, -values.shape[-2] % 2), mode="replicate")
-    values = F.max_pool2d(values, 2).flatten()
-    order = PATCHING.order(grid)
-    return _where_less(values if order is None else values[order])
+    return _where_less(F.max_pool2d(values, 2).flatten())
 
 
 def _sound_mask(mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, Config, StepInputs
 
 from .minimax_conditioning import shifted, sigma_of
-from .minimax_layout import CHANNELS, PATCHING, frame_sides, sound_places, video_places
+from .minimax_layout import CHANNELS, frame_sides, sound_places, video_places
 
 VIDEO, TEXT, SOUND = 0, 1, 2
 """Kinds of tokens, each with a modulation of its own."""
@@ -30,24 +30,26 @@ def times(step: StepInputs) -> torch.Tensor:
 
 def _once(step: StepInputs, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """`make()`, once for all micro-steps with these tokens."""
-    key = name, step.text
+    key = name, step.text, step.token_order.along
     if key not in step.kept:
         step.kept[key] = make()
     return step.kept[key]
 
 
 def _of_tokens(step: StepInputs, sound: torch.Tensor, words: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """Values of all sound tokens, words, and video and reference tokens -> those of the rank's tokens."""
-    places = to_device(step.token_order.places(step.image), step.timestep.device)
+    """Values of all sound tokens, words, and video and reference tokens -> those of the rank's tokens.
+
+    The video's come by frame, row and column.
+    """
+    places = to_device(step.token_order.places_in_class(step.grid, step.image), step.timestep.device)
     return torch.cat((sound[step.beside.slice], words[step.words.slice], image[places]))
 
 
 def _positions(step: StepInputs) -> torch.Tensor:
     begins, words = int(step.tensors["begins"][0, 0]) / 3, step.text_tokens - step.beside_tokens
     text = F.pad(torch.arange(words, dtype=torch.float64)[:, None], (0, 2))
-    video, order = video_places(begins, step.grid), PATCHING.order(step.grid)
     sound = sound_places(begins, step.beside_tokens // CHANNELS, frame_sides(*step.grid[1:])[1])
-    host = [sound, text, video if order is None else video[order]]
+    host = (sound, text, video_places(begins, step.grid))
     sound, text, image = (to_device(places.float(), step.timestep.device) for places in host)
     references = step.tensors.get(REFERENCE_POSITIONS)
     return _of_tokens(step, sound, text, image if references is None else torch.cat((image, references[0])))

@@ -130,7 +130,6 @@ def _reference(model, latents, timestep, tensors):
     rows, sounds = rearrange(video, _ROWS, p=2, q=2), rearrange(sound, "b c s t -> b (s t) c")
     heard, references = tensors["reference_sound"][0].bool(), tensors[REFERENCES]
     words, begin = tensors["context"].shape[1], float(tensors["begins"][0, 0]) / 3
-    own = rearrange(torch.arange(rows.shape[1]), "(h t w) -> (t h w)", t=grid[0], w=grid[2])  # of the family's order
     parts = [  # (places, kinds, levels) of the text, references, sound and video
         (F.pad(torch.arange(words)[:, None], (0, 2)), tensors["text_kinds"][0], torch.zeros(words)),
         (tensors[REFERENCE_POSITIONS][0], 2 * heard, 2 + heard),
@@ -139,7 +138,7 @@ def _reference(model, latents, timestep, tensors):
             torch.full((sounds.shape[1],), 2),
             tensors["sound_levels"][0],
         ),
-        (video_places(begin, grid), torch.zeros(rows.shape[1]), tensors["video_levels"][0][own]),
+        (video_places(begin, grid), torch.zeros(rows.shape[1]), tensors["video_levels"][0]),
     ]
     places, kinds, levels = (torch.cat([part.float() for part in each]) for each in zip(*parts, strict=True))
     starts = torch.tensor([0, words, words + len(heard), words + len(heard) + sounds.shape[1]])
