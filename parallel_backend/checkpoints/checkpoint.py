@@ -260,7 +260,7 @@ def _open_folder(path: Path) -> Checkpoint:
         raise ValueError(f"model_name: the folder {path.name} lacks its weights: there is no .safetensors file in it.")
     entries = _with_values(path.name, attach_quantisation(path.name, entries, stated))
     config = _constructor_arguments(path.name, family, config, len(entries))
-    key_map = {target: Source(family.file.folder_key(config, target)) for target in family.file.key_map(config)}
+    key_map = {target: family.file.folder_source(config, target) for target in family.file.key_map(config)}
     return _checked(Checkpoint(path, family, config, key_map, entries))
 
 

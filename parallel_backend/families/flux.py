@@ -16,6 +16,7 @@ from parallel_backend.families.base.tensor_plan import GATHER
 from parallel_backend.families.parts.conditioning import embedded_guidance, example, text_and_pooled
 from parallel_backend.families.parts.flux_blocks import (
     DOUBLE,
+    DOUBLE_MODULATION,
     DOUBLE_PLAN,
     FEED_FORWARD,
     NORM_ALIASES,
@@ -44,7 +45,6 @@ _GUIDANCE = {
     "time_text_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
     "time_text_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
 }
-_DOUBLE_MODULATION = {"norm1.linear": "img_mod.lin", "norm1_context.linear": "txt_mod.lin"}
 _NEEDED = (
     "double_blocks.0.img_mod.lin.weight",  # not in Chroma, Flux.2
     "single_blocks.0.linear1.weight",
@@ -66,7 +66,7 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
     keys.copy(_OUTSIDE | (_GUIDANCE if config["guidance_embeds"] else {}))
     keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, swap_halves=True)
-    double_keys(keys, config, FEED_FORWARD | _DOUBLE_MODULATION)
+    double_keys(keys, config, FEED_FORWARD | DOUBLE_MODULATION)
     single_keys(keys, config, {"norm.linear": "modulation.lin"})
     return keys.sources
 

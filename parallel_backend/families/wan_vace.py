@@ -35,15 +35,15 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _folder_key(config: Config, parameter: str) -> str:
-    """See FileLayout.folder_key."""
+def _folder_source(config: Config, parameter: str) -> Source:
+    """See FileLayout.folder_source."""
     match parameter.split("."):
         case ["patch_embedding", stream, leaf]:
-            return f"{'vace_' if stream == 'control' else ''}patch_embedding.{leaf}"
+            return Source(f"{'vace_' if stream == 'control' else ''}patch_embedding.{leaf}")
         case ["blocks", index, "vace", *rest]:
-            return ".".join(["vace_blocks", str(config["vace_layers"].index(int(index))), *rest])
+            return Source(".".join(["vace_blocks", str(config["vace_layers"].index(int(index))), *rest]))
         case _:
-            return parameter
+            return Source(parameter)
 
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -92,7 +92,7 @@ WAN_VACE = replace(
         detect=lambda shapes: wan.kind(shapes) == "vace",
         configure=_configure,
         key_map=_key_map,
-        folder_key=_folder_key,
+        folder_source=_folder_source,
         header=wan.header(
             "vace",
             vace_layers=lambda config: (len(config["vace_layers"]),),

@@ -1,4 +1,4 @@
-"""Flux.1, Chroma and Flux.2: which files are theirs, the other names that files give their norms, and what is refused."""
+"""Flux.1 and its kin: which files are theirs, the other names that files give their norms, and what is refused."""
 
 import pytest
 import torch
@@ -6,10 +6,11 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
-from tests.families.cases import chroma, flux, flux2
+from tests.families.cases import chroma, flux, flux2, longcat_image, ovis_image
 from tests.support import tiny
 
-CASES = {case.name: case for case in (*flux.CASES, *chroma.CASES, *flux2.CASES)}
+KIN = (flux, chroma, flux2, longcat_image, ovis_image)
+CASES = {case.name: case for module in KIN for case in module.CASES}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def test_chroma_radiance_is_not_taken_for_chroma(file, patched_in):
     ("instead_of", "keys"),
     [
         ("txt_in.weight", {"txt_in.input_embedder.weight": (128, 64)}),  # HunyuanVideo
-        ("vector_in.in_layer.weight", {}),  # LongCat-Image
+        ("vector_in.in_layer.weight", {}),  # LongCat-Image, were it not for the embedded guidance
     ],
 )
 def test_what_has_fluxs_blocks_is_not_taken_for_flux(file, instead_of, keys):
@@ -57,10 +58,12 @@ def test_what_has_fluxs_blocks_is_not_taken_for_flux(file, instead_of, keys):
     assert detected(shapes) == []
 
 
-@pytest.mark.parametrize("name", ["flux-dev", "chroma", "flux2-dev"])
-def test_norms_as_comfyui_saves_them(file, name, tmp_path):
+@pytest.mark.parametrize("name", ["flux-dev", "chroma", "flux2-dev", "longcat-image", "ovis-image"])
+def test_norms_by_their_other_name(file, name, tmp_path):
+    """ComfyUI saves them by it. LongCat-Image's usual one is that which the others' class saves."""
     state = load_file(file(name))
-    renamed = {f"{key.removesuffix('.scale')}.weight" if key.endswith(".scale") else key: v for key, v in state.items()}
+    usual, other = ("_norm.weight", "_norm.scale") if name == "longcat-image" else (".scale", ".weight")
+    renamed = {key.removesuffix(usual) + other if key.endswith(usual) else key: v for key, v in state.items()}
     assert renamed.keys() != state.keys()
     save_file(renamed, tmp_path / "renamed.safetensors")
     found, expected = (tiny.whole_model(path).state_dict() for path in (tmp_path / "renamed.safetensors", file(name)))

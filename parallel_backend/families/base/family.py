@@ -103,8 +103,8 @@ class FileLayout:
     video_size: tuple[str, ...] = ()
     """Settings that together are the size of a video for which the constructor makes positions. Their product is limited."""
 
-    folder_key: Callable[[Config, str], str] = lambda _config, parameter: parameter
-    """Parameter of the class -> its name in a diffusers folder, where the class is one of ours."""
+    folder_source: Callable[[Config, str], Source] = lambda _config, parameter: Source(parameter)
+    """Parameter of the class -> its source in a diffusers folder, another one where the class is one of ours."""
 
     older_class: str = ""
     """`Family.model_class` in the folders that older versions of diffusers made."""

@@ -93,14 +93,14 @@ class StepInputs:
         """[n] int64: numbers of these tokens by frames, rows, columns; reference tokens come behind those."""
         return self.token_order.places_in_class(self.grid, image)
 
-    def positions(self, top: int = 0, left: int = 0) -> torch.Tensor:
+    def positions(self, top: int = 0, left: int = 0, front: int = 0) -> torch.Tensor:
         """(frame, row, column) of the rank's image tokens, [n, 3] float32.
 
-        Rows count from `top`, columns from `left`. Reference tokens have their REFERENCE_POSITIONS.
+        Rows count from `top`, columns from `left`, frames from `front`. Reference tokens have their REFERENCE_POSITIONS.
         """
-        if (top, left) not in self.kept:
-            self.kept[top, left] = self._positions(top, left)
-        return self.kept[top, left]
+        if (top, left, front) not in self.kept:
+            self.kept[top, left, front] = self._positions(top, left, front)
+        return self.kept[top, left, front]
 
     @property
     def times(self) -> torch.Tensor:
@@ -114,9 +114,9 @@ class StepInputs:
             return None
         return self.of_tokens("at zero", lambda span: self.token_order.places(span) >= self.token_order.image)
 
-    def _positions(self, top: int, left: int) -> torch.Tensor:
+    def _positions(self, top: int, left: int, front: int) -> torch.Tensor:
         frames, rows, columns = (1, *self.grid)[-3:]
-        sides = torch.arange(float(frames)), torch.arange(rows) + float(top), torch.arange(columns) + float(left)
+        sides = torch.arange(float(frames)) + front, torch.arange(rows) + float(top), torch.arange(columns) + float(left)
         device = self.timestep.device
         references = self.tensors.get(REFERENCE_POSITIONS)
         own = to_device(torch.cartesian_prod(*sides), device)

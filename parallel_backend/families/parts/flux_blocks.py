@@ -1,4 +1,4 @@
-"""What Flux.1, Chroma and Flux.2 share: block names, key maps, tensor plans, sizes, arguments.
+"""What Flux.1, Chroma, Flux.2, LongCat-Image and Ovis-Image share: block names, key maps, tensor plans, sizes, arguments.
 
 Key layouts: black-forest-labs/flux (which ComfyUI's files use) and diffusers'.
 """
@@ -28,6 +28,7 @@ QKV, ADDED_QKV = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "a
 SCALE = {"weight": "scale"}
 """A norm's parameter: diffusers' name -> original name. Files that ComfyUI saved have diffusers' name: NORM_ALIASES."""
 NORM_ALIASES = {"_norm.weight": "_norm.scale"}
+Norms = Iterable[str] | Mapping[str, str]
 
 PROJECTIONS = {"attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj"}
 FEED_FORWARD = {
@@ -42,6 +43,7 @@ DOUBLE_NORMS = {
     "attn.norm_added_q": "txt_attn.norm.query_norm",
     "attn.norm_added_k": "txt_attn.norm.key_norm",
 }
+DOUBLE_MODULATION = {"norm1.linear": "img_mod.lin", "norm1_context.linear": "txt_mod.lin"}
 SINGLE_NORMS = {"attn.norm_q": "norm.query_norm", "attn.norm_k": "norm.key_norm"}
 
 ATTENTION_PLAN = {
@@ -59,8 +61,9 @@ SINGLE_PLAN = {**dict.fromkeys(QKV, COLUMN_BY_HEADS), "proj_mlp": COLUMN, "proj_
 
 
 def sizes(shapes: Shapes) -> Config:
-    """Constructor arguments that all three classes have."""
-    (head,) = shapes["double_blocks.0.img_attn.norm.query_norm.scale"]
+    """Constructor arguments that all classes have."""
+    norm = "double_blocks.0.img_attn.norm.query_norm."
+    (head,) = shapes[f"{norm}scale" if f"{norm}scale" in shapes else f"{norm}weight"]
     width, channels = shapes["img_in.weight"]
     return {
         "patch_size": 1,
@@ -87,28 +90,38 @@ def block_counts(config: Config) -> dict[str, int]:
     return {DOUBLE: config["num_layers"], SINGLE: config["num_single_layers"]}
 
 
-def double_keys(keys: KeyMap, config: Config, layers: Mapping[str, str], parameters: Iterable[str] = BOTH) -> None:
-    """Adds the double blocks. Attention is the same in all three, `layers` are the others (diffusers' name -> original)."""
+def double_keys(
+    keys: KeyMap, config: Config, layers: Mapping[str, str], parameters: Iterable[str] = BOTH, norms: Norms = SCALE
+) -> None:
+    """Adds the double blocks. Attention is the same in all, `layers` are the others (diffusers' name -> original).
+
+    `norms`: the parameter of norms, as KeyMap has them.
+    """
     for index in range(config["num_layers"]):
         block = keys.inside(f"{DOUBLE}.{index}.", f"double_blocks.{index}.")
         block.copy(PROJECTIONS | layers, parameters)
-        block.copy(DOUBLE_NORMS, SCALE)
+        block.copy(DOUBLE_NORMS, norms)
         block.split("img_attn.qkv", dict.fromkeys(QKV, hidden(config)), parameters)
         block.split("txt_attn.qkv", dict.fromkeys(ADDED_QKV, hidden(config)), parameters)
 
 
-def single_keys(keys: KeyMap, config: Config, layers: Mapping[str, str]) -> None:
-    """Adds the single blocks of Flux.1 and Chroma. `layers`: those that not both have (diffusers' name -> original)."""
+def single_keys(
+    keys: KeyMap, config: Config, layers: Mapping[str, str], feed_forward: int = 4, norms: Norms = SCALE
+) -> None:
+    """Adds single blocks with biases. `layers`: those that not all have (diffusers' name -> original).
+
+    `feed_forward`: rows of the feed-forward's first layer, as multiples of the width. `norms`: see `double_keys`.
+    """
     width = hidden(config)
     for index in range(config["num_single_layers"]):
         block = keys.inside(f"{SINGLE}.{index}.", f"single_blocks.{index}.")
         block.copy({"proj_out": "linear2", **layers})
-        block.copy(SINGLE_NORMS, SCALE)
-        block.split("linear1", {**dict.fromkeys(QKV, width), "proj_mlp": 4 * width})
+        block.copy(SINGLE_NORMS, norms)
+        block.split("linear1", {**dict.fromkeys(QKV, width), "proj_mlp": feed_forward * width})
 
 
 def token_arguments(step: StepInputs) -> dict[str, Any]:
-    """Arguments of all three. The text is at position 0 on every axis, which Flux.2 replaces."""
+    """Arguments of all. The text is at position 0 on every axis, which some replace."""
     return {
         "hidden_states": step.x,
         "encoder_hidden_states": step.tensors.get("context"),
@@ -116,3 +129,9 @@ def token_arguments(step: StepInputs) -> dict[str, Any]:
         "img_ids": step.positions(),
         "txt_ids": torch.zeros(len(step.text), 3, device=step.timestep.device),
     }
+
+
+def diagonal(step: StepInputs) -> torch.Tensor:
+    """[t, 3] `txt_ids` of the rank's text: word i at row i and column i."""
+    words = torch.arange(step.text.start, step.text.stop, dtype=torch.float32, device=step.timestep.device)
+    return torch.stack((words * 0, words, words), dim=1)

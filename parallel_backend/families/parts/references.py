@@ -21,13 +21,14 @@ def reference_tensors(
     step: float = 1.0,
     centred: bool = False,
     methods: tuple[str, ...] = METHODS,
+    shift: tuple[float, float, float] = (0, 0, 0),
 ) -> dict[str, torch.Tensor]:
     """Conditioning tensors of a call's reference pictures, one behind the other. Empty if it has none.
 
     Positions are (index, row, column), as ComfyUI's native models count them (comfy/ldm/flux/model.py). With 'index' and
     'negative_index' each picture has an index of its own, `step` apart; with 'offset' all have index 1 and lie beside each
     other. `method`: used where the call names none. `centred`: rows and columns count from the middle. `methods`: those that
-    the family has, AT_ZERO perhaps among them. ValueError for others.
+    the family has, AT_ZERO perhaps among them. `shift`: added to every position. ValueError for other methods.
     """
     pictures = given.get("ref_latents")
     if not pictures:
@@ -57,6 +58,6 @@ def reference_tensors(
         positions.append(torch.cartesian_prod(torch.tensor([float(index)]), row.float(), column.float()))
         tokens.append(patching.pack(picture))
     packed = torch.cat(tokens, dim=1)
-    places = torch.cat(positions).expand(len(packed), -1, -1).to(packed.device)
+    places = (torch.cat(positions) + torch.tensor(shift)).expand(len(packed), -1, -1).to(packed.device)
     at_zero = {REFERENCES_AT_ZERO: packed.new_ones(len(packed), dtype=torch.bool)} if method == AT_ZERO else {}
     return {REFERENCES: packed, REFERENCE_POSITIONS: places} | at_zero

@@ -7,19 +7,21 @@ import torch
 
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
 from parallel_backend.families.parts.references import AT_ZERO, reference_tensors
-from tests.families.cases import flux, flux2, krea2, qwen_image
+from tests.families.cases import flux, flux2, krea2, longcat_image, qwen_image
 
 SIZES, VIDEO_SIZES = ((6, 8), (9, 5)), ((1, 8, 8), (1, 12, 4))
 
 
-def _with_references(case, name, method, step, size=SIZES, centred=False, extras=None, **others):
+def _with_references(case, name, method, step, size=SIZES, centred=False, shift=(0, 0, 0), extras=None, **others):
     """The case, its conditioning with reference pictures, and `extras` in ComfyUI's. `others`: further fields of Case."""
     channels, patching = case.latent[0], case.row.patching
 
     def tensors(generator, batch):
         pictures = [torch.randn(batch, channels, *sides, generator=generator) for sides in size]
         given = {"ref_latents": pictures}
-        return case.tensors(generator, batch) | reference_tensors(patching, given, method, step, centred, methods=(method,))
+        return case.tensors(generator, batch) | reference_tensors(
+            patching, given, method, step, centred, methods=(method,), shift=shift
+        )
 
     def reference(model, x, timestep, given):
         plain = dict(given)
@@ -104,6 +106,15 @@ CASES = (
         config={"use_additional_t_cond": True, "use_layer3d_rope": True},
         latent=(16, 3, 16, 12),
         odd=None,
+        full=True,
+    ),
+    _with_references(
+        longcat_image.CASES[0],
+        "longcat-image-edit",
+        "index",
+        1.0,
+        shift=(1, 7, 7),
+        extras={"reference_latents_method": "index"},
         full=True,
     ),
     _with_references(

@@ -14,9 +14,9 @@ VACE = WAN | {"num_layers": 4, "vace_layers": (0, 2), "vace_in_channels": 96}
 
 def of_diffusers(model):
     """diffusers' class with the weights of ours."""
-    name = FAMILIES["wan-vace"].file.folder_key
+    source = FAMILIES["wan-vace"].file.folder_source
     theirs = diffusers.WanVACETransformer3DModel(**VACE).eval()
-    theirs.load_state_dict({name(VACE, key): value for key, value in model.state_dict().items()})
+    theirs.load_state_dict({source(VACE, key).key: value for key, value in model.state_dict().items()})
     return theirs
 
 
