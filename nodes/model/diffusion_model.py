@@ -155,7 +155,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         given |= {name: options[name] for name in family.inputs.options if name in options}
         if family.patching.beside is not None:
             given |= self._sizes(latents, band)
-        tensors = family.inputs.conditioning(config, {"context": context, **given})
+        given |= {"context": context, "latent": tuple(latents[0].shape)}
+        tensors = family.inputs.conditioning(config, given)
         latents, finish = family.inputs.carried(latents, timestep, given)
         along = "rows" if band is None else band.run.patching.along
         added = residuals(family, config, control, tuple(latents[0].shape), along)

@@ -24,6 +24,7 @@ from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES, Family
 from parallel_backend.families.base.family import Source
 from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_side
+from parallel_backend.families.others import other_model
 
 from .limits import MAX_CONFIG_BYTES, check_settings, check_sizes, check_stated
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
@@ -205,15 +206,21 @@ def _open_single_file(path: Path) -> Checkpoint:
     )
     family = next(found, None)
     if family is None:
-        known = ", ".join(FAMILIES)
-        raise ValueError(
-            f"model_name: {path.name} is no diffusion transformer that this version knows ({known}). Its first keys: "
-            f"{', '.join(list(entries)[:3]) or 'none'}."
-        )
+        raise ValueError(_unknown(path.name, entries))
     for ending, usual in family.file.aliases.items():
         entries = {key.removesuffix(ending) + usual if key.endswith(ending) else key: e for key, e in entries.items()}
     config = _configure(path, family, entries, stated_config)
     return _checked(Checkpoint(path, family, config, family.file.key_map(config), entries, stated_config))
+
+
+def _unknown(name: str, entries: dict[str, Entry]) -> str:
+    """What a file is that no family takes, for the user."""
+    if (other := other_model({key: entry.shape for key, entry in entries.items()})) is not None:
+        return f"model_name: {name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one card."
+    return (
+        f"model_name: {name} is no diffusion transformer that this version knows ({', '.join(FAMILIES)}). Its first keys: "
+        f"{', '.join(list(entries)[:3]) or 'none'}."
+    )
 
 
 def _configure(path: Path, family: Family, entries: dict[str, Entry], stated: dict[str, Any]) -> dict[str, Any]:

@@ -110,14 +110,12 @@ class ConditioningCache:
         self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int, along: str, beside: int
     ) -> Conditioning:
         family = self._family
-        words = next((tensors[name].shape[1] for name in family.inputs.token_tensors if name in tensors), None)
-        text = 0 if words is None else family.inputs.padded(words)
         references = tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0
         return Conditioning(
             id=next(self._ids),
             grid=grid,
             token_order=family.token_order(grid, references, along),
-            text_tokens=family.image_padding(grid) + beside + text,
+            text_tokens=family.image_padding(grid) + beside + family.inputs.text_tokens(tensors),
             batch=len(next(iter(tensors.values()))),
             tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
             first_replica=first_replica,

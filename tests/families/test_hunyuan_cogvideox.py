@@ -12,6 +12,7 @@ from tests.support import tiny
 
 pytestmark = pytest.mark.threads
 
+SIGLIP, MEAN_FLOW = "vision_in.proj.0.weight", "time_r_in.in_layer.weight"
 HUNYUAN, COGVIDEOX = hunyuan_video.CASES[0], cogvideox.CASES[0]
 
 
@@ -70,9 +71,9 @@ def refused(file, tmp_path, changes, drop=()):
 @pytest.mark.parametrize(
     ("name", "changes", "drop"),
     [
-        ("HunyuanVideo 1.5", {"cond_type_embedding.weight": torch.zeros(3, 48)}, ("vector_in.",)),
-        ("HunyuanVideo 1.5", {"vision_in.proj.0.weight": torch.zeros(1152)}, ()),
-        ("HunyuanImage 2.1", {"img_in.proj.weight": torch.zeros(48, 64, 1, 1)}, ("vector_in.",)),
+        ("HunyuanVideo 1.5 with mean flow", {key: torch.zeros(8) for key in (SIGLIP, MEAN_FLOW)}, ()),
+        ("a distilled HunyuanImage 2.1", {"img_in.proj.weight": torch.zeros(48, 64, 1, 1)}, ("vector_in.",)),
+        ("HunyuanImage 2.1's refiner", {"img_in.proj.weight": torch.zeros(48, 6, 1, 1, 1)}, ("vector_in.",)),
         (r"patches of [1, 1, 1]", {"img_in.proj.weight": torch.zeros(48, 6, 1, 1, 1)}, ()),
     ],
 )

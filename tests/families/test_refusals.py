@@ -1,6 +1,7 @@
 """Variants of a family that cannot be run, and conditioning that it cannot use, are refused by name."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.limits import check_settings
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES_AT_ZERO, TEXT_MASK
+from parallel_backend.families.others import OTHERS
 from parallel_backend.families.parts.references import AT_ZERO
 from tests.families.cases import krea2, lumina2, qwen_image, z_image
 
@@ -61,6 +63,14 @@ def test_mage_flow_is_not_taken_for_qwen_image(files):
     detect = FAMILIES["qwen-image"].file.detect
     assert detect(shapes)
     assert not detect(shapes | {"txt_norm.weight": (2560,), "proj_out.weight": (128, 64)})
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.keys[0])
+def test_a_model_without_a_family_is_refused_by_its_name(other, tmp_path):
+    path = tmp_path / "other.safetensors"
+    save_file({key: torch.zeros(1) for key in other.keys}, path)
+    with pytest.raises(ValueError, match=re.escape(f"model_name: other.safetensors is {other.name}, {other.what}. Load it")):
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("family", CASES)

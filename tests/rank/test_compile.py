@@ -57,8 +57,7 @@ class OneRank:
     def put(self, x, tensors) -> None:
         family, shapes = self.family, [tuple(latent.shape) for latent in latents_of(x)]
         grid, beside = family.patching.grid(shapes[0]), family.patching.beside_tokens(shapes)
-        names = [name for name in family.inputs.token_tensors if name in tensors]
-        text = beside + family.image_padding(grid) + (family.inputs.padded(tensors[names[0]].shape[1]) if names else 0)
+        text = beside + family.image_padding(grid) + family.inputs.text_tokens(tensors)
         references = tensors["references"].shape[1] if "references" in tensors else 0
         self.engine.put_conditioning(m.PutConditioning(1, grid, references, text, shapes[0][0], tensors, beside=beside))
         self.token_order = family.token_order(grid, references)

@@ -17,13 +17,12 @@ def expected_request(
     family, config = checkpoint.family, checkpoint.config
     grid = family.patching.grid(shape)
     example = family.inputs.example(config, prompt)
-    words = next((example[name].shape[1] for name in family.inputs.token_tensors if name in example), None)
     looked_at = [example[name] for name in family.inputs.vector_tensors if name in example]
     padding = family.image_padding(grid)
     return Request(
         grid=grid,
         references=0,
-        text=family.patching.usual_beside(shape) + padding + (0 if words is None else family.inputs.padded(words)),
+        text=family.patching.usual_beside(shape) + padding + family.inputs.text_tokens(example),
         padding=padding,
         entries=entries,
         looked_at=max((tensor.shape[1] for tensor in looked_at if tensor.ndim == 3), default=0),

@@ -151,15 +151,17 @@ class Inputs:
     """
 
     conditioning: Callable[[Config, dict[str, Any]], dict[str, torch.Tensor]]
-    """Arguments of ComfyUI's model call -> conditioning tensors. ValueError, beginning with the input's name, for what is
-    missing or cannot be forwarded. Where the family takes a latent beside the video's, `grid` and `beside_tokens` are among
-    the arguments: the whole video's tokens by axis, and the latent's beside it."""
+    """Arguments of ComfyUI's model call, and `latent`, the shape of the latent or of a band's -> conditioning tensors.
+    ValueError, beginning with the input's name, for what is missing or cannot be forwarded. Where the family takes a
+    latent beside the video's, `grid` and `beside_tokens` are among the arguments: the whole video's tokens by axis, and the
+    latent's beside it."""
 
     accepts: tuple[str, ...] = ("context", "y", "guidance")
     """Arguments of ComfyUI's model call that `conditioning` knows. All others are refused."""
 
     token_tensors: tuple[str, ...] = ()
-    """Conditioning tensors [B, T, ...] of the text that runs through the blocks. Only the first stage gets them."""
+    """Conditioning tensors [B, T, ...] of the text that runs through the blocks. Only the first stage gets them. Several of
+    them, one behind the other, only where `Forward.whole_latent`."""
 
     whole_text: bool = False
     """The prologue mixes the text's tokens, so every rank of the first stage has all of them at every micro-step, and
@@ -192,6 +194,11 @@ class Inputs:
     padded: Callable[[int], int] = lambda tokens: tokens
     """Tokens -> tokens with those that the class itself adds, to the text and to the image alike. Those of the image follow
     it at once; they count as the first of the text, and layers over the image see them too."""
+
+    def text_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Tokens of the text that runs through the blocks: of all `token_tensors`, with those that the class adds."""
+        words = [tensors[name].shape[1] for name in self.token_tensors if name in tensors]
+        return self.padded(sum(words)) if words else 0
 
 
 class CacheScope(Enum):

@@ -45,7 +45,8 @@ def sample(model, name: str) -> torch.Tensor:
 def detecting(entries: dict):
     """ComfyUI's model detection finds these entries of a unet_config, whatever the file has.
 
-    Those under "classes" are by class of its supported_models: sizes by which that class is told from others.
+    Those under "classes" are by class of its supported_models: sizes by which that class is told from others, or which it
+    takes for granted.
     """
     detect, sizes = comfy.model_detection.detect_unet_config, entries.get("classes", {})
     entries = {name: value for name, value in entries.items() if name != "classes"}
@@ -59,7 +60,10 @@ def detecting(entries: dict):
         with ExitStack() as stack:
             for name, told in sizes.items():
                 if (kind := getattr(comfy.supported_models, name, None)) is not None:  # an older ComfyUI may lack it
-                    stack.enter_context(patch.object(kind, "unet_config", kind.unet_config | told))
+                    granted = {entry: value for entry, value in told.items() if entry in kind.unet_extra_config}
+                    others = {entry: value for entry, value in told.items() if entry not in granted}
+                    stack.enter_context(patch.object(kind, "unet_config", kind.unet_config | others))
+                    stack.enter_context(patch.object(kind, "unet_extra_config", kind.unet_extra_config | granted))
             yield
     finally:
         comfy.model_detection.detect_unet_config = detect

@@ -40,7 +40,7 @@ HUNYUAN_15 = HUNYUAN | {
 COSMOS = {
     "max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16, "patch_spatial": 2,
     "patch_temporal": 1, "model_channels": 2048, "num_blocks": 28, "num_heads": 16, "concat_padding_mask": True,
-    "pos_emb_cls": "rope3d", "pos_emb_learnable": False,
+    "pos_emb_cls": "rope3d", "pos_emb_learnable": False, "use_adaln_lora": True, "adaln_lora_dim": 256,
 }  # fmt: skip
 LUMINA = {"patch_size": 2, "in_channels": 16, "qk_norm": True}
 ARGUMENTS = {  # beside the class's own unet_config; others are built with the defaults of ComfyUI's model
@@ -67,7 +67,7 @@ ARGUMENTS = {  # beside the class's own unet_config; others are built with the d
     "HunyuanVideo15_SR_Distilled": HUNYUAN_15 | {"in_channels": 98},
     "HunyuanImage21": HUNYUAN | {
         "in_channels": 64, "out_channels": 64, "vec_in_dim": None, "context_in_dim": 3584, "byt5": True,
-        "hidden_size": 3584, "num_heads": 28, "patch_size": [1, 1], "axes_dim": [64, 64],
+        "hidden_size": 3584, "num_heads": 28, "patch_size": [1, 1], "axes_dim": [64, 64], "guidance_embed": False,
     },
     "HunyuanImage21Refiner": HUNYUAN | {
         "in_channels": 128, "out_channels": 64, "vec_in_dim": None, "context_in_dim": 3584, "hidden_size": 3328,

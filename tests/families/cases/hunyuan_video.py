@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from diffusers.loaders import single_file_utils
 
 from parallel_backend.families.base.step_inputs import TEXT_MASK
-from parallel_backend.families.hunyuan_video import ALIASES
+from parallel_backend.families.parts.hunyuan import ALIASES
 from tests.families.cases.case import Case, Native
 
 CONFIG = {

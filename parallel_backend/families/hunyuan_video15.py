@@ -1,0 +1,126 @@
+"""HunyuanVideo 1.5: text and picture to video. Double blocks only; the latent, a picture and its mask are in the channels.
+
+Joint sequence [image, text]; the text is CLIP's view of the picture, ByT5's of quoted words, and the prompt, as far as there
+are such. The prompt's refiner takes the whole of it, as in HunyuanVideo. Key layouts: ComfyUI's, Tencent's, and diffusers'
+HunyuanVideo15Transformer3DModel, whose forward is ours.
+"""
+
+from typing import Any
+
+import torch
+
+from parallel_backend.families.base.blocks import BlockList, Blocks
+from parallel_backend.families.base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
+from parallel_backend.families.base.tensor_plan import GATHER
+from parallel_backend.families.parts.flux_blocks import DOUBLE, DOUBLE_PLAN, FEED_FORWARD, double_keys, rope_axes
+from parallel_backend.families.parts.hunyuan import (
+    ALIASES,
+    MODULATION,
+    glyph_keys,
+    has_refiner,
+    is_video_15,
+    outside_keys,
+    per_call,
+    sizes,
+    unmasked_text,
+)
+from parallel_backend.families.parts.key_map import KeyMap
+
+NAME = "HunyuanVideo 1.5"
+SUPER_RESOLUTION = 98
+"""Channels in: the latent, the one to be made sharper, a picture and two masks."""
+_PICTURE = {"norm_in": "proj.0", "linear_1": "proj.1", "linear_2": "proj.3", "norm_out": "proj.4"}
+
+
+def _configure(shapes: Shapes) -> Config:
+    if "time_r_in.in_layer.weight" in shapes:
+        raise ValueError(
+            f"model_name: this is a {NAME} with mean flow (distilled, super resolution), which this version cannot run. Use "
+            f"a {NAME} T2V or I2V model without."
+        )
+    if shapes["img_in.proj.weight"][1] == SUPER_RESOLUTION:
+        raise ValueError(f"model_name: this is {NAME}'s super resolution, which this version cannot run.")
+    if (patch := list(shapes["img_in.proj.weight"][2:])) != [1, 1, 1]:
+        raise ValueError(f"model_name: this is a {NAME} with patches of {patch}, which this version cannot run.")
+    config = sizes(shapes)
+    return config | {
+        "out_channels": shapes["final_layer.linear.weight"][0],
+        "text_embed_2_dim": shapes["byt5_in.layernorm.weight"][0],
+        "image_embed_dim": shapes["vision_in.proj.0.weight"][0],
+        "rope_axes_dim": rope_axes(config["attention_head_dim"]),
+    }
+
+
+def _key_map(config: Config) -> dict[str, Source]:
+    if config.get("use_meanflow"):
+        raise ValueError(f"model_name: this folder is a {NAME} with mean flow, which this version cannot run.")
+    keys = KeyMap()
+    outside_keys(keys, config, {"time_embed.timestep_embedder": "time_in"})
+    glyph_keys(keys)
+    keys.inside("image_embedder.", "vision_in.").copy(_PICTURE)
+    keys.copy({"cond_type_embed": "cond_type_embedding"}, ("weight",))
+    double_keys(keys, config, FEED_FORWARD | MODULATION)
+    return keys.sources
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """See Inputs.conditioning; `picture` [B, P, image_embed_dim] is CLIP's."""
+    tensors, picture = unmasked_text(NAME, config, given), given.get("clip_fea")
+    if picture is None:
+        return tensors
+    if picture.shape[-1] != config["image_embed_dim"]:
+        raise ValueError(
+            f"positive, negative: the CLIP vision output has width {picture.shape[-1]}, this model needs "
+            f"{config['image_embed_dim']}. Use the SigLIP vision model made for {NAME}."
+        )
+    return tensors | {"picture": picture}
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    return {
+        "hidden_states": step.x,
+        "timestep": step.timestep,
+        "encoder_hidden_states": step.text_tensor("context", config["text_embed_dim"]),
+        "encoder_hidden_states_2": step.tensors.get("glyphs"),
+        "image_embeds": step.tensors.get("picture"),
+    }
+
+
+HUNYUAN_VIDEO_15 = Family(
+    name="hunyuan-video-1.5",
+    model_class="HunyuanVideo15Transformer3DModel",
+    class_module="parallel_backend.families.models.hunyuan",
+    native_classes=("HunyuanVideo15",),
+    file=FileLayout(
+        detect=lambda shapes: has_refiner(shapes) and is_video_15(shapes),
+        configure=_configure,
+        key_map=_key_map,
+        aliases=ALIASES,
+    ),
+    blocks=Blocks(
+        lists=(BlockList(DOUBLE, returns=("image", "text"), cuts={"freqs_cis": image_tables(0)}, needs_text=True),),
+        counts=lambda config: {DOUBLE: config["num_layers"]},
+        prologue=("x_embedder", "context_embedder", "context_embedder_2", "image_embedder"),
+        epilogue=("norm_out", "proj_out"),
+        text_first=False,
+        residuals={"input": DOUBLE},
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=("y", "guidance", "attention_mask", "txt_byt5", "clip_fea"),  # it embeds neither pooled text nor guidance
+        token_tensors=("context", "glyphs", "picture"),
+        example=lambda config, tokens: {"context": torch.randn(1, tokens, config["text_embed_dim"])},
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        whole_latent=True,
+        time_embed=TimeEmbed("time_embed"),
+        cached_modules=per_call("time_embed"),
+    ),
+    half_dtypes=lambda _config: ("fp16", "bf16"),
+    tensor_plan={DOUBLE: DOUBLE_PLAN | dict.fromkeys(MODULATION, GATHER)},
+    patching=Patching(side=1, video=True),
+)

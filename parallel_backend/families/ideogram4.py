@@ -1,0 +1,136 @@
+"""Ideogram 4: single-stream blocks, joint sequence [text, image]. Without text it runs over the image alone.
+
+Its guidance takes a second file, trained without text, for the negative side (Dual Model CFG Guider): two MODELs of this
+family. Key layouts: Ideogram's as ComfyUI's files have it, and diffusers' Ideogram4Transformer2DModel; the class is ours.
+"""
+
+from typing import Any
+
+import torch
+from einops import rearrange
+
+from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs
+from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from parallel_backend.families.parts.conditioning import count_blocks, hidden, text
+from parallel_backend.families.parts.key_map import KeyMap
+
+LAYERS = "layers"
+_QKV = ("attention.to_q", "attention.to_k", "attention.to_v")
+_NORMS = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2", "attention.norm_q", "attention.norm_k")
+_FEED_FORWARD = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+SECTIONS = (24, 20, 20)
+"""Pairs of channels that count (frames), rows and columns, of a head's 128. The weights do not show them."""
+
+
+def _configure(shapes: Shapes) -> Config:
+    (head,) = shapes["layers.0.attention.norm_q.weight"]
+    width, channels = shapes["input_proj.weight"]
+    return {
+        "in_channels": channels,
+        "num_layers": count_blocks(shapes, f"{LAYERS}."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "intermediate_size": shapes["layers.0.feed_forward.w1.weight"][0],
+        "adaln_dim": shapes["adaln_proj.weight"][0],
+        "llm_features_dim": shapes["llm_cond_proj.weight"][1],
+        "rope_theta": 5_000_000,
+        "mrope_section": SECTIONS,
+        "norm_eps": 1e-5,
+    }
+
+
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = KeyMap()
+    keys.same("input_proj", "llm_cond_proj", "t_embedding.mlp_in", "t_embedding.mlp_out", "adaln_proj")
+    keys.same("llm_cond_norm", "embed_image_indicator", parameters=("weight",))
+    keys.same("final_layer.linear", "final_layer.adaln_modulation")
+    for index in range(config["num_layers"]):
+        block = keys.inside(f"{LAYERS}.{index}.", f"{LAYERS}.{index}.")
+        block.split("attention.qkv", dict.fromkeys(_QKV, hidden(config)), ("weight",))
+        block.copy({"attention.to_out.0": "attention.o"}, ("weight",))
+        block.same(*_FEED_FORWARD, *_NORMS, parameters=("weight",))
+        block.same("adaln_modulation")
+    return keys.sources
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """See Inputs.conditioning. Without text `context` is [B, 0, llm_features_dim]."""
+    width = config["llm_features_dim"]
+    if given.get("context") is None:
+        return {"context": torch.zeros(given["latent"][0], 0, width)}
+    tensors, mask = {"context": text("Ideogram 4", width, given)}, given.get("attention_mask")
+    if mask is not None and not mask.bool().all():
+        tensors[TEXT_MASK] = mask.bool()
+    return tensors
+
+
+def _channels(tokens: torch.Tensor, pattern: str) -> torch.Tensor:
+    """Tokens of a latent whose channels are pixels of 2 x 2, which the model counts before the channels, or back."""
+    return rearrange(tokens, pattern, p=4)
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    words, tokens, text_tokens = step.tensors.get("context"), step.x, len(step.text)
+    absent = step.timestep.new_zeros(len(step.timestep), 1, 1, dtype=step.dtype)  # later stages look at shapes alone
+    if words is None:
+        words = absent.expand(-1, text_tokens, config["llm_features_dim"])
+    if tokens is None:
+        tokens = absent.expand(-1, len(step.image), config["in_channels"])
+    return {
+        "hidden_states": _channels(tokens, "b n (c p) -> b n (p c)"),
+        "timestep": 1 - step.timestep,
+        "encoder_hidden_states": words,
+        "image_positions": step.positions()[:, 1:],
+        "text_positions": torch.arange(text_tokens, device=step.timestep.device) + float(step.text.start),
+    }
+
+
+IDEOGRAM4 = Family(
+    name="ideogram-4",
+    model_class="Ideogram4Transformer2DModel",
+    class_module="parallel_backend.families.models.ideogram4",
+    native_classes=("Ideogram4",),
+    file=FileLayout(
+        detect=lambda shapes: "embed_image_indicator.weight" in shapes,
+        configure=_configure,
+        key_map=_key_map,
+        max_settings={"rope_theta": 1 << 30},
+    ),
+    blocks=Blocks(
+        lists=(BlockList(LAYERS, returns=("image",), joined=True, attention={"attention": JOINT}),),
+        counts=lambda config: {LAYERS: config["num_layers"]},
+        prologue=("input_proj", "llm_cond_norm", "llm_cond_proj"),
+        epilogue=("final_layer",),
+    ),
+    sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=("attention_mask",),
+        token_tensors=("context",),
+        example=lambda config, tokens: {"context": torch.randn(1, tokens, config["llm_features_dim"])},
+    ),
+    forward=Forward(
+        arguments=_arguments,
+        time_embed=TimeEmbed("t_embedding", model_time=lambda timestep: 1 - timestep),
+        output=lambda tokens: -_channels(tokens, "b n (p c) -> b n (c p)"),
+        cached_modules={
+            "t_embedding": CacheScope.CALL,
+            "adaln_proj": CacheScope.CALL,
+            "*.adaln_modulation": CacheScope.CALL,
+            "final_layer.adaln_modulation": CacheScope.CALL,
+        },
+    ),
+    tensor_plan={
+        LAYERS: {
+            **dict.fromkeys(_QKV, COLUMN_BY_HEADS),
+            "attention.to_out.0": ROW_BY_HEADS,
+            **dict.fromkeys(("feed_forward.w1", "feed_forward.w3"), COLUMN),
+            "feed_forward.w2": ROW,
+            "adaln_modulation": GATHER,
+        }
+    },
+    patching=Patching(side=1),
+)

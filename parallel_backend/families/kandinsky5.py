@@ -1,0 +1,204 @@
+"""Kandinsky 5: video (Lite and Pro, text or a first picture to video) and image. They differ in what a latent is.
+
+The text has blocks of its own, which every rank computes once per call, and is looked at by cross-attention. Key layout:
+Kandinsky's, which diffusers' Kandinsky5Transformer3DModel has too; the class is ours.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+
+from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from parallel_backend.families.parts.conditioning import count_blocks, text_and_pooled
+from parallel_backend.families.parts.key_map import KeyMap
+
+VISUAL, TEXT = "visual_transformer_blocks", "text_transformer_blocks"
+PRO_VIDEO, LARGE = 4096, 14080
+"""Width of the Pro video model, and latent rows times columns from which on its positions lie closer together."""
+_QKV = ("to_query", "to_key", "to_value")
+
+
+def _configure(shapes: Shapes) -> Config:
+    width, patch = shapes["visual_embeddings.in_layer.weight"]
+    (head,) = shapes[f"{VISUAL}.0.self_attention.query_norm.weight"]
+    out = shapes["out_layer.out_layer.weight"][0] // 4
+    return {
+        "in_visual_dim": out,
+        "out_visual_dim": out,
+        "visual_cond": patch != 4 * out,
+        "in_text_dim": shapes["text_embeddings.in_layer.weight"][1],
+        "in_text_dim2": shapes["pooled_text_embeddings.in_layer.weight"][1],
+        "time_dim": shapes["time_embeddings.in_layer.weight"][0],
+        "model_dim": width,
+        "ff_dim": shapes[f"{VISUAL}.0.feed_forward.in_layer.weight"][0],
+        "num_text_blocks": count_blocks(shapes, f"{TEXT}."),
+        "num_visual_blocks": count_blocks(shapes, f"{VISUAL}."),
+        "axes_dims": (head // 4, head * 3 // 8, head * 3 // 8),  # (16, 24, 24) of 64 and (32, 48, 48) of 128
+        "patch_size": (1, 2, 2),
+    }
+
+
+def _key_map(config: Config) -> dict[str, Source]:
+    if tuple(config["patch_size"]) != (1, 2, 2):
+        raise ValueError(
+            f"model_name: this Kandinsky 5 has patches of {config['patch_size']}, which this version cannot run."
+        )
+    keys = KeyMap()
+    keys.same(*(f"time_embeddings.{layer}" for layer in ("in_layer", "out_layer")))
+    keys.same(
+        *(f"{name}.{layer}" for name in ("text_embeddings", "pooled_text_embeddings") for layer in ("in_layer", "norm"))
+    )
+    keys.same("visual_embeddings.in_layer", "out_layer.modulation.out_layer", "out_layer.out_layer")
+    parts = {
+        TEXT: (config["num_text_blocks"], "text_modulation", ("self_attention",)),
+        VISUAL: (config["num_visual_blocks"], "visual_modulation", ("self_attention", "cross_attention")),
+    }
+    for name, (count, modulation, attentions) in parts.items():
+        for index in range(count):
+            block = keys.inside(f"{name}.{index}.", f"{name}.{index}.")
+            block.same(f"{modulation}.out_layer")
+            block.same("feed_forward.in_layer", "feed_forward.out_layer", parameters=("weight",))
+            for attention in attentions:
+                block.same(*(f"{attention}.{layer}" for layer in (*_QKV, "out_layer")))
+                block.same(f"{attention}.query_norm", f"{attention}.key_norm", parameters=("weight",))
+    return keys.sources
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """See Inputs.conditioning; `start` [B, C, t, H, W] takes the place of the latent's first frames."""
+    named = {**config, "joint_attention_dim": config["in_text_dim"], "pooled_projection_dim": config["in_text_dim2"]}
+    tensors = text_and_pooled("Kandinsky 5", "DualCLIPLoader of type kandinsky5 or kandinsky5_image", named, given)
+    start = given.get("time_dim_replace")
+    return tensors if start is None else tensors | {"start": start}
+
+
+def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
+    """See Inputs.check_grid."""
+    if "start" not in tensors:
+        return
+    frames, *sides = VIDEO_PATCHING.grid(tuple(tensors["start"].shape))
+    if frames > grid[0] or tuple(sides) != grid[1:]:
+        raise ValueError("positive, negative: the first pictures' latent has another size than the video's, or more frames.")
+
+
+def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
+    text = torch.randn(1, text_tokens, config["in_text_dim"])
+    return {"context": text, "pooled": torch.randn(1, config["in_text_dim2"])}
+
+
+def _positions(step: StepInputs, config: Config) -> torch.Tensor:
+    """[n, 3] float32 of the rank's tokens, as ComfyUI scales them."""
+    if not config["visual_cond"]:
+        return step.positions()
+    rows, columns = step.grid[-2:]
+    closer = 3.16 if config["model_dim"] == PRO_VIDEO and 4 * rows * columns >= LARGE else 2.0
+    frames, places = step.positions().split((1, 2), dim=1)
+    return torch.cat((frames, places / closer), dim=1)
+
+
+def _with_start(tokens: torch.Tensor, start: torch.Tensor, step: StepInputs) -> torch.Tensor:
+    """The rank's tokens [b, n, 4 C], with the pictures `start` in the place of the first frames' latent."""
+    frames = start.shape[2]
+    packed = VIDEO_PATCHING.cut(step.token_order.along).pack(F.pad(start, (0, 0, 0, 0, 0, step.grid[0] - frames)))
+    own = packed[:, step.token_order.images(step.image).slice].to(tokens)
+    first = step.positions()[:, 0] < frames
+    width = own.shape[-1]
+    return torch.cat((torch.where(first[:, None], own, tokens[..., :width]), tokens[..., width:]), dim=-1)
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    tokens = step.x
+    if tokens is not None:
+        if "start" in step.tensors:
+            tokens = _with_start(tokens, step.tensors["start"], step)
+        tokens = rearrange(tokens, "b n (c p) -> b n (p c)", p=4)
+    return {
+        "hidden_states": tokens,
+        "encoder_hidden_states": step.tensors["context"],
+        "timestep": step.timestep,
+        "pooled_projections": step.tensors["pooled"],
+        "positions": _positions(step, config),
+    }
+
+
+def _plan(modulation: str, *attentions: str) -> dict:
+    return {
+        **{f"{attention}.{layer}": COLUMN_BY_HEADS for attention in attentions for layer in _QKV},
+        **{f"{attention}.out_layer": ROW_BY_HEADS for attention in attentions},
+        "feed_forward.in_layer": COLUMN,
+        "feed_forward.out_layer": ROW,
+        f"{modulation}.out_layer": GATHER,
+    }
+
+
+VIDEO_PATCHING = Patching(video=True)
+
+
+def _family(name: str, native: str, video: bool) -> Family:
+    def takes(config: Config) -> bool:
+        return bool(config.get("visual_cond")) == video
+
+    return Family(
+        name=name,
+        model_class="Kandinsky5Transformer3DModel",
+        class_module="parallel_backend.families.models.kandinsky5",
+        native_classes=(native,),
+        file=FileLayout(
+            detect=lambda shapes: f"{VISUAL}.0.cross_attention.key_norm.weight" in shapes and takes(_configure(shapes)),
+            configure=_configure,
+            key_map=_key_map,
+            max_settings={"num_text_blocks": 1 << 8, "num_visual_blocks": 1 << 10},
+            takes_folder=takes,
+        ),
+        blocks=Blocks(
+            lists=(BlockList(VISUAL, returns=("image",), attention={"self_attention": JOINT}),),
+            counts=lambda config: {VISUAL: config["num_visual_blocks"]},
+            prologue=("visual_embeddings",),
+            epilogue=("out_layer",),
+        ),
+        sizes=Sizes(
+            latent_channels=lambda config: (
+                config["in_visual_dim"] * (2 if config["visual_cond"] else 1) + config["visual_cond"]
+            ),
+            hidden=lambda config: config["model_dim"],
+            heads=lambda config: config["model_dim"] // sum(config["axes_dims"]),
+            head_size=lambda config: sum(config["axes_dims"]),
+        ),
+        inputs=Inputs(
+            conditioning=_conditioning,
+            accepts=("y", "attention_mask", *(("time_dim_replace",) if video else ())),  # ComfyUI's class ignores the mask
+            vector_tensors=("context", "pooled", "start"),
+            example=_example,
+            check_grid=_check_grid,
+        ),
+        forward=Forward(
+            arguments=_arguments,
+            time_embed=TimeEmbed("time_embeddings"),
+            cached_modules={
+                "text_embeddings": CacheScope.PROMPT,
+                "pooled_text_embeddings": CacheScope.PROMPT,
+                "time_embeddings": CacheScope.CALL,
+                f"{TEXT}.*": CacheScope.CALL,
+                "*.visual_modulation": CacheScope.CALL,
+                "*.cross_attention.to_key": CacheScope.CALL,
+                "*.cross_attention.to_value": CacheScope.CALL,
+                "*.cross_attention.key_norm": CacheScope.CALL,
+                "out_layer.modulation": CacheScope.CALL,
+            },
+        ),
+        tensor_plan={
+            VISUAL: _plan("visual_modulation", "self_attention", "cross_attention"),
+            TEXT: _plan("text_modulation", "self_attention"),
+        },
+        patching=VIDEO_PATCHING if video else Patching(),
+    )
+
+
+KANDINSKY5_VIDEO = _family("kandinsky-5-video", "Kandinsky5", video=True)
+KANDINSKY5_IMAGE = _family("kandinsky-5-image", "Kandinsky5Image", video=False)

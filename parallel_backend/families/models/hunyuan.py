@@ -1,0 +1,69 @@
+"""HunyuanVideo 1.5 and HunyuanImage 2.1 as ComfyUI computes them: diffusers' classes with a forward of our own.
+
+diffusers' forwards sort the text's tokens by a mask, entry by entry, which stops the host in each micro-step, and that of
+the video makes a mask of all tokens by all tokens for every block. Both are for padded text; ComfyUI's is of its own length.
+"""
+
+import functools
+
+import diffusers
+import torch
+from diffusers.models.transformers.transformer_hunyuanimage import HunyuanImageAttnProcessor
+
+
+class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DModel):
+    """HunyuanVideo 1.5. Text: [picture, ByT5 text, text], each marked with its kind."""
+
+    @functools.wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # the class's arguments are read from it
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        for block in self.transformer_blocks:
+            block.attn.processor = HunyuanImageAttnProcessor()  # the same without the mask
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        timestep: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states_2: torch.Tensor | None = None,
+        image_embeds: torch.Tensor | None = None,
+        return_dict: bool = False,
+    ) -> tuple[torch.Tensor]:
+        """Latent [b, C, T, H, W], time [b], text [b, t, w], ByT5 text and CLIP's tokens, if any -> [b, c, T, H, W]."""
+        frames, rows, columns = hidden_states.shape[2:]
+        rotary, temb = self.rope(hidden_states), self.time_embed(timestep)
+        kinds = self.cond_type_embed.weight
+        text = self.context_embedder(encoder_hidden_states, timestep) + kinds[0]
+        if encoder_hidden_states_2 is not None:
+            text = torch.cat((self.context_embedder_2(encoder_hidden_states_2) + kinds[1], text), dim=1)
+        if image_embeds is not None:
+            text = torch.cat((self.image_embedder(image_embeds) + kinds[2], text), dim=1)
+        hidden_states = self.x_embedder(hidden_states)
+        for block in self.transformer_blocks:
+            hidden_states, text = block(hidden_states, text, temb, None, rotary)
+        out = self.proj_out(self.norm_out(hidden_states, temb))
+        return (out.mT.unflatten(2, (frames, rows, columns)),)
+
+
+class HunyuanImageTransformer2DModel(diffusers.HunyuanImageTransformer2DModel):
+    """HunyuanImage 2.1. Text: [ByT5 text, text]."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        timestep: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states_2: torch.Tensor | None = None,
+        return_dict: bool = False,
+    ) -> tuple[torch.Tensor]:
+        """Latent [b, C, H, W], time [b], text [b, t, w] and ByT5 text, if any -> [b, c, H, W]."""
+        rows, columns = hidden_states.shape[2:]
+        rotary, temb = self.rope(hidden_states), self.time_guidance_embed(timestep)
+        text = self.context_embedder(encoder_hidden_states, timestep)
+        if encoder_hidden_states_2 is not None:
+            text = torch.cat((self.context_embedder_2(encoder_hidden_states_2), text), dim=1)
+        hidden_states = self.x_embedder(hidden_states)
+        for block in (*self.transformer_blocks, *self.single_transformer_blocks):
+            hidden_states, text = block(hidden_states, text, temb, attention_mask=None, image_rotary_emb=rotary)
+        out = self.proj_out(self.norm_out(hidden_states, temb))
+        return (out.mT.unflatten(2, (rows, columns)),)

@@ -1,0 +1,70 @@
+"""Models that ComfyUI loads and no family computes: by which keys they are known, what they are, and why they are not here.
+
+From ComfyUI 0.33: model_detection.py, supported_models.py. Only looked at where no family takes a file. The row of a model
+that gets a family goes.
+"""
+
+from dataclasses import dataclass
+
+from .base.step_inputs import Shapes
+
+UNET = "a UNet and no diffusion transformer: it has no row of like blocks that could be shared out"
+SOUND = "a model of sound, which one card computes in seconds"
+SOLID = "a model of 3D shapes, which one card computes in seconds"
+PICTURE_TOOL = "no model that a sampler runs"
+BLOCK = "transformer_blocks.0."
+TO_COME = "a diffusion transformer that this version has no family for"
+
+
+@dataclass(frozen=True)
+class OtherModel:
+    """A kind of model. A file with all of `keys` is one; the first row that fits counts."""
+
+    name: str
+    what: str
+    keys: tuple[str, ...]
+
+
+OTHERS = (
+    OtherModel("MiniMax Music 3", SOUND, ("cond_layer_logits", "latent_conditioners.0.weight")),
+    OtherModel("Stable Cascade", UNET, ("clf.1.weight",)),
+    OtherModel("Stable Cascade", UNET, ("effnet_mapper.0.weight", "clip_mapper.weight")),
+    OtherModel("Trellis 2 or Pixal3D", SOLID, ("img2shape.t_embedder.mlp.0.weight",)),
+    OtherModel("Trellis 2 or Pixal3D", SOLID, ("shape2txt.t_embedder.mlp.0.weight",)),
+    OtherModel("Stable Audio", SOUND, ("transformer.rotary_pos_emb.inv_freq",)),
+    OtherModel("AuraFlow", TO_COME, ("double_layers.0.attn.w1q.weight",)),
+    OtherModel("Genmo Mochi", TO_COME, ("blocks.0.attn.k_norm_x.weight", "blocks.0.attn.k_norm_y.weight")),
+    OtherModel("LTX-2", TO_COME, ("audio_adaln_single.linear.weight",)),
+    OtherModel("ACE-Step", SOUND, ("genre_embedder.weight",)),
+    OtherModel("ACE-Step 1.5", SOUND, ("encoder.lyric_encoder.layers.0.input_layernorm.weight",)),
+    OtherModel("Cosmos 1", TO_COME, ("blocks.block0.blocks.0.block.attn.to_q.0.weight",)),
+    OtherModel("PiD, a decoder of latents to pixels", TO_COME, ("lq_proj.latent_proj.0.weight",)),
+    OtherModel("PixelDiT", TO_COME, ("core.pixel_embedder.proj.weight",)),
+    OtherModel("PixelDiT", TO_COME, ("pixel_embedder.proj.weight",)),
+    OtherModel("Z-Image in pixel space", TO_COME, ("dec_net.cond_embed.weight", "cap_embedder.1.weight")),
+    OtherModel("SeedVR2", TO_COME, ("blocks.35.mlp.vid.proj_out.weight",)),
+    OtherModel("SeedVR2", TO_COME, ("blocks.35.mlp.all.proj_in_gate.weight",)),
+    OtherModel("SeedVR2", TO_COME, ("blocks.31.mlp.all.proj_in_gate.weight",)),
+    OtherModel("Hunyuan3D 2", SOLID, ("latent_in.weight",)),
+    OtherModel("Hunyuan3D 2.1", SOLID, ("t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight")),
+    OtherModel("TripoSplat", SOLID, ("cam_out_layer.weight", "repo_layers.0.final_map.weight")),
+    OtherModel("HiDream-O1", TO_COME, ("t_embedder1.mlp.0.weight", "x_embedder.proj1.weight")),
+    OtherModel("Anima", TO_COME, ("llm_adapter.blocks.0.cross_attn.q_proj.weight",)),
+    OtherModel("Boogu-Image", TO_COME, ("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight",)),
+    OtherModel("OmniGen2", TO_COME, ("time_caption_embed.timestep_embedder.linear_1.bias",)),
+    OtherModel("Lens", TO_COME, (f"{BLOCK}attn.norm_added_q.weight", f"{BLOCK}img_mlp.w1.weight")),
+    OtherModel("Mage-Flow", TO_COME, ("txt_norm.weight", "proj_out.weight", f"{BLOCK}attn.norm_added_q.weight")),
+    OtherModel("RT-DETR, which finds objects", PICTURE_TOOL, ("encoder.pan_blocks.1.cv4.conv.weight",)),
+    OtherModel("Depth Anything 3", PICTURE_TOOL, ("backbone.embeddings.patch_embeddings.projection.weight",)),
+    OtherModel("SAM 3, which cuts out objects", PICTURE_TOOL, ("detector.transformer.decoder.query_embed.weight",)),
+    OtherModel("JoyImage", TO_COME, ("double_blocks.0.attn.img_attn_qkv.weight",)),
+    OtherModel("Chroma Radiance", TO_COME, ("nerf_image_embedder.embedder.0.weight",)),
+    OtherModel("a Stable Diffusion (1.5, 2, XL, Video, or made from one)", UNET, ("input_blocks.0.0.weight",)),
+)
+PREFIX = "net."
+"""In front of the keys in NVIDIA's own files."""
+
+
+def other_model(shapes: Shapes) -> OtherModel | None:
+    """Which of them a single file with these keys is."""
+    return next((each for each in OTHERS if all(key in shapes or PREFIX + key in shapes for key in each.keys)), None)

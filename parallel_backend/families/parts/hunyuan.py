@@ -1,0 +1,138 @@
+"""What the HunyuanVideo models and HunyuanImage share, which are one class in ComfyUI: key layout and checks of the text.
+
+Key layouts: ComfyUI's, Tencent's and diffusers'.
+"""
+
+from typing import Any
+
+import torch
+
+from parallel_backend.families.base.family import CacheScope
+from parallel_backend.families.base.step_inputs import Config, Shapes
+
+from .conditioning import count_blocks, hidden, text
+from .flux_blocks import NORM_ALIASES, QKV
+from .key_map import KeyMap
+
+REFINER = "txt_in.individual_token_refiner.blocks."
+MODULATION = {"norm1.linear": "img_mod.lin", "norm1_context.linear": "txt_mod.lin"}
+"""Of a double block: diffusers' layer <- original layer."""
+SINGLE_MODULATION = {"norm.linear": "modulation.lin"}
+GLYPH_WIDTH = 1472
+"""Width of the ByT5 text for what is written in the picture."""
+_REFINER = {
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "norm_out.linear": "adaLN_modulation.1",
+    "attn.to_out.0": "self_attn.proj",
+    "ff.net.0.proj": "mlp.0",
+    "ff.net.2": "mlp.2",
+}
+_TENCENT = {  # endings of module names: Tencent's -> ComfyUI's, as in its supported_models.py
+    **{f"{name}.mlp.0": f"{name}.in_layer" for name in ("time_in", "guidance_in", "t_embedder")},
+    **{f"{name}.mlp.2": f"{name}.out_layer" for name in ("time_in", "guidance_in", "t_embedder")},
+    **{f"c_embedder.linear_{index}": f"c_embedder.{kind}_layer" for index, kind in ((1, "in"), (2, "out"))},
+    "_attn_qkv": "_attn.qkv",
+    "_attn_proj": "_attn.proj",
+    "mlp.fc1": "mlp.0",
+    "mlp.fc2": "mlp.2",
+    "_mod.linear": "_mod.lin",
+    ".modulation.linear": ".modulation.lin",
+}
+ALIASES = {
+    **{f"{theirs}.{name}": f"{ours}.{name}" for theirs, ours in _TENCENT.items() for name in ("weight", "bias")},
+    "_attn_q_norm.weight": "_attn.norm.query_norm.scale",
+    "_attn_k_norm.weight": "_attn.norm.key_norm.scale",
+    ".q_norm.weight": ".norm.query_norm.scale",
+    ".k_norm.weight": ".norm.key_norm.scale",
+    **NORM_ALIASES,
+}
+
+
+def has_refiner(shapes: Shapes) -> bool:
+    """Whether these are keys of any of them."""
+    return f"{REFINER}0.norm1.weight" in shapes
+
+
+def is_video_15(shapes: Shapes) -> bool:
+    """Whether a model with these keys is HunyuanVideo 1.5."""
+    return "vision_in.proj.0.weight" in shapes
+
+
+def is_image(shapes: Shapes) -> bool:
+    """Whether a model with these keys, and no HunyuanVideo 1.5, is HunyuanImage 2.1. Its refiner is a video model."""
+    return not any(key.startswith("vector_in.") for key in shapes) and len(shapes["img_in.proj.weight"]) == 4
+
+
+def per_call(time_embed: str) -> dict[str, CacheScope]:
+    """`Forward.cached_modules`. `time_embed`: the class's name of its time embedding."""
+    names = (time_embed, "context_embedder", "norm_out.linear", *(f"*.{name}" for name in MODULATION | SINGLE_MODULATION))
+    per_prompt = dict.fromkeys(("rope", "context_embedder_2", "image_embedder"), CacheScope.PROMPT)
+    return per_prompt | dict.fromkeys(names, CacheScope.CALL)
+
+
+def sizes(shapes: Shapes) -> Config:
+    """Constructor arguments that all classes have. ValueError from `configure` must name what has no tensors of these."""
+    width, channels = shapes["img_in.proj.weight"][:2]
+    (head,) = shapes["double_blocks.0.img_attn.norm.query_norm.scale"]
+    return {
+        "in_channels": channels,
+        "num_attention_heads": width // head,
+        "attention_head_dim": head,
+        "num_layers": count_blocks(shapes, "double_blocks."),
+        "num_refiner_layers": count_blocks(shapes, REFINER),
+        "text_embed_dim": shapes["txt_in.input_embedder.weight"][1],
+    }
+
+
+def outside_keys(keys: KeyMap, config: Config, embedders: dict[str, str]) -> None:
+    """Adds the modules around the blocks, with the text's refiner.
+
+    `embedders`: others of two layers, diffusers' name <- original name.
+    """
+    refiner = {
+        "context_embedder.time_text_embed.timestep_embedder": "txt_in.t_embedder",
+        "context_embedder.time_text_embed.text_embedder": "txt_in.c_embedder",
+    }
+    for ours, theirs in (embedders | refiner).items():
+        keys.copy({f"{ours}.linear_1": f"{theirs}.in_layer", f"{ours}.linear_2": f"{theirs}.out_layer"})
+    keys.copy(
+        {
+            "x_embedder.proj": "img_in.proj",
+            "context_embedder.proj_in": "txt_in.input_embedder",
+            "proj_out": "final_layer.linear",
+        }
+    )
+    keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, swap_halves=True)
+    for index in range(config["num_refiner_layers"]):
+        block = keys.inside(f"context_embedder.token_refiner.refiner_blocks.{index}.", f"{REFINER}{index}.")
+        block.copy(_REFINER)
+        block.split("self_attn.qkv", dict.fromkeys(QKV, hidden(config)))
+
+
+def glyph_keys(keys: KeyMap) -> None:
+    """Adds the layers for the ByT5 text."""
+    glyphs = keys.inside("context_embedder_2.", "byt5_in.")
+    glyphs.copy({"norm": "layernorm", "linear_1": "fc1", "linear_2": "fc2", "linear_3": "fc3"})
+
+
+def unmasked_text(model: str, config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, T, text_embed_dim] and, if the call has it, `glyphs` [B, G, 1472] of a model call.
+
+    ValueError for a text with masked tokens: ComfyUI's encoder for these models makes none.
+    """
+    mask, tensors = given.get("attention_mask"), {"context": text(model, config["text_embed_dim"], given)}
+    if mask is not None and not mask.bool().all():
+        raise ValueError(
+            f"positive, negative: the conditioning masks some of its tokens, which {model} cannot do on several devices. "
+            "Encode the prompt with a CLIP Text Encode node made for it."
+        )
+    glyphs = given.get("txt_byt5")
+    if glyphs is not None:
+        if glyphs.shape[-1] != config["text_embed_2_dim"]:
+            raise ValueError(
+                f"positive, negative: the conditioning's ByT5 text has width {glyphs.shape[-1]}, this model needs "
+                f"{config['text_embed_2_dim']}. Use the ByT5 encoder made for {model}."
+            )
+        tensors["glyphs"] = glyphs
+    return tensors
