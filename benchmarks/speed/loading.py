@@ -1,6 +1,10 @@
-"""Memory and seconds of loading one checkpoint on four ranks: each its own part, against the whole on each.
+"""Memory and seconds of loading one checkpoint on several ranks: each its own part, against the whole on each.
 
     python -m benchmarks.speed.loading --gigabytes 2 --rounds 2 --out benchmarks/results/loading_NAME_DATE.json
+    python -m benchmarks.speed.loading --formats fp32,bf16,fp8,int8 --gigabytes 1 --out FILE
+
+With `--formats` files of the same values (`--gigabytes` in fp32) in ComfyUI's formats, what is not quantised in bf16, and
+weight_dtype bf16, as on a GPU; one rank, and two that share the model.
 
 Ranks run already and have loaded a small model before, so what they import does not count. `anonymous`: the highest sum over
 the ranks of memory that is theirs alone and that the system cannot take back, above what they had. `unique`: the same with
@@ -12,19 +16,24 @@ import statistics
 import tempfile
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import measuring
-from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, Subject
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, WEIGHTS, Subject
+from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded
+from tests.support.quantised import quantise_blocks
 
 RANKS = 4
 MODES = {
@@ -33,12 +42,24 @@ MODES = {
     "pipefusion 2 x tensor 2": Degrees(pipe=2, tensor=2),
     "the whole on each (ulysses 4)": Degrees(ulysses=RANKS),
 }
+FORMAT_MODES = {"one rank": Degrees(), "pipefusion 2": Degrees(pipe=2), "tensor 2": Degrees(tensor=2)}
+FORMATS = {
+    "fp32": None,
+    "bf16": None,
+    "fp8": "fp8",
+    "int8": "int8, rotated",
+    "nvfp4": "nvfp4",
+    "mxfp8": "mxfp8",
+    "w4a4": "w4a4",
+    "w4a8": "w4a8, no codebook",
+}
+"""Format -> its name in tests.support.quantised; None: a plain file."""
 INTERVAL = 0.05  # seconds between looks
 
 
-def large(gigabytes: float) -> Subject:
-    """Flux with 7 of its 24 heads and as many single blocks as it takes; a double block has 2.4 times as much."""
-    subject = FLUX_SCHNELL.at(heads=7)
+def large(gigabytes: float, heads: int = 7) -> Subject:
+    """Flux with few of its 24 heads and as many single blocks as it takes; a double block has 2.4 times as much."""
+    subject = FLUX_SCHNELL.at(heads=heads)
     hidden = subject.width
     singles = round(gigabytes * 1e9 / (15 * hidden**2 * 4)) - 10
     return replace(
@@ -85,11 +106,11 @@ class Peak:
         return tuple(now - before for now, before in zip(self.highest, self.before, strict=True))
 
 
-def measure(pool: Pool, path: Path, size: int, degrees: Degrees) -> dict[str, float]:
+def measure(pool: Pool, path: Path, size: int, degrees: Degrees, dtype: str = "fp32") -> dict[str, float]:
     pool.ask(Unload(), Unloaded).result(timeout=120)
     with Peak(pool.pids) as peak:
         started = time.perf_counter()
-        model = RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
+        model = RemoteTransformer(pool, open_checkpoint(path), degrees, dtype, "sdpa", lambda: None)
         seconds = time.perf_counter() - started
     anonymous, unique = peak.extra
     return {
@@ -100,44 +121,77 @@ def measure(pool: Pool, path: Path, size: int, degrees: Degrees) -> dict[str, fl
     }
 
 
+def in_format(subject: Subject, folder: Path, path: Path, kind: str | None, dtype: torch.dtype) -> int:
+    """Writes the weights in `folder` to `path` in the native layout, quantised as `kind`, others in `dtype`. Its bytes."""
+    plain = to_original(subject.family, subject.config, load_file(folder / WEIGHTS))
+    stored = plain if kind is None else quantise_blocks(plain, kind)[0]
+    kept = {key: value.to(dtype).contiguous() if value is plain.get(key) else value for key, value in stored.items()}
+    save_file(kept, path)
+    return path.stat().st_size
+
+
+def by_format(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Mode and format -> what `measure` gives, the highest of the rounds."""
+    subject, found = large(given.gigabytes, heads=4), {}
+    folder, small, path = (directory / name for name in ("plain", "small", "file.safetensors"))
+    folder.mkdir()
+    small.mkdir()
+    subject.save(folder)
+    small = FLUX_LIKE.save(small)
+    for format in given.formats:
+        size = in_format(subject, folder, path, FORMATS[format], torch.float32 if format == "fp32" else torch.bfloat16)
+        for mode, degrees in FORMAT_MODES.items():
+            with closing(Pool(("cpu",) * degrees.world, threads=1)) as pool:
+                pool.ready.result()
+                RemoteTransformer(pool, open_checkpoint(small), degrees, "fp32", "sdpa", lambda: None)
+                dtype = "fp32" if format == "fp32" else "bf16"
+                runs = [measure(pool, path, size, degrees, dtype) for _ in range(given.rounds)]
+            found[f"{format}, {mode}"] = {"file_MB": round(size / 1e6, 1), **summary(runs)}
+            print(f"{format}, {mode}: {found[f'{format}, {mode}']}", flush=True)
+    return {"model": f"{subject}; in the page cache", "formats": found}
+
+
+def summary(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {
+        "seconds": round(statistics.median(run["seconds"] for run in runs), 2),
+        **{key: round(max(run[key] for run in runs), 3) for key in ("anonymous", "unique", "weights")},
+    }
+
+
+def by_mode(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in MODES}
+    subject = large(given.gigabytes)
+    path, small = (directory / name for name in ("large", "small"))
+    path.mkdir()
+    small.mkdir()
+    size = subject.bytes(subject.save(path))
+    with closing(Pool(("cpu",) * RANKS, threads=1)) as pool:
+        pool.ready.result()
+        RemoteTransformer(pool, open_checkpoint(FLUX_LIKE.save(small)), MODES["tensor 4"], "fp32", "sdpa", lambda: None)
+        for turn in range(given.rounds):
+            for name, degrees in MODES.items():
+                found[name].append(measure(pool, path, size, degrees))
+                print(f"round {turn + 1}/{given.rounds}  {name:32} {found[name][-1]}", flush=True)
+    model = f"{subject}; a file of {size / 1e9:.2f} GB, in the page cache"
+    return {"model": model, "modes": {name: summary(runs) for name, runs in found.items()}}
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--gigabytes", type=float, default=2.0)
     options.add_argument("--rounds", type=int, default=2)
+    options.add_argument("--formats", type=lambda text: text.split(","), help=f"of {', '.join(FORMATS)}")
     options.add_argument("--out", type=Path)
     given = options.parse_args()
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in MODES}
     with tempfile.TemporaryDirectory() as directory:
-        subject = large(given.gigabytes)
-        path, small = (Path(directory) / name for name in ("large", "small"))
-        path.mkdir()
-        small.mkdir()
-        size = subject.bytes(subject.save(path))
-        pool = Pool(("cpu",) * RANKS, threads=1)
-        try:
-            pool.ready.result()
-            RemoteTransformer(pool, open_checkpoint(FLUX_LIKE.save(small)), MODES["tensor 4"], "fp32", "sdpa", lambda: None)
-            for turn in range(given.rounds):
-                for name, degrees in MODES.items():
-                    found[name].append(measure(pool, path, size, degrees))
-                    print(f"round {turn + 1}/{given.rounds}  {name:32} {found[name][-1]}", flush=True)
-        finally:
-            pool.close()
+        measured = (by_format if given.formats else by_mode)(given, Path(directory))
     result = {
         "date": date.today().isoformat(),
         "hardware": measuring.hardware(),
         "rounds": given.rounds,
-        "model": f"{subject}; a file of {size / 1e9:.2f} GB, in the page cache",
         "figures": "memory and weights as multiples of the file, over all ranks; highest and median of the rounds",
-        "modes": {
-            name: {
-                "seconds": round(statistics.median(run["seconds"] for run in runs), 2),
-                **{key: round(max(run[key] for run in runs), 3) for key in ("anonymous", "unique", "weights")},
-            }
-            for name, runs in found.items()
-        },
     }
-    measuring.report(result, given.out)
+    measuring.report(result | measured, given.out)
 
 
 if __name__ == "__main__":

@@ -145,8 +145,8 @@ class Checkpoint:
         kept = storage_name(dtype_name)
         if kept in HALF_KINDS:
             return kept if kept != compute_name(dtype_name) else None
-        if self._most.dtype in {*GGUF_BLOCKS, *KEPT, *FP8_KINDS}:
-            return None
+        if self._most.dtype in {*GGUF_BLOCKS, *KEPT, *FP8_KINDS}:  # the rest is small, but large in fp32 beside 4 bits
+            return entry.dtype if entry.dtype in HALF_KINDS and compute_name(dtype_name) == "fp32" else None
         if kept == "int8":
             return "int8_tensorwise" if target.partition(".")[0] in self.family.blocks.counts(self.config) else None
         return kept if fp8 else None

@@ -77,7 +77,7 @@ class LoadedStage:
         )
         span = load.stage_blocks[self.pipe.index]
         stage = build_stage(checkpoint, span, device, load.dtype, plan, progress, load.only)
-        self.model, self.flow = stage.model, stage.flow
+        self.model, self.flow, plan = stage.model, stage.flow, stage.plan
         plan.apply(self.model, self.traffic)
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype)
         kernel = choose_kernel(load.attention, device, load.dtype, family.sizes.head_size(config), degrees.ring > 1)

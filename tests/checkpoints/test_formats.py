@@ -387,9 +387,10 @@ def test_weights_of_quantised_files_are_kept_as_they_are_under_every_weight_dtyp
     """A file's own choice of what stays in full is kept too."""
     for what in ("scaled, new", "GGUF Q8_0"):
         model = tiny.whole_model(files(what)[0], dtype)
-        packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
-        assert "transformer_blocks.0.ff.net.2" in packed
-        assert ("proj_out" if what.startswith("GGUF") else "x_embedder") not in packed
+        packed = {name: module.packing for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+        assert isinstance(packed["transformer_blocks.0.ff.net.2"], GgufBlocks if what.startswith("GGUF") else Fp8)
+        full = packed.get("proj_out" if what.startswith("GGUF") else "x_embedder")
+        assert full is None or (dtype == "fp32" and isinstance(full, Half))  # of 16 bits in the file
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ diffusers' own forward."""
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.pipefusion.band_cut import packed, unpacked
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.families.base import tensor_plan
 from parallel_backend.families.base.patching import latents_of, like
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from tests.families.cases import all_cases
@@ -35,6 +37,13 @@ def cases_with(name: str, choices: Callable[[Case], Iterable[Any]]) -> pytest.Ma
 def banded_modes(case: Case) -> list[Degrees]:
     """Of a case that can be sampled, the modes in which bands are tried."""
     return [degrees for degrees in (Degrees(pipe=2), Degrees(ulysses=2)) if degrees in case.modes and case.sampled]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def layers_outside_of_blocks_count_as_large():
+    """So that tensor parallelism cuts them here as in real models."""
+    with mock.patch.object(tensor_plan, "LARGE", 64):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
+from parallel_backend.client.placement.memory_model import memory_of, model_sizes
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.spans import Span
+from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES
+from parallel_backend.families.base import tensor_plan
 from parallel_backend.families.base.tensor_plan import (
     COLUMN_BY_HEADS,
     COLUMN_BY_KEY_HEADS,
@@ -23,6 +25,7 @@ from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
 from tests.support import tiny
+from tests.support.real_sizes import save_header
 
 pytestmark = pytest.mark.threads
 
@@ -95,6 +98,35 @@ def test_every_value_of_the_file_is_on_exactly_one_rank_or_on_all(flux_file, flu
             dim = cut[0].dim
             covered = sorted(i for shard in cut for s in shard.spans for i in range(s.start, s.stop))
             assert covered == list(range(value.shape[dim])), name
+
+
+def test_large_layers_outside_of_the_blocks_are_cut_and_the_memory_model_knows(flux_file, flux_model, monkeypatch):
+    monkeypatch.setattr(tensor_plan, "LARGE", 1000)
+    checkpoint, ranks = open_checkpoint(flux_file), 4
+    stages = [build_stage(checkpoint, Span(0, 8), torch.device("cpu"), "fp32", plan(index, ranks)) for index in range(ranks)]
+    outside = stages[0].plan.outside
+    assert {"norm_out.linear", "context_embedder", "time_text_embed.timestep_embedder.linear_2"} <= outside
+    for name, layer in flux_model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and not name.startswith(BLOCKS):
+            assert (name in outside) == (layer.weight.numel() >= 1000), name
+    held = [sum(p.nbytes for p in stage.model.parameters()) for stage in stages]
+    degrees = Degrees(tensor=ranks)
+    sizes = model_sizes(checkpoint, "fp32", "cpu")
+    foretold = [memory_of(sizes, degrees, (Span(0, 8),), rank, ()).weights for rank in range(ranks)]
+    assert held == pytest.approx(foretold, rel=0.03)
+    assert not plan(0, ranks).with_outside(flux_model, ("norm_out",)).outside & {"norm_out.linear"}  # its weight is read
+
+
+@pytest.mark.parametrize(
+    "degrees", [Degrees(tensor=2), Degrees(tensor=4), Degrees(pipe=2), Degrees(pipe=2, tensor=2)], ids=str
+)
+def test_ranks_hold_little_more_than_a_real_file(tmp_path, degrees):
+    path = save_header(tmp_path / "flux1-dev.safetensors")
+    sizes = model_sizes(open_checkpoint(path), "bf16", "cuda")
+    blocks = len(sizes.block_bytes)
+    spans = tuple(split(Span(0, blocks), degrees.pipe))
+    held = sum(memory_of(sizes, degrees, spans, rank, ()).weights for rank in range(degrees.world))
+    assert path.stat().st_size <= held <= 1.02 * path.stat().st_size
 
 
 def test_every_large_weight_of_a_block_is_cut(flux_model):

@@ -4,7 +4,9 @@ The planner and Parallel Doctor go by it, and so does the check before a model i
 Weights and K/V buffers are counted. The rest is an estimate: ACTIVATIONS here, what libraries take in gpu_overheads.py.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +18,7 @@ from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import ATTENTIONS, IMAGE, IMAGE_TO_TEXT, JOINT, PAIRED, TEXT, TEXT_TO_IMAGE
+from parallel_backend.families.base.tensor_plan import cut_of, cut_outside
 
 from .gpu_overheads import COMMUNICATOR, STAGED, WORKSPACES
 
@@ -108,6 +111,8 @@ class ModelSizes:
     """Ranks have a GPU's libraries."""
     tensor_degrees: frozenset[int] | None = None
     """Those that the file's quantised weights can be cut to. None: all."""
+    cut_ends: tuple[int, int, int] = (0, 0, 0)
+    """Of `ends`, the bytes that tensor ranks share."""
 
     @property
     def weight_bytes(self) -> int:
@@ -204,6 +209,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         computed * _largest_packed(checkpoint, dtype),
         on_gpus,
         checkpoint.tensor_degrees,
+        ends_bytes(checkpoint, dtype, functools.partial(_is_cut, checkpoint)),
     )
 
 
@@ -240,13 +246,25 @@ def joint_text(checkpoint: Checkpoint) -> bool:
     return any(spec.joined or "text" in spec.returns for spec in checkpoint.family.blocks.lists if not spec.prologue)
 
 
-def ends_bytes(checkpoint: Checkpoint, dtype: str) -> tuple[int, int, int]:
-    """Bytes of the weights of no counted block that the first, the last, every stage has."""
+def _is_cut(checkpoint: Checkpoint, target: str) -> bool:
+    """Whether tensor ranks share a parameter. All large matrices count as weights of linear layers."""
+    family, shape = checkpoint.family, checkpoint.shape(target)
+    if cut_of(family.tensor_plan, target):
+        return True
+    layer, _, leaf = target.rpartition(".")
+    matrix = leaf == "weight" and len(shape) == 2
+    return matrix and cut_outside(family.tensor_plan, layer, shape, family.forward.weight_readers)
+
+
+def ends_bytes(
+    checkpoint: Checkpoint, dtype: str, which: Callable[[str], bool] = lambda target: True
+) -> tuple[int, int, int]:
+    """Bytes of the weights of no counted block that the first, the last, every stage has. `which`: parameters that count."""
     family = checkpoint.family
     counted = {spec.name for spec in family.blocks.lists if not spec.prologue}
     prologue = {*family.blocks.prologue, *(spec.name for spec in family.blocks.lists if spec.prologue)}
     first = last = shared = 0
-    for target in checkpoint.key_map:
+    for target in filter(which, checkpoint.key_map):
         top, size = target.partition(".")[0], checkpoint.nbytes(target, dtype)
         if top in prologue:
             first += size
@@ -257,9 +275,11 @@ def ends_bytes(checkpoint: Checkpoint, dtype: str) -> tuple[int, int, int]:
     return first, last, shared
 
 
-def held_weights(blocks: tuple[int, ...], ends: tuple[int, int, int], tensor: int, span: Span) -> int:
-    """Bytes of weights on a rank of the stage with blocks `span`, of these sizes."""
-    first, last, shared = ends
+def held_weights(
+    blocks: tuple[int, ...], ends: tuple[int, int, int], cut: tuple[int, int, int], tensor: int, span: Span
+) -> int:
+    """Bytes of weights on a rank of the stage with blocks `span`. `cut`: the bytes of `ends` that tensor ranks share."""
+    first, last, shared = (end - part + part // tensor for end, part in zip(ends, cut, strict=True))
     held = sum(blocks[span.slice]) // tensor + shared
     return held + (first if span.start == 0 else 0) + (last if span.stop == len(blocks) else 0)
 
@@ -288,7 +308,7 @@ def memory_of(
     tokens = [_step_tokens(sizes, degrees, at, request) for request in requests]
     staged = STAGED * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
     return MemoryNeed(
-        held_weights(sizes.block_bytes, sizes.ends, degrees.tensor, span),
+        held_weights(sizes.block_bytes, sizes.ends, sizes.cut_ends, degrees.tensor, span),
         sum(_buffer_bytes(sizes, degrees, span, at, request) for request in requests),
         max((likely for _, likely in computing), default=0),
         sum(_arriving_bytes(sizes, degrees, span, at, request) for request in requests),

@@ -37,6 +37,8 @@ class Stage:
     attention: list[tuple[nn.Module, str]]
     """(attention module, its value in BlockList.attention), in the order in which they run."""
     flow: StageIO
+    plan: TensorPlan | None
+    """The given one, for this model: see TensorPlan.with_outside."""
 
 
 def build_stage(
@@ -51,12 +53,13 @@ def build_stage(
     """The model with weights of blocks `span` only.
 
     Weights go straight from the mapped file to `device`. Nothing that another rank owns is allocated. With `plan` the rank
-    has only its shards; `plan.apply` must follow. `progress`: see fill_weights. `only`: see loading.Load.
+    has only its shards; `Stage.plan.apply` must follow. `progress`: see fill_weights. `only`: see loading.Load.
     """
     family, config = checkpoint.family, checkpoint.config
     first, last = span.start == 0, span.stop == family.blocks.total(config)
     dtype = compute_dtype(dtype_name, device)
     model = meta_model(family, config)
+    plan = None if plan is None else plan.with_outside(model, family.forward.weight_readers)
     owned = family.blocks.owned(config, span)
     skipped = (() if first else family.blocks.prologue) + (() if last else family.blocks.epilogue)
     # The state dict, not the parameters: a table of positions may be a buffer. As loaded it counts as a parameter.
@@ -89,7 +92,7 @@ def build_stage(
     flow, attention = StageIO(family.blocks.text_first, arriving, leaving), []
     for spec in family.blocks.lists:
         attention += fill_slots(model, spec, flow, owned[spec.name], family.forward.whole_latent, only)
-    return Stage(model, attention, flow)
+    return Stage(model, attention, flow, plan)
 
 
 def _is_owned(parameter: str, owned: dict[str, range], skipped: tuple[str, ...]) -> bool:

@@ -7,13 +7,13 @@ that make modulation vectors are column-cut and their small output is gathered, 
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from parallel_backend.core.spans import Shard, Span, split
-from parallel_backend.families.base.tensor_plan import CutKind, LayerCut, LayerCuts, cut_of, cut_side
+from parallel_backend.families.base.tensor_plan import GATHER, CutKind, LayerCut, LayerCuts, cut_of, cut_outside, cut_side
 from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
@@ -30,10 +30,20 @@ class TensorPlan:
     axis: Axis
     key_heads: int | None = None
     """Heads of keys and values. None: as many as `heads`."""
+    outside: frozenset[str] = frozenset()
+    """Linear layers of none of the plan's lists that are cut by GATHER, see `with_outside`."""
+
+    def with_outside(self, model: nn.Module, weight_readers: tuple[str, ...]) -> "TensorPlan":
+        """The plan for `model`, whose large linear layers outside of the blocks are cut too (base/tensor_plan.py)."""
+        layers = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
+        cut = (name for name, layer in layers if cut_outside(self.plan, name, tuple(layer.weight.shape), weight_readers))
+        return replace(self, outside=frozenset(cut))
 
     def layer_cut(self, parameter: str) -> LayerCut | None:
         """Cut of the layer of `parameter` (`<list>.<index>.<layer>.weight`). None: every rank has the whole layer."""
-        return None if self.axis.size == 1 else cut_of(self.plan, parameter)
+        if self.axis.size == 1:
+            return None
+        return GATHER if parameter.rpartition(".")[0] in self.outside else cut_of(self.plan, parameter)
 
     def shards(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
         """This rank's shard of every parameter in `shapes` that is cut. The rank has the others whole."""
@@ -59,7 +69,7 @@ class TensorPlan:
         local_key_heads = len(split(Span(0, key_heads), self.axis.size)[self.axis.index])
         local_heads = local_key_heads * (self.heads // key_heads)
         for name, module in model.named_modules():
-            if name.partition(".")[0] not in self.plan:
+            if name.partition(".")[0] not in self.plan and name not in self.outside:
                 continue
             if hasattr(module, "processor"):
                 module.heads = module.num_heads = local_heads
