@@ -22,6 +22,16 @@ def modes(case) -> list[str]:
     return [mode for mode, degrees in MODES.items() if degrees == Degrees() or degrees in case.modes]
 
 
+def described(value, tensors: dict[str, torch.Tensor]):
+    """A value as JSON, its tensors added to `tensors`. See inside/families.py."""
+    if isinstance(value, torch.Tensor):
+        tensors[name := f"part {len(tensors)}"] = value
+        return {"tensor": name}
+    if isinstance(value, list):
+        return [described(item, tensors) for item in value]
+    return {key: described(item, tensors) for key, item in value.items()} if isinstance(value, dict) else value
+
+
 def save_case(case, base: Path) -> None:
     """Its file, and its conditioning for inside/families.py."""
     case.save(
@@ -29,6 +39,11 @@ def save_case(case, base: Path) -> None:
     )
     native, generator = case.native, torch.Generator().manual_seed(5)
     tensors = {"latent": torch.zeros(1, *native.latent)}
+    if native.beside is not None:
+        tensors["beside"] = torch.zeros(1, *native.beside)
+        tensors |= {
+            name: (torch.rand(1, *shape, generator=generator) * 4).round() / 4 for name, shape in native.masks.items()
+        }
     plain = {}
     for sign in ("positive", "negative"):
         tensors[f"{sign}.text"], extras = native.conditioning(generator)
@@ -38,7 +53,7 @@ def save_case(case, base: Path) -> None:
             elif isinstance(value, list) and isinstance(value[0], torch.Tensor):
                 tensors |= {f"{sign}.{key}/{index}": item for index, item in enumerate(value)}
             else:
-                plain[key] = value
+                plain[key] = described(value, tensors)
     settings = {
         "cfg": native.cfg,
         "scheduler": native.scheduler,

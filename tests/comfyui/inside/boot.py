@@ -78,9 +78,15 @@ def ksampler(model, prompts, latent, sampler="euler", steps=4, cfg=3.0, seed=42,
     ]
 
 
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest absolute difference; NaN counts as infinite."""
-    return float(torch.nan_to_num((a - b).abs(), nan=float("inf")).max())
+def parts_of(latent: Any) -> list[torch.Tensor]:
+    """The parts of a nested latent; a latent that is none is the only one."""
+    return list(latent.unbind()) if getattr(latent, "is_nested", False) else [latent]
+
+
+def difference(a: Any, b: Any) -> float:
+    """Largest absolute difference of latents; NaN counts as infinite."""
+    pairs = zip(parts_of(a), parts_of(b), strict=True)
+    return max(float(torch.nan_to_num((own - other).abs(), nan=float("inf")).max()) for own, other in pairs)
 
 
 def other_attention(model):

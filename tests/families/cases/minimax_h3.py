@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES
 from parallel_backend.families.parts.minimax_layout import frame_sides, sound_places, video_places
-from tests.families.cases.case import Case
+from tests.families.cases.case import Case, Native
 
 CONFIG = {
     "num_attention_heads": 4,
@@ -169,6 +169,13 @@ def _times(timestep, levels):
     return torch.minimum(1 - shares * sigmas, torch.maximum(noisy, limits))
 
 
+def _conditioning(generator):
+    given = payload(generator, (3, 3, 3))
+    extras = {f"minimax_{name}": given[name] for name in ("keyframes", "refs")}
+    extras["minimax_token_tags"] = given["text_token_tags"]
+    return torch.randn(1, 7, CONFIG["text_dim"], generator=generator), extras
+
+
 def _case(name, config, kind):
     return kind(
         name=name,
@@ -181,6 +188,13 @@ def _case(name, config, kind):
         adjust=_adjust,
         timestep=700.0,
         fine_time=True,  # the class counts from 0 to 1
+        native=Native(
+            config,
+            _conditioning,
+            (24, 3, 6, 6),
+            beside=(32, 2, SOUND),
+            masks={} if kind is Pruned else {"mask": (1, 3, 6, 6), "mask_beside": (1, 2, SOUND)},
+        ),
     )
 
 

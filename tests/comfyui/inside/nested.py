@@ -1,0 +1,97 @@
+"""Samplers of ComfyUI on a video with its sound: its own model, ranks, and bands. Run by serve.py.
+
+The test process has put the file of the case `name` and its inputs where families.py finds them.
+"""
+
+from functools import partial
+from unittest.mock import patch
+
+import latent_preview
+from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
+from comfy.nested_tensor import NestedTensor
+from families import read
+from samplers import Warnings, logging
+
+STEPS = 4
+
+
+def main(results: Results, name: str, samplers: list[str]) -> None:
+    logging.getLogger().addHandler(told := Warnings())
+    positive, negative, masked, _ = read(name)
+    prompts, (video, sound) = (positive, negative), masked["samples"].unbind()
+    empty, generator = {"samples": masked["samples"]}, torch.Generator().manual_seed(1)
+    picture = NestedTensor([torch.randn(part.shape, generator=generator) for part in (video, sound)])
+    odd = NestedTensor((video[..., :-1, :-1], sound))
+    two = NestedTensor([torch.cat((part, part)) for part in (video, sound)])
+    path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
+    native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+    plain = parallel(path.name)
+    banded, warm = node("ApplyPipeFusion", plain, 3, 1, True), node("ApplyPipeFusion", plain, 3, 1000, True)
+
+    def run(model, latent=empty, **settings):
+        return ksampler(model, prompts, latent, steps=STEPS, cfg=1.0, **settings)
+
+    def in_every_way(by_native: bool = True, **settings) -> dict:
+        exact = run(plain, **settings)
+        told.texts.clear()
+        stale = run(banded, **settings)
+        found = {"warnings": list(told.texts), "stale": difference(exact, stale)}
+        found["warm"] = difference(exact, run(warm, **settings))
+        if by_native:
+            found["native"] = difference(exact, run(native, **settings))
+        return found | {"finite": all(bool(part.isfinite().all()) for part in (*parts_of(exact), *parts_of(stale)))}
+
+    results.case("all samplers", lambda: comfy.samplers.SAMPLER_NAMES)
+    for sampler in samplers:
+        results.case(f"sampler {sampler}", partial(in_every_way, sampler=sampler))
+    results.case("masks", partial(in_every_way, latent={"samples": picture, "noise_mask": masked["noise_mask"]}))
+    results.case("denoise 0.5", partial(in_every_way, latent={"samples": picture}, denoise=0.5))
+    results.case("odd size", partial(in_every_way, latent={"samples": odd}))
+    results.case("batch 2", partial(in_every_way, False, latent={"samples": two}))  # which the native model refuses
+    results.case(
+        "previews", lambda: {"native": previews(run, native), "plain": previews(run, plain), "bands": previews(run, banded)}
+    )
+    results.case("cancelled", partial(cancelled, run, banded))
+    results.case("after the cancellation", in_every_way)
+    results.case("one latent", partial(run, plain, video))
+    displaced, naive = (
+        parallel(path.name, 1, config=sequence(1, 1, *patches)) for patches in (("displaced", 2, 1000), ("naive", 2))
+    )
+    exact = run(plain)
+    results.case("displaced, all steps warm-up", lambda: {"difference": difference(exact, run(displaced))})
+    results.case(
+        "naive", lambda: {"difference": difference(exact, run(naive)), "repeat": difference(run(naive), run(naive))}
+    )
+
+
+def previews(run, model) -> list[list[int]]:
+    """Shapes of what the previewer is given in a run."""
+    seen = []
+
+    class Previewer:
+        def decode_latent_to_preview_image(self, _format, x0):
+            seen.append(list(x0.shape))
+
+    with patch.object(latent_preview, "get_previewer", lambda *_: Previewer()):
+        run(model)
+    return seen
+
+
+def cancelled(run, model) -> dict:
+    """Cancelled in its second step, by ComfyUI's own button."""
+    steps = []
+
+    class Previewer:
+        def decode_latent_to_preview_image(self, _format, _x0):
+            steps.append(len(steps))
+            if len(steps) == 2:
+                comfy.model_management.interrupt_current_processing()
+
+    with patch.object(latent_preview, "get_previewer", lambda *_: Previewer()):
+        try:
+            run(model)
+        except comfy.model_management.InterruptProcessingException:
+            return {"steps": len(steps)}
+        finally:
+            comfy.model_management.interrupt_current_processing(False)
+    return {"steps": -1}

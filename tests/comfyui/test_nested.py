@@ -1,0 +1,65 @@
+"""Nested latents, a video with its sound, under ComfyUI's samplers: on its own model, on ranks, and in bands."""
+
+import pytest
+
+from tests.comfyui.samplers import KINDS, OTHERS, selected
+from tests.comfyui.test_families import save_case
+from tests.families.cases import all_cases
+
+pytestmark = pytest.mark.comfyui
+
+CASE = next(case for case in all_cases() if case.name == "minimax-h3")
+DEFAULT = ("euler", "dpmpp_sde", "lcm", "uni_pc")
+SAMPLERS = [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.full) for name in (*KINDS, *OTHERS)]
+SHAPE = [1, *CASE.native.latent]
+
+
+@pytest.fixture(scope="module")
+def found(request, inside, base):
+    save_case(CASE, base)
+    return inside.run("nested", name=CASE.name, samplers=selected(request))[0]
+
+
+def check(got, measured):
+    assert "error" not in got, got
+    assert got["finite"]
+    measured("nested latents, PipeFusion's warm-up", got["warm"])
+    assert got["warm"] <= 1e-4
+    if "native" in got:
+        measured("nested latents, against the native model", got["native"])
+        assert got["native"] <= 1e-4
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_sampler_gives_what_it_gives_on_the_native_model(found, measured, sampler):
+    got = found[f"sampler {sampler}"]
+    check(got, measured)
+    assert ["whole latent" in said for said in got["warnings"]] == [True] * (sampler == "dpm_adaptive")
+    assert (got["stale"] > 1e-3) == (sampler != "dpm_adaptive")
+
+
+@pytest.mark.parametrize("run", ["masks", "denoise 0.5", "odd size", "batch 2", "after the cancellation"])
+def test_other_runs(found, measured, run):
+    got = found[run]
+    check(got, measured)
+    assert not got["warnings"]
+    assert got["stale"] > 1e-3
+
+
+def test_previews_are_of_the_whole_video(found):
+    assert found["previews"] == dict.fromkeys(("native", "plain", "bands"), [SHAPE] * 4)
+
+
+def test_cancel_ends_a_run_in_bands(found):
+    assert found["cancelled"] == {"steps": 2}
+
+
+def test_a_video_without_its_sound_is_refused(found):
+    assert found["one latent"]["error"].startswith("ValueError: latent_image: a latent of 1 parts")
+
+
+def test_patches(found):
+    assert found["displaced, all steps warm-up"]["difference"] <= 1e-4
+    naive = found["naive"]
+    assert naive["repeat"] == 0.0
+    assert 1e-3 < naive["difference"] < 10
