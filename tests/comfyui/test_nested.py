@@ -8,7 +8,9 @@ from tests.families.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
 
-CASE = next(case for case in all_cases() if case.name == "minimax-h3")
+CASE = next(case for case in all_cases() if case.name == "minimax-h3-pruned")
+LIMITS = {"dpmpp_2s_ancestral_cfg_pp": 2e-4}
+"""Of the difference from the native model. This one's steps make fp32's rounding larger, on either side."""
 DEFAULT = ("euler", "dpmpp_sde", "lcm", "uni_pc")
 SAMPLERS = [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.full) for name in (*KINDS, *OTHERS)]
 SHAPE = [1, *CASE.native.latent]
@@ -20,20 +22,20 @@ def found(request, inside, base):
     return inside.run("nested", name=CASE.name, samplers=selected(request))[0]
 
 
-def check(got, measured):
+def check(got, measured, limit=5e-5):
     assert "error" not in got, got
     assert got["finite"]
     measured("nested latents, PipeFusion's warm-up", got["warm"])
-    assert got["warm"] <= 1e-4
+    assert got["warm"] <= 1e-5
     if "native" in got:
         measured("nested latents, against the native model", got["native"])
-        assert got["native"] <= 1e-4
+        assert got["native"] <= limit
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_gives_what_it_gives_on_the_native_model(found, measured, sampler):
     got = found[f"sampler {sampler}"]
-    check(got, measured)
+    check(got, measured, LIMITS.get(sampler, 5e-5))
     assert ["whole latent" in said for said in got["warnings"]] == [True] * (sampler == "dpm_adaptive")
     assert (got["stale"] > 1e-3) == (sampler != "dpm_adaptive")
 
@@ -51,7 +53,7 @@ def test_previews_are_of_the_whole_video(found):
 
 
 def test_cancel_ends_a_run_in_bands(found):
-    assert found["cancelled"] == {"steps": 2}
+    assert found["cancelled"]["steps"] in (2, 3)  # bands look for Cancel between steps
 
 
 def test_a_video_without_its_sound_is_refused(found):

@@ -53,7 +53,7 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
     )
     results.case("cancelled", partial(cancelled, run, banded))
     results.case("after the cancellation", in_every_way)
-    results.case("one latent", partial(run, plain, video))
+    results.case("one latent", partial(run, plain, picture.unbind()[0]))
     displaced, naive = (
         parallel(path.name, 1, config=sequence(1, 1, *patches)) for patches in (("displaced", 2, 1000), ("naive", 2))
     )

@@ -187,13 +187,14 @@ def _case(name, config, kind):
         reference=_reference,
         adjust=_adjust,
         timestep=700.0,
+        full=kind is WithSound,  # people use pruned files
         fine_time=True,  # the class counts from 0 to 1
         native=Native(
             config,
             _conditioning,
             (24, 3, 6, 6),
             beside=(32, 2, SOUND),
-            masks={} if kind is Pruned else {"mask": (1, 3, 6, 6), "mask_beside": (1, 2, SOUND)},
+            masks={} if kind is WithSound else {"mask": (1, 3, 6, 6), "mask_beside": (1, 2, SOUND)},
         ),
     )
 
