@@ -26,10 +26,11 @@ from ..ui.host import check_cancelled
 from ..ui.loading_bar import LoadingBar
 from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .controlnet import residuals
-from .lora import NativeWeights, Patch
+from .lora import PREFIX, NativeWeights, Patch
 from .native_names import NativeNames
 from .room import make_room
 from .step_cache import SamplingCache
+from .text_model import NativeText
 
 HARMLESS = ("crossattn_controlnet",)
 """Arguments of a model call that native models do not look at."""
@@ -82,6 +83,10 @@ class RemoteDiffusionModel(torch.nn.Module):
         return copy
 
     @functools.cached_property
+    def _text(self) -> NativeText:
+        return NativeText(self.checkpoint)
+
+    @functools.cached_property
     def native_tensors(self) -> dict[str, torch.Tensor]:
         """The family's native parameter names -> tensors on the meta device, which have a shape and no values."""
         return {name: torch.empty(shape, device="meta") for name, shape in self.checkpoint.original_shapes.items()}
@@ -93,7 +98,10 @@ class RemoteDiffusionModel(torch.nn.Module):
         except AttributeError:
             if name == "checkpoint":  # not set yet
                 raise
-            values = self.checkpoint.family.native_values(self.checkpoint.config)
+            family = self.checkpoint.family
+            if name == "preprocess_text_embeds" and family.text_model is not None:
+                return functools.partial(self._text.preprocess, self.patches, self.patches_uuid)
+            values = family.native_values(self.checkpoint.config)
             return values[name] if name in values else NativeNames(self.checkpoint, self.native_tensors, "").at(name)
 
     def state_dict(self, *_args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -106,7 +114,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         """The model on its ranks, patched. At first use they are started and loaded, for a run like `expected()`."""
         model = registry().model(self.key, check_cancelled, LoadingBar(), self.patcher(), make_room, expected)
         name = self.patches_uuid if self.patches else None
-        model.adapt(name, self.weights.deltas(self.patches), check_cancelled)
+        elsewhere = {PREFIX + key for key in self.checkpoint.text_keys("")}
+        patches = {key: added for key, added in self.patches.items() if key not in elsewhere}
+        model.adapt(name, self.weights.deltas(patches), check_cancelled)
         return model
 
     def bytes_on(self, device: torch.device) -> int:

@@ -5,6 +5,7 @@ A video model's mask of what is given stays whole: the timesteps made from it ar
 """
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,9 @@ from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import Patching
 
 from .band_controlnet import BandedControl
+
+VIDEO_VALUES = "_v_numel"
+"""Attribute of ComfyUI's Guider_LTXAVDualCFG: values of the video in what it sees, behind which are those of the sound."""
 
 
 def banded_controls(
@@ -58,6 +62,8 @@ def band_guider(
     if len(cut.shapes) > 1:
         band.inner_model = copy.copy(guider.inner_model)
         band.inner_model.latent_shapes = list(cut.shapes_of(index))
+        if getattr(guider, VIDEO_VALUES, None) is not None:
+            setattr(band, VIDEO_VALUES, math.prod(cut.shapes_of(index)[0][1:]))
     return band
 
 

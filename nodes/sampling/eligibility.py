@@ -15,7 +15,7 @@ from parallel_backend.client.pipefusion.band_cut import BandCut
 from ..model.concurrent_conds import evaluate_concurrently
 from .noise import WholeNoise
 
-LOCAL_GUIDERS = {"CFGGuider", "Guider_Basic", "Guider_DualCFG"}
+LOCAL_GUIDERS = {"CFGGuider", "Guider_Basic", "Guider_DualCFG", "Guider_LTXAVDualCFG"}
 """Guiders whose result at a pixel depends on nothing but the predictions at that pixel."""
 
 COND_KEYS_OF_A_REGION = ("area", "mask", "gligen", "hooks", "default")

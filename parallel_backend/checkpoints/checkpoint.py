@@ -84,7 +84,14 @@ class Checkpoint:
                 original[source.key][0] += shape[0]
             else:
                 original[source.key] = shape
-        return {key: tuple(shape) for key, shape in original.items()} | dict(self.family.file.computed(self.config))
+        text = {key: tuple(self.entries[key].shape) for key in self.text_keys("")}
+        computed = dict(self.family.file.computed(self.config))
+        return {key: tuple(shape) for key, shape in original.items()} | computed | text
+
+    def text_keys(self, prefix: str) -> list[str]:
+        """Keys of the family's text model that begin with `prefix`, as the file has them."""
+        prefixes = () if self.family.text_model is None else self.family.text_model.prefixes
+        return [key for key in self.entries if key.startswith(prefix) and key.startswith(prefixes)]
 
     def check_degrees(self, degrees: Degrees) -> None:
         """Raise ValueError, naming the widget, for degrees that the model does not allow."""
@@ -225,7 +232,8 @@ def _unknown(name: str, entries: dict[str, Entry]) -> str:
 
 def _configure(path: Path, family: Family, entries: dict[str, Entry], stated: dict[str, Any]) -> dict[str, Any]:
     try:
-        config = family.file.configure({key: entry.shape for key, entry in entries.items()})
+        shown = family.file.configure({key: entry.shape for key, entry in entries.items()})
+        config = family.file.stated(stated) | shown
     except KeyError as missing:
         raise ValueError(f"model_name: {path.name} looks like {family.name}, but lacks {missing}.") from missing
     settings = _settings(family, config, stated)
@@ -300,7 +308,8 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
     missing = [source.key for source in checkpoint.key_map.values() if source.key not in entries]
     if missing:
         raise ValueError(f"model_name: {name} lacks {missing[0]}" + f" and {len(missing) - 1} more." * (len(missing) > 1))
-    used = {source.key for source in checkpoint.key_map.values()}
+    text = {key: Source(key) for key in checkpoint.text_keys("")}
+    used = {source.key for source in checkpoint.key_map.values()} | text.keys()
     ignored = checkpoint.family.file.ignored
     used_or_not = used | checkpoint.family.file.computed(checkpoint.config).keys()
     surplus = [key for key in entries if key not in used_or_not and not any(re.fullmatch(each, key) for each in ignored)]
@@ -309,7 +318,7 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
             f"model_name: {name} holds {surplus[0]}{f' and {len(surplus) - 1} more' * (len(surplus) > 1)}, for which "
             f"{checkpoint.family.name} has no use: not loaded, since the picture would be wrong."
         )
-    for target, source in checkpoint.key_map.items():
+    for target, source in (checkpoint.key_map | text).items():
         shape, dtype = entries[source.key].shape, entries[source.key].dtype
         if source.rows is not None and source.rows.stop > (rows := shape[0] if shape else 0):
             raise ValueError(f"model_name: {name}: {source.key} has {rows} rows, too few for {target}.")

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from parallel_backend.core.spans import Shard, Span
+from parallel_backend.families.base.family import Source
 
 from .checkpoint import Checkpoint, to_original
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half, Packing
@@ -152,6 +154,13 @@ def original_values(checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tens
         state = {target: reader.values(target, torch.float32, None, torch.device("cpu")) for target in targets}
     original = to_original(checkpoint.family, checkpoint.config, state)
     return {key.removeprefix(prefix): tensor for key, tensor in original.items()}
+
+
+def text_values(checkpoint: Checkpoint, prefix: str, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Tensors of the family's text model whose keys begin with `prefix`, by the rest of the key."""
+    keys = checkpoint.text_keys(prefix)
+    with reading(replace(checkpoint, key_map={key: Source(key) for key in keys})) as reader:
+        return {key.removeprefix(prefix): reader.values(key, dtype, None, device) for key in keys}
 
 
 def _resized(shape: tuple[int, ...], shard: Shard | None) -> list[int]:

@@ -4,7 +4,6 @@ Text is read by cross attention, and no part of the sequence. The class takes to
 Key layouts: Lightricks' (which ComfyUI's files use) and diffusers' LTXVideoTransformer3DModel.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from parallel_backend.families.base.tensor_plan import TABLE_BY_HEADS
 from parallel_backend.families.parts.conditioning import count_blocks, text
 from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
 from parallel_backend.families.parts.key_map import KeyMap
+from parallel_backend.families.parts.ltx_patchifier import Patchifier
 
 HEADS = 32
 """Attention heads of every model of this family. Nothing in the weights shows it."""
@@ -77,8 +77,6 @@ _SAME = ("to_q", "to_k", "to_v", "to_out.0")
 
 
 def _configure(shapes: Shapes) -> Config:
-    if "audio_adaln_single.linear.weight" in shapes:
-        raise ValueError("model_name: this is LTX-2 with sound, which this version cannot run. Use an LTX-Video model.")
     width, channels = shapes["patchify_proj.weight"]
     return {
         "in_channels": channels,
@@ -177,23 +175,15 @@ def _coordinates(step: StepInputs, causal: bool) -> torch.Tensor:
     return pixels
 
 
-@dataclass(frozen=True)
-class Patchifier:
-    """Attribute of ComfyUI's native model. Its BaseModel makes a time for each token with it."""
-
-    patching: Patching
-
-    def patchify(self, latent: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Tokens [B, N, C] of a latent, in the order of frames, rows, columns."""
-        return self.patching.cut("frames").pack(latent), None
-
-
 LTX_VIDEO = Family(
     name="ltx-video",
     model_class="LTXVideoTransformer3DModel",
     native_classes=("LTXV",),
     file=FileLayout(
-        detect=lambda shapes: "patchify_proj.weight" in shapes and "adaln_single.linear.weight" in shapes,
+        detect=lambda shapes: (
+            {"patchify_proj.weight", "adaln_single.linear.weight"} <= shapes.keys()
+            and "audio_adaln_single.linear.weight" not in shapes
+        ),
         configure=_configure,
         key_map=_key_map,
         header=HEADER,

@@ -34,7 +34,6 @@ OTHERS = (
     OtherModel("Stable Audio", SOUND, ("transformer.rotary_pos_emb.inv_freq",)),
     OtherModel("AuraFlow", TO_COME, ("double_layers.0.attn.w1q.weight",)),
     OtherModel("Genmo Mochi", TO_COME, ("blocks.0.attn.k_norm_x.weight", "blocks.0.attn.k_norm_y.weight")),
-    OtherModel("LTX-2", TO_COME, ("audio_adaln_single.linear.weight",)),
     OtherModel("ACE-Step", SOUND, ("genre_embedder.weight",)),
     OtherModel("ACE-Step 1.5", SOUND, ("encoder.lyric_encoder.layers.0.input_layernorm.weight",)),
     OtherModel("Cosmos 1", TO_COME, ("blocks.block0.blocks.0.block.attn.to_q.0.weight",)),

@@ -82,6 +82,7 @@ class StageForward:
             conditioning.kept[own_image],
             beside,
             conditioning.beside,
+            step.timestep,
         )
         self._timestep, stage.flow.inputs = inputs.times, inputs
         stage.module_cache.begin_step(step, whole=conditioning.is_whole(step))

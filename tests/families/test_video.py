@@ -13,12 +13,12 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.parts.wan import MARKS, PROMPT
 from parallel_backend.families.wan import VARIANTS
-from tests.families.cases import cogvideox, hunyuan_video, ltx_video, wan, wan_animate_2
+from tests.families.cases import cogvideox, hunyuan_video, ltx2, ltx_video, wan, wan_animate_2
 from tests.support import tiny
 
 pytestmark = pytest.mark.threads
 
-CASES = {case.name: case for each in (wan, wan_animate_2, ltx_video, cogvideox, hunyuan_video) for case in each.CASES}
+CASES = {case.name: case for each in (wan, wan_animate_2, ltx_video, ltx2, cogvideox, hunyuan_video) for case in each.CASES}
 IN_BANDS = ["wan-2.1-t2v", "wan-2.2-5b", "wan-animate-2", "ltx-video-0.9.5", "cogvideox-1.5", "hunyuan-video-masked-text"]
 OTHER_MODES = [Degrees(ulysses=2), Degrees(tensor=2), Degrees(patch=2, patch_mode="displaced")]
 
@@ -101,14 +101,8 @@ def test_variants_of_wan_are_refused_by_name(kind, saved, tmp_path):
         open_checkpoint(with_key(file, tmp_path / "variant.safetensors", MARKS[kind]))
 
 
-def test_ltx_2_is_refused_by_name(saved, tmp_path):
-    _, file = saved(CASES["ltx-video-0.9"])
-    with pytest.raises(ValueError, match=r"^model_name: this is LTX-2 with sound"):
-        open_checkpoint(with_key(file, tmp_path / "sound.safetensors", "audio_adaln_single.linear.weight"))
-
-
 def test_no_other_family_takes_a_video_model_for_its_own(saved):
-    for name in ("wan-2.1-t2v", "wan-2.1-flf2v", "ltx-video-0.9"):
+    for name in ("wan-2.1-t2v", "wan-2.1-flf2v", "ltx-video-0.9", "ltx-2.3"):
         shapes = {key: tuple(value.shape) for key, value in load_file(saved(CASES[name])[1]).items()}
         found = [family for family in FAMILIES.values() if family.file.detect(shapes) and family.file.takes_header({})]
         assert [family.name for family in found] == [CASES[name].family]

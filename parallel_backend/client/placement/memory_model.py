@@ -113,6 +113,8 @@ class ModelSizes:
     """Those that the file's quantised weights can be cut to. None: all."""
     cut_ends: tuple[int, int, int] = (0, 0, 0)
     """Of `ends`, the bytes that tensor ranks share."""
+    text_head_size: int | None = None
+    """Of attention over a text stream with channels of its own, or between it and the image. None: `head_size`."""
 
     @property
     def weight_bytes(self) -> int:
@@ -192,7 +194,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
             prologue += [tokens for block in found for tokens in block]
         else:
             attention += found
-    on_gpus = "cuda" in device
+    on_gpus, text_hidden = "cuda" in device, family.sizes.text_hidden(config)
     computed = compute_dtype(dtype, torch.device("cuda" if on_gpus else "cpu")).itemsize
     return ModelSizes(
         tuple(block_bytes(checkpoint, lists, dtype, 1)),
@@ -210,6 +212,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         on_gpus,
         checkpoint.tensor_degrees,
         ends_bytes(checkpoint, dtype, functools.partial(_is_cut, checkpoint)),
+        text_head_size=text_hidden and text_hidden // family.sizes.heads(config),
     )
 
 
@@ -350,8 +353,9 @@ def _buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinat
     tokens |= {TEXT: request.text, IMAGE_TO_TEXT: request.text, TEXT_TO_IMAGE: request.image}
     layers = [over for block in sizes.attention[span.slice] for over in block]
     layers += sizes.prologue if span.start == 0 else ()
-    width = sizes.heads_on(degrees, at) * sizes.head_size * sizes.itemsize
-    return 2 * request.kept * request.entries_on(degrees, at) * sum(tokens[over] for over in layers) * width
+    of_text = dict.fromkeys((TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE), sizes.text_head_size or sizes.head_size)
+    values = sum(tokens[over] * of_text.get(over, sizes.head_size) for over in layers)
+    return 2 * request.kept * request.entries_on(degrees, at) * sizes.heads_on(degrees, at) * values * sizes.itemsize
 
 
 def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:

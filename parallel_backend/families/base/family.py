@@ -77,6 +77,10 @@ class FileLayout:
     """Constructor arguments -> every parameter of the class -> its source in the original key layout. ValueError for a
     configuration that cannot run."""
 
+    stated: Callable[[Mapping[str, Any]], Config] = lambda _said: {}
+    """What a single file's header says (see HeaderConfig) -> arguments of the class's constructor that no tensor shows.
+    `configure` goes before it. ValueError if the header does not say enough."""
+
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Endings of keys that some files use -> the usual ones."""
 
@@ -122,6 +126,9 @@ class Sizes:
 
     hidden: Callable[[Config], int] = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     """Channels of a token between blocks."""
+
+    text_hidden: Callable[[Config], int | None] = lambda _config: None
+    """Channels of the text stream's tokens between blocks. None: as many as the image's. At most as many."""
 
     heads: Callable[[Config], int] = lambda config: config["num_attention_heads"]
     """Attention heads."""
@@ -199,6 +206,21 @@ class Inputs:
         """Tokens of the text that runs through the blocks: of all `token_tensors`, with those that the class adds."""
         words = [tensors[name].shape[1] for name in self.token_tensors if name in tensors]
         return self.padded(sum(words)) if words else 0
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """Part of a single file that ComfyUI's BaseModel has its native model run on a prompt's text (`preprocess_text_embeds`).
+
+    It runs in ComfyUI's process, once for a prompt. The ranks do not have it.
+    """
+
+    prefixes: tuple[str, ...]
+    """Keys of its tensors, in the original layout, begin with one of these."""
+
+    run: Callable[[Config, Callable[[str], dict[str, torch.Tensor]], torch.Tensor, bool], torch.Tensor]
+    """(configuration; prefix of keys -> those tensors, by the rest of the key, in the text's dtype and on its device; text
+    [B, T, C]; whether the text encoder says that it is unprocessed) -> text [B, T', C']."""
 
 
 class CacheScope(Enum):
@@ -296,6 +318,9 @@ class Family:
     half_dtypes: Callable[[Config], tuple[str, ...]] = lambda _config: ("bf16",)
     """Those of core.dtypes.HALVES that the model can be computed in, the best first, as ComfyUI has them
     (supported_inference_dtypes)."""
+
+    text_model: TextModel | None = None
+    """What a prompt's text goes through before the ranks get it."""
 
     native_values: Callable[[Config], Mapping[str, Any]] = lambda _config: {}
     """Attributes, no tensors, of ComfyUI's native model that its BaseModel reads -> their values."""

@@ -75,6 +75,14 @@ class StepInputs:
     beside_tokens: int = 0
     """Tokens of the whole latent beside the picture's (patching.Beside)."""
 
+    host_timestep: torch.Tensor | None = None
+    """`timestep` as it came, in the host's memory. None: it is on the device alone."""
+
+    @property
+    def on_host(self) -> torch.Tensor:
+        """`timestep` where the host can look at it without waiting for the device."""
+        return self.timestep.cpu() if self.host_timestep is None else self.host_timestep
+
     @property
     def beside(self) -> Span:
         """The rank's tokens of the latent beside the picture's."""

@@ -88,6 +88,8 @@ def cut_side(
     key_heads = key_heads or heads
     own = split(Span(0, key_heads), ranks)[index]
     features = {HEADS: heads // key_heads * head_size, KEY_HEADS: head_size}  # for each key head
+    if cut.parts == (HEADS,):  # heads alone may have another size, as those of a second stream
+        features[HEADS] = size // key_heads
     widths = cut.parts.count(WIDTH)
     rest = size - sum(key_heads * features[part] for part in cut.parts if part != WIDTH)
     spans, start = [], 0

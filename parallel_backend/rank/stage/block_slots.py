@@ -37,6 +37,8 @@ class StageIO:
     """"<list>.<index>" of earlier stages' blocks whose outputs come along with the hidden states (BlockList.skips)."""
     leaving: tuple[str, ...] = ()
     """"<list>.<index>" of blocks whose outputs are sent along with the hidden states."""
+    text_hidden: int | None = None
+    """Channels of the text stream, see Sizes. It is sent filled up to the image's."""
     received: torch.Tensor | None = None
     """[b, t + n, hidden], text first. None on the first stage."""
     text_tokens: int = 0
@@ -84,17 +86,22 @@ class StageIO:
         """Text and image that stand for an earlier stage's block: its own output if that came along, else `received`."""
         tokens = self.outputs.get(block, self.received)
         assert tokens is not None
-        return tokens[:, : self.text_tokens], tokens[:, self.text_tokens :]
+        return tokens[:, : self.text_tokens, : self.text_hidden], tokens[:, self.text_tokens :]
 
     def keep(self, block: str, text: torch.Tensor, image: torch.Tensor) -> None:
         """Keep a block's output if it is in `leaving`."""
         if block in self.leaving and block not in self.outputs:
-            self.outputs[block] = torch.cat((text, image), dim=1)
+            self.outputs[block] = self._together(text, image)
 
     def outgoing(self, done: StageDone) -> torch.Tensor:
         """[(1 + k) b, t + n, hidden] to send: hidden states and the outputs of k blocks `leaving`, concatenated."""
-        hidden = torch.cat((done.text, done.image), dim=1)
+        hidden = self._together(done.text, done.image)
         return torch.cat((hidden, *(self.outputs[block] for block in self.leaving))) if self.leaving else hidden
+
+    @staticmethod
+    def _together(text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        """[b, t + n, hidden]"""
+        return torch.cat((F.pad(text, (0, image.shape[-1] - text.shape[-1])), image), dim=1)
 
 
 class BlockSlot:

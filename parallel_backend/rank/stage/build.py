@@ -89,7 +89,7 @@ def build_stage(
         setattr(model, name, absent)
     arriving = () if first else family.blocks.carried(config, span.start)
     leaving = () if last else family.blocks.carried(config, span.stop)
-    flow, attention = StageIO(family.blocks.text_first, arriving, leaving), []
+    flow, attention = StageIO(family.blocks.text_first, arriving, leaving, family.sizes.text_hidden(config)), []
     for spec in family.blocks.lists:
         attention += fill_slots(model, spec, flow, owned[spec.name], family.forward.whole_latent, only)
     return Stage(model, attention, flow, plan)

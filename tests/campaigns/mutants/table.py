@@ -114,8 +114,8 @@ FAMILY_MUTANTS = (
     Mutant(
         "heads that share keys cut one by one",
         FAMILIES + "base/tensor_plan.py",
-        "HEADS: heads // key_heads * head_size,",
-        "HEADS: head_size,",
+        "features[HEADS] = size // key_heads",
+        "features[HEADS] = size // heads",
         ("tests/rank/test_tensor_parallel.py", "-k", "heads"),
     ),
     Mutant(

@@ -13,6 +13,7 @@ import comfy.model_detection
 import comfy.ops
 import comfy.supported_models
 from boot import BASE, Results, parallel, torch
+from comfy.ldm.lightricks.av_model import LTXAVModel
 from comfy.ldm.lightricks.model import LTXBaseModel, LTXFrequenciesPrecision, LTXRopeType, LTXVModel
 from comfy.ldm.wan.model import WanModel
 
@@ -118,7 +119,8 @@ ARGUMENTS = {  # beside the class's own unet_config; others are built with the d
     "PixArtAlpha": {"depth": 2},
     "PixArtSigma": {"depth": 2, "input_size": 128, "model_max_length": 300, "micro_condition": False},
 }  # fmt: skip
-HEADERS = {  # what tells a file of the class apart from plain Wan
+HEADERS = {  # what tells a file of the class apart from plain Wan, and what an LTX-2 file has to say
+    "LTXAV": {"rope_type": "split", "causal_temporal_positioning": True, "use_middle_indices_grid": True},
     "WAN_Animate2": {"model_type": "animate2"},
     "WAN21_FlowRVS": {"model_type": "flow_rvs"},
     "WAN21_CausalAR_T2V": {"causal_ar": True},
@@ -190,8 +192,11 @@ def header_entries() -> dict[str, list[str]]:
         if kind.unet_config.get("image_model") == "wan2.1"
         for entry in kind.unet_config
     }
-    ltx = arguments(LTXVModel, LTXBaseModel) | {LTXRopeType.KEY, LTXFrequenciesPrecision.KEY}
-    return {"wan": sorted(wan), "ltx-video": sorted(ltx)}
+    ltx = {
+        family: sorted(arguments(kind, LTXBaseModel) | {LTXRopeType.KEY, LTXFrequenciesPrecision.KEY})
+        for family, kind in (("ltx-video", LTXVModel), ("ltx-2", LTXAVModel))
+    }
+    return {"wan": sorted(wan), **ltx}
 
 
 def arguments(*kinds: type) -> set[str]:

@@ -1,0 +1,324 @@
+"""The transformer of LTX-2: diffusers' class with ComfyUI's arithmetic, and without a copy of the times for every token.
+
+Unlike diffusers' own (comfy/ldm/lightricks/av_model.py is the reference): the sound looks at the video as the sound has
+changed it; norms of queries and keys have an epsilon of 1e-5; gates between the streams follow the other stream's latest
+time, scales and shifts the own tokens'. Guides may be looked at more or less. Modulation is computed for each distinct time.
+
+Shape letters: b batch entries, n video tokens, a sound tokens, t text tokens, u distinct times of a stream, d its width.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers import transformer_ltx2 as original
+
+from parallel_backend.families.parts.stream_times import Times
+
+QUERY_KEY_EPS = 1e-5
+UNSEEN = -30000.0
+"""Added to the score of a key that nothing looks at."""
+
+
+class Modulation(NamedTuple):
+    """What a stream's blocks are modulated by: embedded times."""
+
+    own: torch.Tensor
+    """[u, k d], for each distinct time of its tokens."""
+    cross: torch.Tensor
+    """[u, 4 d]: as `own`, for looks between the streams."""
+    gate: torch.Tensor
+    """[1, d]: for the latest time of the other stream."""
+    prompt: torch.Tensor | None
+    """[b, 2 d]: for the latest time of the stream. None: the prompt is not modulated by time."""
+    rows: torch.Tensor | None
+    """As Times.rows."""
+
+
+def modulation(table: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor | None, which: slice) -> list[torch.Tensor]:
+    """Values `which` of table [k, d] + embedded [u, k d], for each token: [b, n, d] each; [u, 1, d] without `rows`."""
+    values = (table + embedded.unflatten(-1, (len(table), -1)))[:, which].unbind(1)
+    return [value[:, None] if rows is None else value[rows] for value in values]
+
+
+class Attention(original.LTX2PerturbedAttnProcessor):
+    """diffusers' processor, with rotary tables [b, n, heads * r], and with biases of keys.
+
+    `bias`: factors [b, q, r] of queries and [b, k, r] of keys, whose products are added to the scores. They travel as r
+    further channels of queries and keys, so any cut of the sequence and any kernel has them.
+    """
+
+    def __call__(
+        self,
+        attn: original.LTX2Attention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        query_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        key_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        all_perturbed: bool = False,
+        bias: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        looked_at = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        value = attn.to_v(looked_at).unflatten(2, (attn.heads, -1))
+        out = value
+        if not all_perturbed:
+            query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(looked_at))
+            if query_rotary_emb is not None:
+                query = _rotated(attn, query, query_rotary_emb)
+                key = _rotated(attn, key, query_rotary_emb if key_rotary_emb is None else key_rotary_emb)
+            query, key = (x.unflatten(2, (attn.heads, -1)) for x in (query, key))
+            out = self._attend(query, key, value, bias)
+        if attn.to_gate_logits is not None:
+            out = out * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states)))[..., None]
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))
+
+    def _attend(self, query, key, value, bias) -> torch.Tensor:
+        size = query.shape[-1]
+        if bias is not None:
+            factors = bias[0].shape[-1]
+            query, key = (
+                torch.cat((x, by.to(x.dtype)[:, :, None].expand(-1, -1, x.shape[2], -1)), dim=-1)
+                for x, by in ((query, bias[0] * size**0.5), (key, bias[1]))
+            )
+            wide = -(-(size + factors) // 8) * 8  # kernels want head sizes of whole eights
+            query, key, value = (F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
+        out = dispatch_attention_fn(
+            query,
+            key,
+            value,
+            scale=size**-0.5,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
+        return out[..., :size]
+
+
+def _rotated(attn: original.LTX2Attention, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    if not x.shape[1]:
+        return x
+    if attn.rope_type == "interleaved":
+        return original.apply_interleaved_rotary_emb(x, tables)
+    heads = tuple(table.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for table in tables)
+    return original.apply_split_rotary_emb(x, heads)
+
+
+def _biases(
+    x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, seen: torch.Tensor | None
+) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, tuple[torch.Tensor, torch.Tensor] | None]:
+    """`Attention`'s biases for the video's look at itself, and for the sound's look at the video.
+
+    `weights` [b, n, 2]: logarithm of a guide's weight, and 1 for its tokens. Guides and the rest of the video look at each
+    other with it, guides at guides without. `seen` [b, n, 1] bool: tokens that anything looks at.
+    """
+    if weights is None and seen is None:
+        return None, None
+    ones = x.new_ones(*x.shape[:2], 1)
+    hidden = torch.zeros_like(ones) if seen is None else ones.masked_fill(~seen, UNSEEN).masked_fill(seen, 0.0)
+    queries, keys = [ones], [hidden]
+    if weights is not None:
+        weight, others = weights[..., :1].to(x.dtype), 1 - weights[..., 1:].to(x.dtype)
+        queries, keys = [*queries, others, weight], [*keys, weight, others]
+    of_sound = None if seen is None else (y.new_ones(*y.shape[:2], 1), hidden)
+    return (torch.cat(queries, dim=-1), torch.cat(keys, dim=-1)), of_sound
+
+
+class RotaryTables(original.LTX2AudioVideoRotaryPosEmbed):
+    """diffusers' tables, with the features of all heads in one axis: [b, n, heads * r]."""
+
+    def forward(self, coords: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not coords.shape[-1]:
+            return (coords.new_zeros(len(coords), 0, self.dim // 2 if self.rope_type == "split" else self.dim),) * 2
+        tables = super().forward(coords)
+        return tuple(table.transpose(1, 2).flatten(2) for table in tables) if self.rope_type == "split" else tables
+
+
+class Block(original.LTX2VideoTransformerBlock):
+    """A block. Its order is ComfyUI's; weights are those of diffusers' block."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        audio_hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        audio_encoder_hidden_states: torch.Tensor,
+        times: Modulation,
+        audio_times: Modulation,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        audio_rope: tuple[torch.Tensor, torch.Tensor],
+        cross_rope: tuple[torch.Tensor, torch.Tensor],
+        audio_cross_rope: tuple[torch.Tensor, torch.Tensor],
+        guide_bias: tuple[torch.Tensor, torch.Tensor] | None = None,
+        audio_guide_bias: tuple[torch.Tensor, torch.Tensor] | None = None,
+        audio_to_video: bool = True,
+        video_to_audio: bool = True,
+        perturbed: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[b, n, d] of the video and [b, a, d'] of the sound, read by the texts [b, t, d] and [b, t, d'] -> the same shapes.
+
+        `guide_bias`, `audio_guide_bias`: see Attention, for the video's look at itself and the sound's at the video.
+        `perturbed`: self-attention is left out, as spatio-temporal guidance wants it.
+        """
+        x, y = hidden_states, audio_hidden_states
+        x = self._look_at_own(x, "", times, rope, perturbed, guide_bias)
+        x = self._look_at_text(x, "", times, encoder_hidden_states)
+        y = self._look_at_own(y, "audio_", audio_times, audio_rope, perturbed, None)
+        y = self._look_at_text(y, "audio_", audio_times, audio_encoder_hidden_states)
+        table, audio_table = self.video_a2v_cross_attn_scale_shift_table, self.audio_a2v_cross_attn_scale_shift_table
+        normed = self.video_to_audio_norm(y)
+        if audio_to_video:
+            scale, shift = modulation(table[:4], times.cross, times.rows, slice(0, 2))
+            audio_scale, audio_shift = modulation(audio_table[:4], audio_times.cross, audio_times.rows, slice(0, 2))
+            out = self.audio_to_video_attn(
+                self.audio_to_video_norm(x) * (1 + scale) + shift,
+                encoder_hidden_states=normed * (1 + audio_scale) + audio_shift,
+                query_rotary_emb=cross_rope,
+                key_rotary_emb=audio_cross_rope,
+            )
+            x = x + out * (table[4:] + times.gate)
+        if video_to_audio:
+            scale, shift = modulation(table[:4], times.cross, times.rows, slice(2, 4))
+            audio_scale, audio_shift = modulation(audio_table[:4], audio_times.cross, audio_times.rows, slice(2, 4))
+            out = self.video_to_audio_attn(
+                normed * (1 + audio_scale) + audio_shift,
+                encoder_hidden_states=self.audio_to_video_norm(x) * (1 + scale) + shift,
+                query_rotary_emb=audio_cross_rope,
+                key_rotary_emb=cross_rope,
+                bias=audio_guide_bias,
+            )
+            y = y + out * (audio_table[4:] + audio_times.gate)
+        return self._feed_forward(x, "", times), self._feed_forward(y, "audio_", audio_times)
+
+    def _look_at_own(
+        self,
+        x: torch.Tensor,
+        stream: str,
+        times: Modulation,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        perturbed: bool,
+        bias: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        table = getattr(self, f"{stream}scale_shift_table")
+        shift, scale, gate = modulation(table, times.own, times.rows, slice(0, 3))
+        normed = getattr(self, f"{stream}norm1")(x) * (1 + scale) + shift
+        attention = getattr(self, f"{stream}attn1")
+        return x + attention(normed, query_rotary_emb=rope, all_perturbed=perturbed, bias=bias) * gate
+
+    def _look_at_text(self, x: torch.Tensor, stream: str, times: Modulation, text: torch.Tensor) -> torch.Tensor:
+        if not x.shape[1]:
+            return x
+        attention, normed = getattr(self, f"{stream}attn2"), getattr(self, f"{stream}norm2")(x)
+        if not self.cross_attn_adaln:
+            return x + attention(normed, encoder_hidden_states=text)
+        table = getattr(self, f"{stream}scale_shift_table")
+        shift, scale, gate = modulation(table, times.own, times.rows, slice(6, 9))
+        table = getattr(self, f"{stream}prompt_scale_shift_table")
+        text_shift, text_scale = (
+            table[None] if times.prompt is None else table + times.prompt.unflatten(-1, (2, -1))
+        ).split(1, 1)
+        text = text * (1 + text_scale) + text_shift
+        return x + attention(normed * (1 + scale) + shift, encoder_hidden_states=text) * gate
+
+    def _feed_forward(self, x: torch.Tensor, stream: str, times: Modulation) -> torch.Tensor:
+        table = getattr(self, f"{stream}scale_shift_table")
+        shift, scale, gate = modulation(table, times.own, times.rows, slice(3, 6))
+        return x + getattr(self, f"{stream}ff")(getattr(self, f"{stream}norm3")(x) * (1 + scale) + shift) * gate
+
+
+class LTX2VideoTransformer3DModel(original.LTX2VideoTransformer3DModel):
+    """diffusers' class of that name, with its constructor and its weights, and a forward that takes times and positions."""
+
+    @functools.wraps(original.LTX2VideoTransformer3DModel.__init__)
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        for module in self.modules():
+            if isinstance(module, original.LTX2Attention):
+                module.norm_q.eps = module.norm_k.eps = QUERY_KEY_EPS
+                module.set_processor(Attention())
+            elif isinstance(module, original.LTX2AudioVideoRotaryPosEmbed):
+                module.__class__ = RotaryTables
+            elif isinstance(module, original.LTX2VideoTransformerBlock):
+                module.__class__ = Block
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        audio_hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        audio_encoder_hidden_states: torch.Tensor,
+        times: Times,
+        audio_times: Times,
+        video_coords: torch.Tensor,
+        audio_coords: torch.Tensor,
+        marked: torch.Tensor | None = None,
+        guide_weights: torch.Tensor | None = None,
+        seen: torch.Tensor | None = None,
+        voice_tokens: int = 0,
+        audio_to_video: bool = True,
+        video_to_audio: bool = True,
+        perturbed: frozenset[int] = frozenset(),
+        return_dict: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Video tokens [b, n, c] and sound tokens [b, a, c'] -> the model's output for both, the same shapes.
+
+        `video_coords` [b, 3, n]: seconds, row and column in pixels of the tokens' middles;
+        `audio_coords` [b, 1, a]: seconds. `marked` [n, 1] bool: tokens that stand for one frame alone. `guide_weights`
+        [b, n, 2], `seen` [b, n, 1] bool: see `_biases`; the output of tokens that are not seen is zero. `voice_tokens`: at
+        the sound's end, without output. `perturbed`: blocks. The others as of Block.
+        """
+        assert not return_dict
+        cross, audio_cross = self.cross_attn_rope(video_coords[:, :1]), self.cross_attn_audio_rope(audio_coords)
+        rope, audio_rope = self.rope(video_coords), self.audio_rope(audio_coords)
+        x, y = self.proj_in(hidden_states), self.audio_proj_in(audio_hidden_states)
+        if marked is not None:
+            x = x + marked.to(x.dtype) * self.keyframes_abs_pos_embedding.to(x.dtype)
+        embedded, modulated = self._embedded("", times, audio_times.latest, x.dtype)
+        audio_embedded, audio_modulated = self._embedded("audio_", audio_times, times.latest, x.dtype)
+        bias, audio_bias = _biases(x, y, guide_weights, seen)
+        text, audio_text = encoder_hidden_states, audio_encoder_hidden_states
+        if self.config.use_prompt_embeddings:
+            text, audio_text = self.caption_projection(text), self.audio_caption_projection(audio_text)
+        for index, block in enumerate(self.transformer_blocks):
+            x, y = block(
+                hidden_states=x,
+                audio_hidden_states=y,
+                encoder_hidden_states=text,
+                audio_encoder_hidden_states=audio_text,
+                times=modulated,
+                audio_times=audio_modulated,
+                rope=rope,
+                audio_rope=audio_rope,
+                cross_rope=cross,
+                audio_cross_rope=audio_cross,
+                guide_bias=bias,
+                audio_guide_bias=audio_bias,
+                audio_to_video=audio_to_video,
+                video_to_audio=video_to_audio,
+                perturbed=index in perturbed,
+            )
+        shift, scale = modulation(self.scale_shift_table, embedded.repeat(1, 2), times.rows, slice(0, 2))
+        x = self.proj_out(self.norm_out(x) * (1 + scale) + shift)
+        x = x if seen is None else x * seen
+        shift, scale = modulation(self.audio_scale_shift_table, audio_embedded.repeat(1, 2), audio_times.rows, slice(0, 2))
+        y = self.audio_proj_out(self.audio_norm_out(y) * (1 + scale) + shift)
+        return x, y[:, : y.shape[1] - voice_tokens]
+
+    def _embedded(
+        self, stream: str, times: Times, others: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Modulation]:
+        """The embedded times [u, d] of a stream, for its end, and what its blocks are modulated by.
+
+        `others` [b]: the latest time of the other stream.
+        """
+        named = "audio" if stream else "video"
+        gates = self.av_cross_attn_audio_v2a_gate if stream else self.av_cross_attn_video_a2v_gate
+        own, embedded = getattr(self, f"{stream}time_embed")(times.own, hidden_dtype=dtype)
+        cross, _ = getattr(self, f"av_cross_attn_{named}_scale_shift")(times.own, hidden_dtype=dtype)
+        factor = self.config.cross_attn_timestep_scale_multiplier / self.config.timestep_scale_multiplier
+        gate, _ = gates(others.max()[None] * factor, hidden_dtype=dtype)
+        prompt = None
+        if self.prompt_modulation and self.config.use_prompt_adaln_single:
+            prompt, _ = getattr(self, f"{stream}prompt_adaln")(times.latest, hidden_dtype=dtype)
+        return embedded, Modulation(own, cross, gate, prompt, times.rows)

@@ -1,0 +1,79 @@
+"""LTX-2's connectors: two small transformers that a prompt's text goes through once, for the video and for the sound.
+
+They are in the transformer's file, and as large as some of its blocks, but every block needs their output: they run in
+ComfyUI's process, block by block (comfy/ldm/lightricks/embeddings_connector.py has the arithmetic).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from parallel_backend.families.base.step_inputs import Config
+
+STREAMS = ("video", "audio")
+PREFIXES = tuple(f"{stream}_embeddings_connector." for stream in STREAMS)
+HEADS = "connector_num_attention_heads"
+USUAL_HEADS = 30
+LEAST_TOKENS = 1024
+"""Shorter texts are filled up with learned tokens."""
+QUERY_KEY_EPS = 1e-5
+SETTINGS: Mapping[str, Callable[[Config], Any]] = {
+    HEADS: lambda _config: USUAL_HEADS,
+    f"audio_{HEADS}": lambda _config: None,  # as many as the video's
+}
+HEADER: Mapping[str, Callable[[Config], tuple[Any, ...]]] = {
+    "connector_positional_embedding_max_pos": lambda _config: ((4096,),),
+    "connector_norm_output": lambda _config: (True,),
+    "use_embeddings_connector": lambda _config: (True,),
+}
+_NAMES = {"attn1.q_norm.": "attn1.norm_q.", "attn1.k_norm.": "attn1.norm_k."}  # original -> diffusers
+
+Weights = Callable[[str], dict[str, torch.Tensor]]
+"""Prefix of keys in the original layout -> those tensors, by the rest of the key, like the text in dtype and device."""
+
+
+def through_connectors(config: Config, weights: Weights, text: torch.Tensor, unprocessed: bool) -> torch.Tensor:
+    """The text encoder's output [B, T, C] -> what the blocks look at [B, T', V + A]: the video's channels, then the sound's.
+
+    Text that has been through connectors already comes back as it is; `unprocessed`: it has certainly not.
+    """
+    both = config["cross_attention_dim"] + config["audio_cross_attention_dim"]
+    if not unprocessed and text.shape[-1] in (both, 2 * config["caption_channels"]):
+        return text
+    parts = (text, text)
+    if text.shape[-1] == both:
+        parts = text.split((config["cross_attention_dim"], config["audio_cross_attention_dim"]), dim=-1)
+    heads = config[HEADS], config[f"audio_{HEADS}"] or config[HEADS]
+    given = zip(PREFIXES, heads, parts, strict=True)
+    return torch.cat([_connector(weights, prefix, count, config, part) for prefix, count, part in given], dim=-1)
+
+
+@torch.inference_mode()
+def _connector(weights: Weights, prefix: str, heads: int, config: Config, x: torch.Tensor) -> torch.Tensor:
+    from diffusers.pipelines.ltx2.connectors import LTX2RotaryPosEmbed1d, LTX2TransformerBlock1d
+
+    registers = weights(f"{prefix}learnable_registers").get("")
+    if registers is None:
+        raise ValueError(
+            "model_name: this LTX-2 model comes without its connectors, which a prompt's text has to go through. Use a "
+            "single file that has them (keys video_embeddings_connector.*)."
+        )
+    batch, tokens, width = x.shape
+    repeats = -(-max(LEAST_TOKENS, tokens) // len(registers))
+    x = torch.cat((x, registers.repeat(repeats, 1)[tokens:].expand(batch, -1, -1)), dim=1)
+    kind = {"num_attention_heads": heads, "rope_type": config["rope_type"]}
+    tables = LTX2RotaryPosEmbed1d(width, **kind)(batch, x.shape[1], device=x.device)
+    number = 0
+    while own := weights(f"{prefix}transformer_1d_blocks.{number}."):
+        with torch.device("meta"):
+            gated = "attn1.to_gate_logits.weight" in own
+            block = LTX2TransformerBlock1d(width, attention_head_dim=width // heads, apply_gated_attention=gated, **kind)
+        for theirs, ours in _NAMES.items():
+            own = {key.replace(theirs, ours): tensor for key, tensor in own.items()}
+        block.load_state_dict(own, assign=True)
+        block.attn1.norm_q.eps = block.attn1.norm_k.eps = QUERY_KEY_EPS
+        x = block(x, rotary_emb=tables)
+        number += 1
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6)

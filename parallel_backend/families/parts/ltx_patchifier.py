@@ -1,0 +1,19 @@
+"""An attribute of ComfyUI's native LTX models, with which its BaseModel makes a time for each token."""
+
+from dataclasses import dataclass
+
+import torch
+
+from parallel_backend.families.base.patching import Beside, Patching
+
+
+@dataclass(frozen=True)
+class Patchifier:
+    """Of the video's latent, or of its sound's."""
+
+    patching: Patching | Beside
+
+    def patchify(self, latent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Tokens [B, N, C] of a latent, a video's in the order of frames, rows, columns."""
+        frames_first = self.patching.cut("frames") if isinstance(self.patching, Patching) else self.patching
+        return frames_first.pack(latent), None
