@@ -29,6 +29,7 @@ def _configure(shapes: Shapes) -> Config:
 WAN = Family(
     name="wan",
     model_class="WanTransformer3DModel",
+    class_module="parallel_backend.families.models.wan_rotary",
     native_classes=("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
     file=FileLayout(
         detect=lambda shapes: wan.kind(shapes) in ("", *VARIANTS),

@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_wan_vace import WanVACETransforme
 from torch import nn
 
 from .wan import WanVariant, register_variant, tokens
+from .wan_rotary import RotaryProcessor
 
 
 class WanVACETransformer3DModel(WanVariant):
@@ -58,6 +59,9 @@ class VaceBlock(WanTransformerBlock):
         super().__init__(*block)
         kinds = {"apply_input_projection": first, "apply_output_projection": True}
         self.vace = WanVACETransformerBlock(*block, **kinds) if control else None
+        self.attn1.processor = RotaryProcessor()
+        if control:
+            self.vace.attn1.processor = RotaryProcessor()
 
     def forward(
         self,
