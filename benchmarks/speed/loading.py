@@ -31,6 +31,7 @@ from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, WEIGHTS, Subjec
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.dtypes import TORCH_DTYPES
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from tests.support.quantised import quantise_blocks
@@ -133,18 +134,18 @@ def in_format(subject: Subject, folder: Path, path: Path, kind: str | None, dtyp
 def by_format(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Mode and format -> what `measure` gives, the highest of the rounds."""
     subject, found = large(given.gigabytes, heads=4), {}
-    folder, small, path = (directory / name for name in ("plain", "small", "file.safetensors"))
-    folder.mkdir()
-    small.mkdir()
-    subject.save(folder)
-    small = FLUX_LIKE.save(small)
+    folder, other, path, small = (directory / name for name in ("plain", "other", "file.safetensors", "small.safetensors"))
+    for model, place in ((subject, folder), (FLUX_LIKE, other)):
+        place.mkdir()
+        model.save(place)
     for format in given.formats:
-        size = in_format(subject, folder, path, FORMATS[format], torch.float32 if format == "fp32" else torch.bfloat16)
+        dtype = "fp32" if format == "fp32" else "bf16"
+        size = in_format(subject, folder, path, FORMATS[format], TORCH_DTYPES[dtype])
+        in_format(FLUX_LIKE, other, small, FORMATS[format], TORCH_DTYPES[dtype])  # so that imports do not count
         for mode, degrees in FORMAT_MODES.items():
             with closing(Pool(("cpu",) * degrees.world, threads=1)) as pool:
                 pool.ready.result()
-                RemoteTransformer(pool, open_checkpoint(small), degrees, "fp32", "sdpa", lambda: None)
-                dtype = "fp32" if format == "fp32" else "bf16"
+                RemoteTransformer(pool, open_checkpoint(small), degrees, dtype, "sdpa", lambda: None)
                 runs = [measure(pool, path, size, degrees, dtype) for _ in range(given.rounds)]
             found[f"{format}, {mode}"] = {"file_MB": round(size / 1e6, 1), **summary(runs)}
             print(f"{format}, {mode}: {found[f'{format}, {mode}']}", flush=True)

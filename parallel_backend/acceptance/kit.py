@@ -15,6 +15,7 @@ from .lifetime import look_at_lifetime
 from .model_file import look_at_model_file
 from .modes import look_at_bands, look_at_modes, look_at_pictures
 from .one_rank import look_at_one_rank
+from .quantised import look_at_quantised
 from .system import look_at_system
 from .transport import look_at_hop, look_at_links
 
@@ -41,6 +42,7 @@ class Result:
 CHECKS: dict[str, tuple[str, Callable[[Ground, Findings], None]]] = {
     "system": ("driver, libraries, GPUs and how they are connected", look_at_system),
     "kernels": ("attention kernels against fp64, on each device", look_at_kernels),
+    "quantised": ("one layer of each quantised format, on each device", look_at_quantised),
     "one rank": ("one rank against diffusers on a CPU; half precision", look_at_one_rank),
     "model file": ("your model on one rank and on all", look_at_model_file),
     "links": ("bandwidth of every link between ranks", look_at_links),

@@ -58,11 +58,17 @@ def test_modes(at_work, case, places):
     check(at_work, case, places, 1)
 
 
-@both
+def everything() -> Iterator[pytest.param]:
+    """Families differ in which transfers they make, which one order shows: the other is left to the full tier."""
+    for case in all_of_them():
+        for places in RULES:
+            again = case.name.startswith("family ") and places > 1
+            if case.name not in QUICK_NAMES:
+                yield pytest.param(case, places, id=f"{case.name}-K={places}", marks=[pytest.mark.full] if again else [])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [case for case in all_of_them() if case.name not in QUICK_NAMES], ids=lambda case: case.name
-)
+@pytest.mark.parametrize(("case", "places"), list(everything()))
 def test_everything(at_work, case, places):
     check(at_work, case, places, 2)
 

@@ -1,0 +1,85 @@
+"""One layer of each quantised format on each device: its product, and its weight expanded."""
+
+import torch
+import torch.nn.functional as F
+
+from parallel_backend.checkpoints.packed_formats import FP8_KINDS, Fp8, Packing
+from parallel_backend.checkpoints.quantised_formats import Layer, Quantised, blank
+from parallel_backend.core.dtypes import TORCH_DTYPES
+from parallel_backend.rank.stage.linear import RankLinear
+
+from .findings import Findings
+from .ground import Ground
+from .tiny_flux import relative
+
+ROWS, COLUMNS, TOKENS = 384, 512, 40
+LAYERS = (
+    Layer("int8_tensorwise"),
+    Layer("int8_tensorwise", rotation=256),
+    Layer("nvfp4", block=16),
+    Layer("mxfp8", block=32),
+    Layer("convrot_w4a4", rotation=256, block=64),
+    Layer("asym_w4a8_int8", rotation=256, block=16),
+)
+FP8 = "fp8_e4m3fn"
+EXPANDED = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Relative error of a product with an expanded weight, by what it is computed in."""
+MULTIPLIED = {"int8_tensorwise": 0.03, "asym_w4a8_int8": 0.03, FP8: 0.08, "mxfp8": 0.08, "nvfp4": 0.25, "convrot_w4a4": 0.25}
+"""Of a product for which the layer's input is rounded to the format. About twice what that rounding is."""
+
+
+def look_at_quantised(ground: Ground, findings: Findings) -> None:
+    """In this process. On GPUs in half precision, in which files of these formats are computed there."""
+    half = ground.settings.half if ground.settings.on_gpus else None
+    dtype = TORCH_DTYPES[half or "fp32"]
+    for device in dict.fromkeys(ground.settings.devices):
+        for layer in (None, *LAYERS):
+            packed, packing = weight_of(layer)
+            name = f"{FP8 if layer is None else layer.format}{', rotated' if layer and layer.rotation else ''} on {device}"
+            ground.poll()
+            _look_at_one(findings, name, packed, packing, torch.device(device), dtype)
+
+
+def _look_at_one(
+    findings: Findings, name: str, packed: torch.Tensor, packing: Packing, device: torch.device, dtype: torch.dtype
+) -> None:
+    expanded = packing.expand(packed, torch.float32)
+    x = torch.randn(2, TOKENS, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
+    there, moved = packed.to(device), _moved(packing, device)
+    far = relative(moved.expand(there, torch.float32).cpu(), expanded)
+    findings.at_most(f"{name}: its weight from a CPU's", far, 1e-6)
+    layer = RankLinear(COLUMNS, ROWS, bias=False, device="meta")
+    layer.adapters = []
+    layer.pack(there, moved, dtype)
+    multiplied = layer.arithmetic.weight is not None and layer.arithmetic.weight.multiplies
+    limit = MULTIPLIED[FP8 if isinstance(packing, Fp8) else packing.layer.format] if multiplied else EXPANDED[dtype]
+    error = relative(layer(x.to(device)).double().cpu(), F.linear(x.double(), expanded.double()))
+    findings.at_most(f"{name}: its product from the expanded weight's", error, limit)
+    findings.note(f"{name}: how", layer.arithmetic.word)
+
+
+def weight_of(layer: Layer | None) -> tuple[torch.Tensor, Packing]:
+    """A weight [ROWS, COLUMNS] on the CPU, of random values and scales, the same every time. None: scaled fp8."""
+    g = torch.Generator().manual_seed(0)
+    if layer is None or layer.format == "mxfp8":
+        values = torch.randn(ROWS, COLUMNS, generator=g).to(FP8_KINDS[FP8]).view(torch.uint8)
+    else:
+        values = torch.randint(0, 256, (ROWS, COLUMNS // layer.per_byte), dtype=torch.uint8, generator=g)
+    if layer is None:
+        return values, Fp8(FP8, torch.full((1, 1), 0.02))
+    beside = {}
+    for name, ones in blank(layer, ROWS, COLUMNS, torch.device("cpu"))[1].beside.items():
+        spread = torch.rand(ones.shape, generator=g) + 0.5
+        if ones.dtype != torch.uint8:  # of blocks in int8's range, of rows small
+            beside[name] = (8 * spread).to(ones.dtype) if ones.dtype.itemsize == 1 else 0.01 * spread
+        elif layer.format == "mxfp8":  # exponents
+            beside[name] = (118 + 6 * spread).to(torch.uint8)
+        else:
+            beside[name] = spread.to(torch.float8_e4m3fn).view(torch.uint8)
+    return values, Quantised(layer, beside)
+
+
+def _moved(packing: Packing, device: torch.device) -> Packing:
+    if isinstance(packing, Fp8):
+        return Fp8(packing.kind, packing.scale.to(device))
+    return Quantised(packing.layer, {name: tensor.to(device) for name, tensor in packing.beside.items()})
