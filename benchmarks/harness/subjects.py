@@ -5,6 +5,7 @@ made with it; the timestep that a model is given is sigma itself.
 """
 
 import json
+import math
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,9 +58,8 @@ class Subject:
 
     @property
     def tokens(self) -> int:
-        """Of the picture."""
-        rows, columns = self.family.patching.grid((1, 1, self.side, self.side))
-        return rows * columns
+        """Of the picture; of a video's one frame."""
+        return math.prod(self.family.patching.grid((1, 1, 1, self.side, self.side)))
 
     @property
     def entries(self) -> int:

@@ -48,6 +48,15 @@ def test_other_runs(found, measured, run):
     assert got["stale"] > 1e-3
 
 
+def test_other_schedules_for_video_and_sound(found):
+    assert max(found["shifts"].values()) <= 5e-5
+    assert found["no shifts"]["native"] > 1e-3
+
+
+def test_a_step_cache_forecasts_both(found):
+    assert all(1e-6 < moved < 1 for moved in found["step cache"].values())
+
+
 def test_previews_are_of_the_whole_video(found):
     assert found["previews"] == dict.fromkeys(("native", "plain", "bands"), [SHAPE] * 4)
 

@@ -156,3 +156,19 @@ def test_a_lora_is_added_beside_the_product(pools, files, measured, tmp_path, de
     assert tiny.relative(found, expected) < 0.02 * tiny.relative(plain, expected)
     model.adapt(None, (), lambda: None)
     assert torch.equal(model.predict(*case.inputs(), lambda: None), before)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2)], ids=str)
+def test_the_halves_of_a_packed_layer_change_places(pools, measured, tmp_path, degrees):
+    """The files of MiniMax H3, which people use in int8, have a feed-forward's gate first, its class has it last."""
+    case = next(case for case in all_cases() if case.name == "minimax-h3")
+    config = case.config | {"hidden_size": 128, "attention_head_dim": 32, "ffn_dim": 128}
+    whole = case.save(case.model(config), tmp_path / "whole.safetensors", config)
+    quantised, values = quantise_blocks(load_file(whole), "int8, rotated")
+    assert "blocks.0.mlp.fc1.comfy_quant" in quantised
+    found = []
+    for name, tensors in (("quantised", quantised), ("values", values)):
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path := tmp_path / f"{name}.safetensors")
+        found.append(predict(pools, path, degrees, case))
+    measured("minimax-h3 in int8: distance from the file's values", tiny.relative(*found))
+    assert 1e-4 < tiny.relative(*found) < 0.05

@@ -85,6 +85,10 @@ class MiniMaxH3Transformer3DModel(Published):
         time_embed_hidden_dim: int = 5376,
         time_embed_dim: int = 2688,
         rope_freq_dim: int = 16,
+        rope_theta: float = 10000.0,
+        norm_eps: float = 1e-5,
+        qk_norm_eps: float = 1e-5,
+        final_norm_eps: float = 1e-5,
         adaln_curve_grid: int | None = None,
     ):
         super().__init__(
@@ -102,6 +106,10 @@ class MiniMaxH3Transformer3DModel(Published):
             time_embed_hidden_dim,
             time_embed_dim,
             rope_freq_dim,
+            rope_theta,
+            norm_eps,
+            qk_norm_eps,
+            final_norm_eps,
         )
         if adaln_curve_grid is not None:
             del self.time_embedder

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import latent_preview
 from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
 from comfy.nested_tensor import NestedTensor
+from comfy_extras.nodes_minimax_h3 import MiniMaxH3SigmaShift
 from families import read
 from samplers import Warnings, logging
 
@@ -28,8 +29,8 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
     plain = parallel(path.name)
     banded, warm = node("ApplyPipeFusion", plain, 3, 1, True), node("ApplyPipeFusion", plain, 3, 1000, True)
 
-    def run(model, latent=empty, **settings):
-        return ksampler(model, prompts, latent, steps=STEPS, cfg=1.0, **settings)
+    def run(model, latent=empty, steps=STEPS, **settings):
+        return ksampler(model, prompts, latent, steps=steps, cfg=1.0, **settings)
 
     def in_every_way(by_native: bool = True, **settings) -> dict:
         exact = run(plain, **settings)
@@ -48,9 +49,13 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
     results.case("denoise 0.5", partial(in_every_way, latent={"samples": picture}, denoise=0.5))
     results.case("odd size", partial(in_every_way, latent={"samples": odd}))
     results.case("batch 2", partial(in_every_way, False, latent={"samples": two}))  # which the native model refuses
-    results.case(
-        "previews", lambda: {"native": previews(run, native), "plain": previews(run, plain), "bands": previews(run, banded)}
-    )
+    own = {kind: shifted(model) for kind, model in {"native": native, "plain": plain, "warm": warm}.items()}
+    results.case("shifts", lambda: {kind: difference(run(own["native"]), run(model)) for kind, model in own.items()})
+    results.case("no shifts", lambda: {"native": difference(run(own["native"]), run(native))})
+    models = {"plain": plain, "bands": banded}
+    results.case("step cache", lambda: {kind: forecast(run, model) for kind, model in models.items()})
+    models["native"] = native
+    results.case("previews", lambda: {kind: previews(run, model) for kind, model in models.items()})
     results.case("cancelled", partial(cancelled, run, banded))
     results.case("after the cancellation", in_every_way)
     results.case("one latent", partial(run, plain, picture.unbind()[0]))
@@ -62,6 +67,16 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
     results.case(
         "naive", lambda: {"difference": difference(exact, run(naive)), "repeat": difference(run(naive), run(naive))}
     )
+
+
+def shifted(model):
+    """With other schedules for the video and its sound."""
+    return MiniMaxH3SigmaShift.execute(model, 5.0, 2.0).result[0]
+
+
+def forecast(run, model) -> float:
+    """How far a step cache moves the samples."""
+    return difference(run(model, steps=12), run(node("ParallelStepCache", model, 0.9, 0.0, 1.0), steps=12))
 
 
 def previews(run, model) -> list[list[int]]:
