@@ -1,6 +1,7 @@
 """Memory and seconds of loading one checkpoint on several ranks: each its own part, against the whole on each.
 
     python -m benchmarks.speed.loading --gigabytes 2 --rounds 2 --out benchmarks/results/loading_NAME_DATE.json
+    python -m benchmarks.speed.loading --model minimax-h3 --gigabytes 1.2 --out FILE
     python -m benchmarks.speed.loading --formats fp32,bf16,fp8,int8 --gigabytes 1 --out FILE
 
 With `--formats` files of the same values (`--gigabytes` in fp32) in ComfyUI's formats, what is not quantised in bf16, and
@@ -55,6 +56,16 @@ FORMATS = {
     "w4a8": "w4a8, no codebook",
 }
 """Format -> its name in tests.support.quantised; None: a plain file."""
+MINIMAX_H3 = {
+    "num_attention_heads": 8,
+    "attention_head_dim": 128,
+    "hidden_size": 768,
+    "num_refiner_layers": 2,
+    "ffn_dim": 2048,
+    "text_dim": 736,
+    "time_embed_hidden_dim": 768,
+    "time_embed_dim": 384,
+}
 INTERVAL = 0.05  # seconds between looks
 
 
@@ -69,6 +80,15 @@ def large(gigabytes: float, heads: int = 7) -> Subject:
         config=subject.config | {"num_layers": 4, "num_single_layers": max(1, singles), "joint_attention_dim": 64},
         reduced="",
     )
+
+
+def large_minimax_h3(gigabytes: float) -> Subject:
+    """MiniMax H3 a seventh as wide, and as deep as it takes: what every rank has weighs twice as much as in the real one."""
+    config = MINIMAX_H3 | {"num_layers": round(gigabytes * 1e9 / (13.2e6 * 4))}
+    return Subject("MiniMax-H3-like", "minimax-h3", config, side=32, text=32)
+
+
+LARGE = {"flux": large, "minimax-h3": large_minimax_h3}
 
 
 def memory(pids: tuple[int, ...]) -> tuple[int, int]:
@@ -161,7 +181,7 @@ def summary(runs: list[dict[str, float]]) -> dict[str, float]:
 
 def by_mode(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in MODES}
-    subject = large(given.gigabytes)
+    subject = LARGE[given.model](given.gigabytes)
     path, small = (directory / name for name in ("large", "small"))
     path.mkdir()
     small.mkdir()
@@ -181,6 +201,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--gigabytes", type=float, default=2.0)
     options.add_argument("--rounds", type=int, default=2)
+    options.add_argument("--model", choices=LARGE, default="flux", help="whose shape, without --formats")
     options.add_argument("--formats", type=lambda text: text.split(","), help=f"of {', '.join(FORMATS)}")
     options.add_argument("--out", type=Path)
     given = options.parse_args()

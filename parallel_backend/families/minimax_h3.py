@@ -172,7 +172,7 @@ MINIMAX_H3 = Family(
         arguments=arguments,
         cached_modules={
             "rope": CacheScope.BAND,
-            "*.adaln_proj": CacheScope.CALL,
+            "*.adaln_proj.linear": CacheScope.CALL,
             "norm_out.linear": CacheScope.CALL,
             "time_embedder": CacheScope.CALL,
             **dict.fromkeys(("context_embedder", "token_refiner"), CacheScope.PROMPT),

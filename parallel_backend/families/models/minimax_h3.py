@@ -16,18 +16,6 @@ KINDS = 3
 """Kinds of tokens, each with a modulation of its own: video 0, text 1, sound 2."""
 
 
-class Modulation(nn.Module):
-    """Vectors that modulate tokens, in `parts`."""
-
-    def __init__(self, linear: nn.Linear, hidden: int, parts: int):
-        super().__init__()
-        self.linear, self.hidden, self.parts = linear, hidden, parts
-
-    def forward(self, times: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[t, time width] -> `parts` tensors [t * kinds, hidden]; all kinds of the first time first."""
-        return self.linear(times).view(-1, self.parts * self.hidden).chunk(self.parts, dim=-1)
-
-
 class Block(MiniMaxH3TransformerBlock):
     """diffusers' block, whose modulation may be in float32."""
 
@@ -38,8 +26,9 @@ class Block(MiniMaxH3TransformerBlock):
         rows: torch.Tensor,
         rotary_emb: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """[b, s, hidden] -> the same shape. `rows` [s]: each token's row among the modulation's."""
-        vectors = [vector.to(hidden_states.dtype) for vector in self.adaln_proj(times)]
+        """[b, s, hidden] -> the same shape. `times` [t, time width]; `rows` [s]: each token's time and kind, t * KINDS."""
+        modulation = self.adaln_proj.linear(times).to(hidden_states.dtype)
+        vectors = modulation.view(-1, 6 * hidden_states.shape[-1]).chunk(6, dim=-1)  # a row for each time and kind
         for part, (shift, scale, gate) in ((self._attend, vectors[:3]), (self._feed_forward, vectors[3:])):
             out = part(hidden_states, 1 + scale[rows], shift[rows], rotary_emb)
             hidden_states = torch.addcmul(hidden_states, gate[rows], out)
@@ -116,7 +105,6 @@ class MiniMaxH3Transformer3DModel(Published):
             self.adaln_t_table = nn.Parameter(torch.zeros(adaln_curve_grid, time_embed_dim))
         for block in self.transformer_blocks:
             block.__class__ = Block
-            block.adaln_proj = Modulation(block.adaln_proj.linear, hidden_size, 6)
         self.norm_out = OutputNorm(self.norm_out)
 
     def forward(
