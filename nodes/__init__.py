@@ -2,6 +2,7 @@
 
 from parallel_backend.client.registry import registry
 
+from .checkpoint_loader import ParallelCheckpointLoader
 from .doctor import ParallelDoctor
 from .loader import ParallelDiTLoader
 from .parallel_config import UlyssesConfig
@@ -18,6 +19,7 @@ registry().logs = log_folder
 
 NODE_CLASS_MAPPINGS = {
     "ParallelDiTLoader": ParallelDiTLoader,
+    "ParallelCheckpointLoader": ParallelCheckpointLoader,
     "UlyssesConfig": UlyssesConfig,
     "PipeFusionSampler": PipeFusionSampler,
     "ApplyPipeFusion": ApplyPipeFusion,
@@ -32,6 +34,7 @@ NODE_CLASS_MAPPINGS = {
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",
+    "ParallelCheckpointLoader": "Parallel Checkpoint Loader",
     "UlyssesConfig": "Ulysses Config",
     "PipeFusionSampler": "PipeFusion Sampler",
     "ApplyPipeFusion": "Apply PipeFusion",

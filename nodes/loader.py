@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import folder_paths
 
@@ -15,7 +17,7 @@ from parallel_backend.core.devices import names_ray
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.quickstart.model import WEIGHTS
 
-from .model.patcher import make_model
+from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
 from .sampling.pipefusion import apply_pipefusion
@@ -27,19 +29,27 @@ from .ui.widgets import CATEGORY, degree
 
 BUNDLED = "quickstart-digits (bundled)"
 FOLDER = "diffusion_models"
+CHECKPOINTS = "checkpoints"
+IN_CHECKPOINTS = f"{CHECKPOINTS}/"
+"""Before names of all-in-one files, of which this node takes the transformer."""
 
 
 def model_names() -> list[str]:
-    """The bundled model, the safetensors and GGUF files of models/diffusion_models and the diffusers folders there."""
-    listed = [name for name in folder_paths.get_filename_list(FOLDER) if name.endswith((".safetensors", ".sft"))]
-    files = sorted({*listed, *_gguf_names()})
+    """The bundled model; of models/diffusion_models the diffusers folders, safetensors and GGUF files; all-in-one files."""
+    files = sorted({*safetensors_names(FOLDER), *_gguf_names()})
     folders = [
         str(config.parent.relative_to(base))
         for base in folder_paths.get_folder_paths(FOLDER)
         for config in sorted(Path(base).glob("**/config.json"))
     ]
     inside = tuple(f"{folder}/" for folder in folders)
-    return [BUNDLED, *folders, *(name for name in files if not name.replace("\\", "/").startswith(inside))]
+    files = [name for name in files if not name.replace("\\", "/").startswith(inside)]
+    return [BUNDLED, *folders, *files, *(IN_CHECKPOINTS + name for name in safetensors_names(CHECKPOINTS))]
+
+
+def safetensors_names(folder: str) -> list[str]:
+    """The safetensors files of one of ComfyUI's model folders."""
+    return [name for name in folder_paths.get_filename_list(folder) if name.endswith((".safetensors", ".sft"))]
 
 
 def _gguf_names() -> list[str]:
@@ -52,14 +62,108 @@ def model_path(name: str) -> Path:
     """Path of an entry of `model_names`. ValueError if it is not there any more."""
     if name == BUNDLED:
         return Path(WEIGHTS)
-    with contextlib.suppress(OSError, ValueError):  # of names that no file can have: too long, a NUL in it, another drive
-        if (path := folder_paths.get_full_path(FOLDER, name)) is not None:
-            return Path(path)
+    if (path := file_path(FOLDER, name)) is not None:
+        return path
+    if name.startswith(IN_CHECKPOINTS) and (path := file_path(CHECKPOINTS, name.removeprefix(IN_CHECKPOINTS))) is not None:
+        return path
+    with contextlib.suppress(OSError, ValueError):
         for base in folder_paths.get_folder_paths(FOLDER):
             folder = Path(os.path.normpath(Path(base) / name))  # symbolic links may lead elsewhere, names may not
             if folder.is_relative_to(os.path.normpath(base)) and (folder / "config.json").is_file():
                 return folder
     raise ValueError(f"model_name: {short(name)} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
+
+
+def file_path(folder: str, name: str) -> Path | None:
+    """Path of a file in one of ComfyUI's model folders. None if it is not there."""
+    with contextlib.suppress(OSError, ValueError):  # of names that no file can have: too long, a NUL in it, another drive
+        if (path := folder_paths.get_full_path(folder, name)) is not None:
+            return Path(path)
+    return None
+
+
+def widgets(name: str, chosen: tuple[Any, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Inputs of a node that loads a model, which is `chosen` by the input `name`."""
+    return {
+        "required": {
+            name: chosen,
+            "weight_dtype": (
+                list(DTYPES),
+                {
+                    "default": "default",
+                    "tooltip": "default: as in the file on GPUs, fp32 on CPU ranks. fp8_e4m3fn and int8 take about half "
+                    "the memory of bf16, and multiply in 8 bits where the GPU does. What a GPU does not compute in, "
+                    "such as bf16 before Ampere, is computed in fp16 or fp32, as in ComfyUI.",
+                },
+            ),
+            "pipefusion_degree": degree(
+                "Pipeline stages: each GPU holds its share of the blocks. For models too large for one card and "
+                "for slow links; use it with PipeFusion Sampler or Apply PipeFusion."
+            ),
+            "tensor_parallel_degree": degree(
+                "GPUs that share every block's weights; exact. Saves memory as pipefusion_degree does, but needs fast "
+                "links: results are added up twice in every block."
+            ),
+            "split_batch_degree": degree(
+                "Copies of the model that share the batch: 2 runs the positive and the negative prompt (cfg above "
+                "1) side by side; exact."
+            ),
+            "devices": (
+                "STRING",
+                {
+                    "default": "auto",
+                    "tooltip": "auto (the first GPUs), or one device per rank such as cuda:0,cuda:1 or cpu,cpu: as many "
+                    "as the product of all degrees. ray:cuda,cuda takes GPUs of a Ray cluster, on any of its machines.",
+                },
+            ),
+        },
+        "optional": {
+            "parallel_config": (
+                "PARALLEL_CONFIG",
+                {"tooltip": "From Ulysses Config, for GPUs that share one picture's tokens. It may stay open."},
+            ),
+            "stage_split": (
+                "STRING",
+                {
+                    "default": "auto",
+                    "tooltip": "Blocks per pipeline stage. auto measures each GPU and gives faster ones more; even; or "
+                    "numbers such as 30,27. With patch_mode displaced, auto gives faster GPUs larger bands.",
+                },
+            ),
+            "compile": (
+                "BOOLEAN",
+                {
+                    "default": False,
+                    "tooltip": "Compiles the model's blocks with torch.compile. The first steps with a model, or with "
+                    "another size of picture, then take a minute or more; the following ones are faster.",
+                },
+            ),
+            "degrees": (
+                list(DEGREES),
+                {
+                    "default": AS_SET,
+                    "tooltip": "auto: the degrees here and in Ulysses Config are not looked at. At the first picture "
+                    "the fastest for it are worked out and kept until the model is unloaded: exact ones, or PipeFusion "
+                    "where it is applied. devices says which GPUs may be used.",
+                },
+            ),
+        },
+    }
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """The values of `widgets`."""
+
+    weight_dtype: str
+    pipefusion_degree: int
+    tensor_parallel_degree: int
+    split_batch_degree: int
+    devices: str
+    parallel_config: ParallelConfig | None
+    stage_split: str
+    compile: bool
+    degrees: str
 
 
 @validate("model_name")
@@ -74,78 +178,11 @@ class ParallelDiTLoader:
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {
-            "required": {
-                "model_name": (
-                    model_names(),
-                    {
-                        "default": BUNDLED,
-                        "tooltip": "A file or diffusers folder of models/diffusion_models. The kind of model is read from "
-                        "its weights.",
-                    },
-                ),
-                "weight_dtype": (
-                    list(DTYPES),
-                    {
-                        "default": "default",
-                        "tooltip": "default: as in the file on GPUs, fp32 on CPU ranks. fp8_e4m3fn and int8 take about half "
-                        "the memory of bf16, and multiply in 8 bits where the GPU does. What a GPU does not compute in, "
-                        "such as bf16 before Ampere, is computed in fp16 or fp32, as in ComfyUI.",
-                    },
-                ),
-                "pipefusion_degree": degree(
-                    "Pipeline stages: each GPU holds its share of the blocks. For models too large for one card and "
-                    "for slow links; use it with PipeFusion Sampler or Apply PipeFusion."
-                ),
-                "tensor_parallel_degree": degree(
-                    "GPUs that share every block's weights; exact. Saves memory as pipefusion_degree does, but needs fast "
-                    "links: results are added up twice in every block."
-                ),
-                "split_batch_degree": degree(
-                    "Copies of the model that share the batch: 2 runs the positive and the negative prompt (cfg above "
-                    "1) side by side; exact."
-                ),
-                "devices": (
-                    "STRING",
-                    {
-                        "default": "auto",
-                        "tooltip": "auto (the first GPUs), or one device per rank such as cuda:0,cuda:1 or cpu,cpu: as many "
-                        "as the product of all degrees. ray:cuda,cuda takes GPUs of a Ray cluster, on any of its machines.",
-                    },
-                ),
-            },
-            "optional": {
-                "parallel_config": (
-                    "PARALLEL_CONFIG",
-                    {"tooltip": "From Ulysses Config, for GPUs that share one picture's tokens. It may stay open."},
-                ),
-                "stage_split": (
-                    "STRING",
-                    {
-                        "default": "auto",
-                        "tooltip": "Blocks per pipeline stage. auto measures each GPU and gives faster ones more; even; or "
-                        "numbers such as 30,27. With patch_mode displaced, auto gives faster GPUs larger bands.",
-                    },
-                ),
-                "compile": (
-                    "BOOLEAN",
-                    {
-                        "default": False,
-                        "tooltip": "Compiles the model's blocks with torch.compile. The first steps with a model, or with "
-                        "another size of picture, then take a minute or more; the following ones are faster.",
-                    },
-                ),
-                "degrees": (
-                    list(DEGREES),
-                    {
-                        "default": AS_SET,
-                        "tooltip": "auto: the degrees here and in Ulysses Config are not looked at. At the first picture "
-                        "the fastest for it are worked out and kept until the model is unloaded: exact ones, or PipeFusion "
-                        "where it is applied. devices says which GPUs may be used.",
-                    },
-                ),
-            },
-        }
+        tooltip = (
+            "A file or diffusers folder of models/diffusion_models, or an all-in-one file of models/checkpoints. The kind "
+            "of model is read from its weights."
+        )
+        return widgets("model_name", (model_names(), {"default": BUNDLED, "tooltip": tooltip}))
 
     def load(
         self,
@@ -160,44 +197,69 @@ class ParallelDiTLoader:
         compile=False,
         degrees=AS_SET,
     ):
-        model_name = coerce("model_name", model_name, "STRING", {})
-        config = ParallelConfig() if parallel_config is None else parallel_config
-        if not isinstance(config, ParallelConfig):
-            raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
-        planned = degrees == AUTO
-        if planned:
-            if names_ray(devices):
-                raise ValueError(
-                    "degrees is auto, but what a Ray cluster's machines are is not known before they run. Set degrees to "
-                    "'as set'; Parallel Doctor says which are fastest there."
-                )
-            degrees, chosen = Degrees(), possible_devices(devices)
-            if len(set(chosen)) == 1 and (hidden := why_hidden()):
-                say(f"Parallel DiT: degrees auto has one device only.{hidden}")
-        else:
-            degrees = Degrees(
-                batch=split_batch_degree,
-                pipe=pipefusion_degree,
-                patch=config.patch_degree,
-                patch_mode=config.patch_mode,
-                ring=config.ring_degree,
-                ulysses=config.ulysses_degree,
-                tensor=tensor_parallel_degree,
+        path = model_path(coerce("model_name", model_name, "STRING", {}))
+        settings = LoadSettings(
+            weight_dtype=weight_dtype,
+            pipefusion_degree=pipefusion_degree,
+            tensor_parallel_degree=tensor_parallel_degree,
+            split_batch_degree=split_batch_degree,
+            devices=devices,
+            parallel_config=parallel_config,
+            stage_split=stage_split,
+            compile=compile,
+            degrees=degrees,
+        )
+        return (load_model(path, settings),)
+
+
+def load_model(path: Path, settings: LoadSettings) -> RemoteModelPatcher:
+    """The MODEL of a file or folder. ValueError, beginning with the input's name, for what cannot be loaded so."""
+    config = ParallelConfig() if settings.parallel_config is None else settings.parallel_config
+    if not isinstance(config, ParallelConfig):
+        raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
+    planned = settings.degrees == AUTO
+    if planned:
+        if names_ray(settings.devices):
+            raise ValueError(
+                "degrees is auto, but what a Ray cluster's machines are is not known before they run. Set degrees to "
+                "'as set'; Parallel Doctor says which are fastest there."
             )
-            chosen = choose_devices(devices, degrees)
-        checkpoint = open_checkpoint(model_path(model_name))
-        checkpoint.check_degrees(degrees)
-        halves = checkpoint.family.half_dtypes(checkpoint.config)
-        dtype = resolve_dtype(weight_dtype, checkpoint.dtype, chosen, halves, half_dtypes(chosen))
-        attention = attention_for(config.attention, chosen, dtype)
-        if compile:
-            check_compile(chosen)
-        key = ModelKey(checkpoint.path, dtype, chosen, degrees, attention, stage_split, compile, config.transfer_dtype)
-        if planned:
-            return (model_to_plan(checkpoint, key, config.comm_overlap),)
-        check_stage_split(stage_split, degrees.pipe, checkpoint.family.blocks.total(checkpoint.config))
-        model = make_model(checkpoint, key, config.comm_overlap)
-        if degrees.displaced:
-            # Keys of the step before need a sampler's run around them; PipeFusion Sampler replaces this one by its own.
-            model, _ = apply_pipefusion(model, 1, config.patch_warmup_steps, config.comm_overlap, True)
-        return (model,)
+        degrees, chosen = Degrees(), possible_devices(settings.devices)
+        if len(set(chosen)) == 1 and (hidden := why_hidden()):
+            say(f"Parallel DiT: degrees auto has one device only.{hidden}")
+    else:
+        degrees = Degrees(
+            batch=settings.split_batch_degree,
+            pipe=settings.pipefusion_degree,
+            patch=config.patch_degree,
+            patch_mode=config.patch_mode,
+            ring=config.ring_degree,
+            ulysses=config.ulysses_degree,
+            tensor=settings.tensor_parallel_degree,
+        )
+        chosen = choose_devices(settings.devices, degrees)
+    checkpoint = open_checkpoint(path)
+    checkpoint.check_degrees(degrees)
+    halves = checkpoint.family.half_dtypes(checkpoint.config)
+    dtype = resolve_dtype(settings.weight_dtype, checkpoint.dtype, chosen, halves, half_dtypes(chosen))
+    attention = attention_for(config.attention, chosen, dtype)
+    if settings.compile:
+        check_compile(chosen)
+    key = ModelKey(
+        checkpoint.path,
+        dtype,
+        chosen,
+        degrees,
+        attention,
+        settings.stage_split,
+        settings.compile,
+        config.transfer_dtype,
+    )
+    if planned:
+        return model_to_plan(checkpoint, key, config.comm_overlap)
+    check_stage_split(settings.stage_split, degrees.pipe, checkpoint.family.blocks.total(checkpoint.config))
+    model = make_model(checkpoint, key, config.comm_overlap)
+    if degrees.displaced:
+        # Keys of the step before need a sampler's run around them; PipeFusion Sampler replaces this one by its own.
+        model, _ = apply_pipefusion(model, 1, config.patch_warmup_steps, config.comm_overlap, True)
+    return model

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from .mapped_bytes import map_for_reading, mapped_bytes
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -28,7 +28,8 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on; diffusers takes 2.6
-    _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+"""By safetensors' names, those that torch has."""
 _LENGTH = struct.Struct("<Q")
 """A file begins with the length of its header."""
 
@@ -55,9 +56,9 @@ class SafetensorsFile:
     def get_tensor(self, key: str) -> torch.Tensor:
         """ValueError for a format that torch does not have."""
         entry = self._header[key]
-        if entry["dtype"] not in _DTYPES:
+        if entry["dtype"] not in DTYPES:
             raise ValueError(f"{key} is stored as {entry['dtype'][:20]}")
-        dtype, (start, stop) = _DTYPES[entry["dtype"]], entry["data_offsets"]
+        dtype, (start, stop) = DTYPES[entry["dtype"]], entry["data_offsets"]
         if start == stop:
             return torch.empty(entry["shape"], dtype=dtype)
         return mapped_bytes(self._map, self._start + start, stop - start, self._name).view(dtype).view(entry["shape"])

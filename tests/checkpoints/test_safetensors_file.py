@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints import safetensors_file
 from parallel_backend.checkpoints.safetensors_file import SafetensorsFile
 
-DTYPES = [dtype for dtype in safetensors_file._DTYPES.values() if dtype != torch.bool]
+DTYPES = [dtype for dtype in safetensors_file.DTYPES.values() if dtype != torch.bool]
 
 
 def test_values_are_those_of_the_package(tmp_path):

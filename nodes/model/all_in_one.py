@@ -1,0 +1,78 @@
+"""All-in-one files: their text encoder and VAE, made by ComfyUI, without the transformer that is in the same file."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import comfy.model_detection
+import comfy.model_patcher
+import comfy.sd
+import comfy.utils
+import folder_paths
+import torch
+from safetensors import safe_open
+
+from parallel_backend.checkpoints.safetensors_file import DTYPES
+
+NOTE = ".comfy_quant"
+"""At the end of names of tensors that say how a layer is quantised."""
+
+
+def clip_and_vae(path: Path) -> tuple[comfy.sd.CLIP | None, comfy.sd.VAE]:
+    """What Load Checkpoint gives besides its MODEL. The transformer's weights are not read.
+
+    A file without a text encoder gives None, one without a VAE a VAE that raises when it is used: as Load Checkpoint.
+    ValueError for a file that has nothing but a transformer.
+    """
+    parts = _load(path)
+    for part, made in enumerate(parts):
+        if (patcher := getattr(made, "patcher", None)) is not None:
+            # ComfyUI's nodes for several GPUs make another copy by this.
+            patcher.cached_patcher_init = (_patcher, (path, part))
+    return parts
+
+
+def _patcher(path: Path, part: int, **options: Any) -> comfy.model_patcher.ModelPatcher:
+    """The patcher of the CLIP (part 0) or the VAE (1), loaded again."""
+    return _load(path, **options)[part].patcher
+
+
+def _load(path: Path, **options: Any) -> tuple[comfy.sd.CLIP | None, comfy.sd.VAE]:
+    tensors, metadata = _mapped(path)
+    _, clip, vae, _ = comfy.sd.load_state_dict_guess_config(
+        tensors,
+        embedding_directory=folder_paths.get_folder_paths("embeddings"),
+        output_model=False,
+        metadata=metadata,
+        **options,
+    )
+    return clip, vae
+
+
+def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
+    """The file's tensors, views of a map that are read when they are used, and its header's metadata.
+
+    Those of the transformer are on the meta device, but for what ComfyUI's detection reads: single values and notes.
+    """
+    with safe_open(path, framework="pt", device="cpu") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        prefix = comfy.model_detection.unet_prefix_from_state_dict(slices)
+        left_out = {name for name in slices if name.startswith(prefix) and not name.endswith(NOTE)}
+        left_out = {name for name in left_out if math.prod(slices[name].get_shape()) > 1}
+        if not left_out or all(name.startswith(prefix) for name in slices):
+            raise ValueError(
+                f"ckpt_name: {path.name} has neither a text encoder nor a VAE beside its transformer. Use Parallel DiT "
+                "Loader, with Load CLIP and Load VAE."
+            )
+        management = getattr(comfy, "memory_management", None)  # since 2026
+        if management is not None and management.aimdo_enabled:  # ComfyUI's own map, which its loading to GPUs knows
+            tensors, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
+        else:
+            tensors, metadata = {name: file.get_tensor(name) for name in slices if name not in left_out}, file.metadata()
+        absent = {name: _shape_alone(slices[name]) for name in left_out}
+    return tensors | absent, metadata
+
+
+def _shape_alone(part: Any) -> torch.Tensor:
+    """safetensors' slice of a tensor -> the tensor without values. `get_tensor` would read its first page."""
+    return torch.empty(part.get_shape(), dtype=DTYPES.get(part.get_dtype(), torch.uint8), device="meta")

@@ -1,0 +1,118 @@
+"""Parallel Checkpoint Loader against Load Checkpoint on the same all-in-one files. Run by serve.py.
+
+CLIP-L alone, narrower than ComfyUI's; all else is read from the file as ever.
+"""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import psutil
+from boot import BASE, Results, comfy, difference, ksampler, nodes, torch
+from comfy.text_encoders import sd3_clip
+
+FOLDER = BASE / "models" / "checkpoints"
+SIZES = {"clip_l_model_config": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 1}}
+PREFIX = "model.diffusion_model."
+TEXT = "a (tiny:1.2) picture"
+
+
+class TinyTextEncoder(sd3_clip.SD3ClipModel):
+    def __init__(self, device="cpu", dtype=None, model_options=None):
+        super().__init__(clip_g=False, t5=False, device=device, dtype=dtype, model_options=(model_options or {}) | SIZES)
+
+
+def clip_target(_config, state_dict=None):
+    return comfy.supported_models_base.ClipTarget(sd3_clip.SD3Tokenizer, TinyTextEncoder)
+
+
+def parallel(name: str, devices: str = "cpu,cpu", pipe: int = 2):
+    """MODEL, CLIP and VAE."""
+    kind = nodes.NODE_CLASS_MAPPINGS["ParallelCheckpointLoader"]
+    return getattr(kind(), kind.FUNCTION)(name, "fp32", pipe, 1, 1, devices)
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file that this process has in its memory."""
+    return sum(found.rss for found in psutil.Process().memory_maps() if found.path == str(path))
+
+
+def conditioning(clip):
+    return clip.encode_from_tokens_scheduled(clip.tokenize(TEXT))
+
+
+def main(results: Results) -> None:
+    with patch.object(comfy.supported_models.SD3, "clip_target", clip_target):
+        compare(results)
+
+
+def compare(results: Results) -> None:
+    path = FOLDER / "tiny.safetensors"
+    original, read = comfy.sd.load_state_dict_guess_config, []
+
+    def watched(tensors, *arguments, **named):
+        kept = dict(tensors)  # ComfyUI takes them out one by one, and the map goes with the last
+        made = original(tensors, *arguments, **named)
+        read.append(resident(path))
+        del kept
+        return made
+
+    def bytes_read() -> dict[str, int]:
+        comfy.sd.load_state_dict_guess_config = watched
+        try:
+            parallel("tiny.safetensors")
+        finally:
+            comfy.sd.load_state_dict_guess_config = original
+        return {"read": read[0], "left": resident(path)}
+
+    results.case("bytes", bytes_read)
+    for name in ("tiny", "scaled", "noted"):
+        file = f"{name}.safetensors"
+        model, clip, vae = parallel(file)
+        native, native_clip, native_vae = nodes.CheckpointLoaderSimple().load_checkpoint(file)
+        latent = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0))
+
+        def compared(clip=clip, vae=vae, native_clip=native_clip, native_vae=native_vae, latent=latent) -> dict[str, float]:
+            (ours, more), (theirs, pooled) = conditioning(clip)[0], conditioning(native_clip)[0]
+            pictures = vae.decode(latent), native_vae.decode(latent)
+            return {
+                "text": difference(ours, theirs) + difference(more["pooled_output"], pooled["pooled_output"]),
+                "picture": difference(*pictures),
+                "spread": float(pictures[0].std()),
+                "kinds": [type(clip.cond_stage_model) is type(native_clip.cond_stage_model), vae.latent_channels],
+            }
+
+        results.case(f"{name}: CLIP and VAE", compared)
+
+        def again(clip=clip, vae=vae) -> list[float]:
+            """As ComfyUI's nodes for several GPUs make another copy."""
+            found = []
+            for part in (clip, vae):
+                make, arguments = part.patcher.cached_patcher_init
+                one, two = part.patcher.model.state_dict(), make(*arguments).model.state_dict()
+                # The file has no encoder of pictures: ComfyUI leaves what is in memory in its place.
+                found.append(max(difference(one[key], two[key]) for key in one if not key.startswith("encoder.")))
+            return found
+
+        results.case(f"{name}: again", again)
+
+    model, clip, _ = parallel("tiny.safetensors")
+    native, *_ = nodes.CheckpointLoaderSimple().load_checkpoint("tiny.safetensors")
+    prompts = [conditioning(clip)] * 2
+
+    def sampled() -> float:
+        latent = torch.zeros(1, 16, 16, 16)
+        return difference(ksampler(model, prompts, latent), ksampler(native, prompts, latent))
+
+    results.case("model", sampled)
+    loader = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"]
+
+    def in_the_other_loader() -> bool:
+        name = "checkpoints/tiny.safetensors"
+        assert name in loader.INPUT_TYPES()["required"]["model_name"][0]
+        (found,) = loader().load(name, "fp32", 2, 1, 1, "cpu,cpu")
+        return found.model.diffusion_model.key == model.model.diffusion_model.key
+
+    results.case("in Parallel DiT Loader", in_the_other_loader)
+    for name in ("transformer", "vae"):
+        results.case(f"{name} alone", lambda name=name: bool(parallel(f"{name}.safetensors")))
+    results.case("not there", lambda: bool(parallel("nowhere.safetensors")))

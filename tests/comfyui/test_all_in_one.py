@@ -1,0 +1,79 @@
+"""Parallel Checkpoint Loader gives what Load Checkpoint gives, and leaves the transformer's weights to the ranks."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.comfyui import standins
+from tests.comfyui.conftest import SD3
+from tests.support import tiny
+
+pytestmark = pytest.mark.comfyui
+
+LIMIT = 2e-5
+"""fp32 rounding of a whole run, as in test_parity.py."""
+PREFIX = "model.diffusion_model."
+MODEL = SD3 | {"joint_attention_dim": 4096, "pooled_projection_dim": standins.CLIP_WIDTH + 1280, "pos_embed_max_size": 160}
+"""For the text encoder of the file; its table of positions has more bytes than all the rest."""
+FORMATS = ("tiny", "scaled", "noted")
+"""fp32; fp8 with the marks and input scales of the first scaled files; fp8 as the header says."""
+
+
+@pytest.fixture(scope="module")
+def found(inside, base):
+    folder = base / "models" / "checkpoints"
+    folder.mkdir(parents=True)
+    clip = {f"text_encoders.clip_l.transformer.{key}": value for key, value in standins.clip(layers=12).items()}
+    vae = {f"first_stage_model.{key}": value for key, value in standins.vae(channels=16).items()}
+    alone = tiny.save_original(tiny.random_sd3(MODEL), MODEL, folder / "transformer.safetensors", family="sd3")
+    save_file(vae, folder / "vae.safetensors")
+    transformer = {PREFIX + key.removeprefix(PREFIX): value for key, value in load_file(alone).items()}
+    save_file(transformer | clip | vae, folder / "tiny.safetensors")
+    layers = [key.removesuffix(".weight") for key in transformer if ".joint_blocks." in key and key.endswith("qkv.weight")]
+    fp8 = {f"{layer}.weight": transformer[f"{layer}.weight"].to(torch.float8_e4m3fn) for layer in layers}
+    marks = {f"{PREFIX}scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    for layer in layers:
+        marks |= {f"{layer}.scale_weight": torch.ones(()), f"{layer}.scale_input": torch.full((), 0.5)}
+    save_file(transformer | clip | vae | fp8 | marks, folder / "scaled.safetensors")
+    scales = {f"{layer}.weight_scale": torch.ones(()) for layer in layers}
+    noted = {"_quantization_metadata": json.dumps({"layers": {layer: {"format": "float8_e4m3fn"} for layer in layers}})}
+    save_file(transformer | clip | vae | fp8 | scales, folder / "noted.safetensors", metadata=noted)
+    result, _ = inside.run("all_in_one")
+    result["sizes"] = [sum(value.nbytes for value in part.values()) for part in (transformer, clip | vae)]
+    return result
+
+
+def test_the_transformer_is_not_read_in_comfyuis_process(found):
+    assert "error" not in found["bytes"], found["bytes"]
+    transformer, others = found["sizes"]
+    assert transformer > 1.2 * others
+    assert 0.9 * others < found["bytes"]["read"] < 1.05 * others  # the edges lie in pages with other tensors
+    assert found["bytes"]["left"] == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_clip_and_vae_are_load_checkpoints(found, name):
+    got = found[f"{name}: CLIP and VAE"]
+    assert "error" not in got, got
+    assert got["text"] == got["picture"] == 0.0
+    assert got["kinds"] == [True, 16] and got["spread"] > 0.05
+    assert found[f"{name}: again"] == [0.0, 0.0]
+
+
+def test_the_model_is_load_checkpoints(found, measured):
+    assert "error" not in str(found["model"]), found["model"]
+    measured("Parallel Checkpoint Loader's MODEL, largest difference", found["model"])
+    assert found["model"] <= LIMIT
+
+
+def test_parallel_dit_loader_lists_such_files_and_takes_their_transformer(found):
+    assert found["in Parallel DiT Loader"] is True
+
+
+def test_what_is_no_all_in_one_file_is_refused_by_the_inputs_name(found):
+    said = {name: found[name]["error"] for name in ("transformer alone", "vae alone", "not there")}
+    assert said["transformer alone"].startswith("ValueError: ckpt_name: transformer.safetensors has neither a text encoder")
+    assert said["vae alone"].startswith("ValueError: ckpt_name: vae.safetensors is no diffusion transformer")
+    assert said["not there"].startswith("ValueError: ckpt_name: 'nowhere.safetensors' is not in models/checkpoints")
