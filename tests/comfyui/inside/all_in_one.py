@@ -12,7 +12,6 @@ from comfy.text_encoders import sd3_clip
 
 FOLDER = BASE / "models" / "checkpoints"
 SIZES = {"clip_l_model_config": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 1}}
-PREFIX = "model.diffusion_model."
 TEXT = "a (tiny:1.2) picture"
 
 
@@ -45,6 +44,28 @@ def main(results: Results) -> None:
         compare(results)
 
 
+def compared(clip, vae, native_clip, native_vae) -> dict[str, object]:
+    """Text and picture of both."""
+    latent = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0))
+    (ours, more), (theirs, pooled) = conditioning(clip)[0], conditioning(native_clip)[0]
+    pictures = vae.decode(latent), native_vae.decode(latent)
+    return {
+        "text": difference(ours, theirs) + difference(more["pooled_output"], pooled["pooled_output"]),
+        "picture": difference(*pictures),
+        "spread": float(pictures[0].std()),
+        "kinds": [type(clip.cond_stage_model) is type(native_clip.cond_stage_model), vae.latent_channels],
+    }
+
+
+def again(part) -> float:
+    """How far the weights are from another copy's, made as ComfyUI's nodes for several GPUs make it."""
+    make, arguments = part.patcher.cached_patcher_init
+    one, two = part.patcher.model.state_dict(), make(*arguments).model.state_dict()
+    assert one.keys() == two.keys()
+    # The file has no encoder of pictures: ComfyUI leaves what is in memory in its place.
+    return max(difference(one[key], two[key]) for key in one if not key.startswith("encoder."))
+
+
 def compare(results: Results) -> None:
     path = FOLDER / "tiny.safetensors"
     original, read = comfy.sd.load_state_dict_guess_config, []
@@ -56,47 +77,17 @@ def compare(results: Results) -> None:
         del kept
         return made
 
-    def bytes_read() -> dict[str, int]:
-        comfy.sd.load_state_dict_guess_config = watched
-        try:
-            parallel("tiny.safetensors")
-        finally:
-            comfy.sd.load_state_dict_guess_config = original
-        return {"read": read[0], "left": resident(path)}
-
-    results.case("bytes", bytes_read)
-    for name in ("tiny", "scaled", "noted"):
+    with patch.object(comfy.sd, "load_state_dict_guess_config", watched):
+        model, clip, vae = parallel(path.name)
+    results.case("bytes", lambda: {"read": read[0], "left": resident(path)})
+    native, native_clip, native_vae = nodes.CheckpointLoaderSimple().load_checkpoint(path.name)
+    results.case("tiny: CLIP and VAE", lambda: compared(clip, vae, native_clip, native_vae))
+    results.case("again", lambda: [again(clip), again(vae)])
+    for name in ("scaled", "noted"):
         file = f"{name}.safetensors"
-        model, clip, vae = parallel(file)
-        native, native_clip, native_vae = nodes.CheckpointLoaderSimple().load_checkpoint(file)
-        latent = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0))
-
-        def compared(clip=clip, vae=vae, native_clip=native_clip, native_vae=native_vae, latent=latent) -> dict[str, float]:
-            (ours, more), (theirs, pooled) = conditioning(clip)[0], conditioning(native_clip)[0]
-            pictures = vae.decode(latent), native_vae.decode(latent)
-            return {
-                "text": difference(ours, theirs) + difference(more["pooled_output"], pooled["pooled_output"]),
-                "picture": difference(*pictures),
-                "spread": float(pictures[0].std()),
-                "kinds": [type(clip.cond_stage_model) is type(native_clip.cond_stage_model), vae.latent_channels],
-            }
-
-        results.case(f"{name}: CLIP and VAE", compared)
-
-        def again(clip=clip, vae=vae) -> list[float]:
-            """As ComfyUI's nodes for several GPUs make another copy."""
-            found = []
-            for part in (clip, vae):
-                make, arguments = part.patcher.cached_patcher_init
-                one, two = part.patcher.model.state_dict(), make(*arguments).model.state_dict()
-                # The file has no encoder of pictures: ComfyUI leaves what is in memory in its place.
-                found.append(max(difference(one[key], two[key]) for key in one if not key.startswith("encoder.")))
-            return found
-
-        results.case(f"{name}: again", again)
-
-    model, clip, _ = parallel("tiny.safetensors")
-    native, *_ = nodes.CheckpointLoaderSimple().load_checkpoint("tiny.safetensors")
+        _, *ours = parallel(file)
+        _, *theirs, _ = comfy.sd.load_checkpoint_guess_config(str(FOLDER / file), output_model=False)
+        results.case(f"{name}: CLIP and VAE", lambda ours=ours, theirs=theirs: compared(*ours, *theirs))
     prompts = [conditioning(clip)] * 2
 
     def sampled() -> float:
