@@ -21,6 +21,8 @@ from .band_controlnet import BandedControl
 
 VIDEO_VALUES = "_v_numel"
 """Attribute of ComfyUI's Guider_LTXAVDualCFG: values of the video in what it sees, behind which are those of the sound."""
+WHOLE = ("image_cond",)
+"""What ComfyUI gives with the latent's shape but is no part of it: HiDream-E1's picture beside the latent, a reference."""
 
 
 def banded_controls(
@@ -72,7 +74,7 @@ def _cut(cond: dict, cut: BandCut, index: int, controls: dict) -> dict:
     if cond.get("control") is not None:
         own["control"] = controls[id(cond["control"])]
     for name, value in values.items():
-        if isinstance(value, comfy.conds.CONDNoiseShape):
+        if isinstance(value, comfy.conds.CONDNoiseShape) and name not in WHOLE:
             values[name] = value._copy_with(cut.patching.rows(value.cond, cut.rows[index]))
     if "latent_shapes" in values:
         values["latent_shapes"] = comfy.conds.CONDConstant(list(cut.shapes_of(index)))

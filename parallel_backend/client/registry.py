@@ -1,6 +1,7 @@
-"""The process's one pool of ranks and the model on it, shared by all nodes.
+"""The process's ranks and the models on them, shared by all nodes.
 
-ComfyUI caches node outputs and drops them as it likes. Ranks must neither end nor multiply with them.
+ComfyUI caches node outputs and drops them as it likes. Ranks must neither end nor multiply with them: there is one pool of
+ranks, with one model, and further ones only on GPUs that are apart.
 """
 
 import atexit
@@ -48,8 +49,21 @@ class ModelKey:
     """What the planner chose degrees and devices from. Empty: the user chose them."""
 
 
+@dataclass(frozen=True)
+class Aside:
+    """A pool that was used before another one, and what is on it."""
+
+    pool: Pool
+    key: ModelKey | None = None
+    model: RemoteTransformer | None = None
+    owner: Any = None
+
+
 class Registry:
-    """Keeps the pool of the devices used last, and the model used last on it. Thread-safe."""
+    """Keeps the pool of the devices used last, and the model used last on it. Thread-safe.
+
+    Pools on GPUs that are apart from those are kept aside, each with its model: a guider may have a MODEL for each side.
+    """
 
     def __init__(self):
         self.logs: Callable[[], Path | None] = lambda: None
@@ -61,6 +75,7 @@ class Registry:
         self._key: ModelKey | None = None
         self._model: RemoteTransformer | None = None
         self._owner: Any = None  # never read: the reference keeps it alive, see `model`
+        self._aside: tuple[Aside, ...] = ()
         self._without_p2p: set[tuple[str, ...]] = set()
 
     def model(
@@ -78,7 +93,7 @@ class Registry:
         `expected()`: for loading, see RemoteTransformer. A loaded model stays as it is, whatever size is expected.
         """
         with self._lock:
-            self._drop_other_than(key.devices)
+            self._turn_to(key.devices)
             if self._model is not None and self._key == key:
                 self._owner = owner
                 return self._model
@@ -123,17 +138,29 @@ class Registry:
         Returns when the memory is free. Micro-steps under way finish first.
         """
         with self._lock:
+            for each in [each for each in self._aside if key in (None, each.key)]:
+                self._aside = tuple(other for other in self._aside if other is not each)
+                if self._free(each.pool, each.model):
+                    self._aside += (Aside(each.pool),)
             present = self._key if self._model is not None else None
             if self._pool is None or key not in (None, present):
                 return
             model, self._model = self._model, None
-            try:
-                if model is not None:
-                    model.retire()
-                wait_for(self._pool.ask(m.Unload(), m.Unloaded), lambda: None)  # also a VAE's decoder
-            except RankError as error:  # the memory is free, and the next use starts new ranks
-                log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
-                self._drop()
+            if not self._free(self._pool, model):
+                self._pool = self._key = None
+
+    @staticmethod
+    def _free(pool: Pool, model: RemoteTransformer | None) -> bool:
+        """Free what these ranks hold. False: they have failed, and are ended."""
+        try:
+            if model is not None:
+                model.retire()
+            wait_for(pool.ask(m.Unload(), m.Unloaded), lambda: None)  # also a VAE's decoder
+        except RankError as error:  # the memory is free, and the next use starts new ranks
+            log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
+            pool.close()
+            return False
+        return True
 
     def release_unused(self, key: ModelKey, device: str) -> int:
         """Have the ranks give back memory that their allocators keep for later. Bytes that came free on `device`.
@@ -141,29 +168,35 @@ class Registry:
         Their model, which is that of `key`, stays. Waits for micro-steps that are under way.
         """
         with self._lock:
-            if self._model is None or self._key != key or self._pool.error is not None:
+            model = self._model_of(key)
+            if model is None or (pool := model.pool).error is not None:
                 return 0
             try:
-                released = wait_for(self._pool.ask(m.ReleaseUnused(), m.UnusedReleased), lambda: None)
+                released = wait_for(pool.ask(m.ReleaseUnused(), m.UnusedReleased), lambda: None)
             except RankError as error:  # its memory is free too, which nobody counts here
                 log.warning("%s", str(error))
                 return 0
-            return sum(reply.freed_bytes for reply in released if self._pool.devices[reply.rank] == device)
+            return sum(reply.freed_bytes for reply in released if pool.devices[reply.rank] == device)
+
+    def _model_of(self, key: ModelKey) -> RemoteTransformer | None:
+        """The model of `key`, if it is on ranks."""
+        found = [each.model for each in self._aside if each.key == key]
+        return next((model for model in (self._model if self._key == key else None, *found) if model is not None), None)
 
     def runs_on(self, devices: tuple[str, ...]) -> bool:
         """There are working ranks on just these devices. Never waits."""
-        pool = self._pool
-        return pool is not None and pool.error is None and pool.devices == devices
+        pools = [self._pool, *(each.pool for each in self._aside)]
+        return any(pool is not None and pool.error is None and pool.devices == devices for pool in pools)
 
     def bytes_on(self, key: ModelKey, device: str) -> int:
         """Bytes that ranks hold of the model of `key` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
-        model = self._model
-        return model.bytes_on(device) if model is not None and self._key == key and model.pool.error is None else 0
+        model = self._model_of(key)
+        return model.bytes_on(device) if model is not None and model.pool.error is None else 0
 
     def pool_for(self, devices: tuple[str, ...] | None, poll: Poll) -> Pool | None:
         """The ranks on these devices, started if they do not run. `devices` None: the ranks that run now, or None."""
         with self._lock:
-            self._drop_other_than(devices)
+            self._turn_to(devices)
             if devices is not None:
                 self._on_ranks(devices, lambda: wait_for(self._pool.ready, poll))
             elif self._pool is not None:
@@ -184,7 +217,7 @@ class Registry:
         is unknown.
         """
         with self._lock:
-            self._drop_other_than(devices)
+            self._turn_to(devices)
             self._key = self._model = None
             try:
                 self._on_ranks(devices, lambda: wait_for(self._pool.ready, poll))
@@ -205,6 +238,9 @@ class Registry:
         with self._lock:
             self._drop()
             self._owner = None
+            for each in self._aside:
+                each.pool.close()
+            self._aside = ()
 
     def _on_ranks(self, devices: tuple[str, ...], use: Callable[[], T]) -> T:
         """What `use` gives with ranks on these devices.
@@ -228,10 +264,27 @@ class Registry:
             self._without_p2p.remove(devices)
             raise
 
-    def _drop_other_than(self, devices: tuple[str, ...] | None) -> None:
-        """End the ranks if they have failed, or if `devices` is given and they are on other devices."""
+    def _turn_to(self, devices: tuple[str, ...] | None) -> None:
+        """End the ranks if they have failed, or if `devices` is given and they are on other devices.
+
+        But those that are apart from `devices` are kept aside, and ranks on these devices that are aside come back.
+        """
         if self._pool is not None and (self._pool.error is not None or devices not in (None, self._pool.devices)):
-            self._drop()
+            if self._pool.error is None and apart(self._pool.devices, devices):
+                self._aside += (Aside(self._pool, self._key, self._model, self._owner),)
+                self._pool = self._key = self._model = None
+            else:
+                self._drop()
+        if self._pool is not None or devices is None:
+            return
+        aside, self._aside = self._aside, ()
+        for each in aside:
+            if each.pool.error is None and each.pool.devices == devices:
+                self._pool, self._key, self._model, self._owner = each.pool, each.key, each.model, each.owner
+            elif each.pool.error is None and apart(each.pool.devices, devices):
+                self._aside += (each,)
+            else:
+                each.pool.close()
 
     def _start(self, devices: tuple[str, ...]) -> None:
         if self._pool is None:
@@ -244,6 +297,11 @@ class Registry:
         if self._pool is not None:
             self._pool.close(politely)
         self._pool = self._model = self._key = None
+
+
+def apart(these: tuple[str, ...], others: tuple[str, ...]) -> bool:
+    """Both are GPUs of this machine, and none is in both."""
+    return all(device.startswith("cuda") for device in (*these, *others)) and not {*these} & {*others}
 
 
 @functools.cache

@@ -22,7 +22,7 @@ class FakePool:
 
     def __init__(self, devices, self_test, **_settings):
         self.devices, self.error, self.closed, self.ready = devices, None, False, Future()
-        self.self_test = self_test
+        self.self_test, self.asked = self_test, []
         if backend := self.down.get(self_test.p2p):
             self.ready.set_exception(LinksDown("the self-test failed", backend))
         else:
@@ -30,6 +30,12 @@ class FakePool:
 
     def close(self, politely=True):
         self.closed = True
+
+    def ask(self, question, _answer):
+        self.asked.append(type(question).__name__)
+        done = Future()
+        done.set_result([])
+        return done
 
 
 @pytest.fixture
@@ -71,6 +77,65 @@ def test_ranks_on_other_devices_are_ended(registry):
     other = registry.pool_for(("cpu",), nobody)
     assert pool.closed
     assert not other.closed
+
+
+class FakeModel:
+    def __init__(self, pool, *_arguments, **_named):
+        self.pool, self.retired = pool, False
+
+    def retire(self):
+        self.retired = True
+
+    def bytes_on(self, device):
+        return 5 * (device in self.pool.devices)
+
+
+@pytest.fixture
+def loaded(registry, monkeypatch):
+    """`loaded(name, *devices)`: (key, the model of it)."""
+    monkeypatch.setattr(registry_module, "RemoteTransformer", FakeModel)
+    monkeypatch.setattr(registry_module, "open_checkpoint", lambda path: None)
+
+    def load(name, *devices):
+        key = ModelKey(Path(name), "fp32", devices, Degrees(pipe=len(devices)), "sdpa")
+        return key, registry.model(key, nobody)
+
+    return load
+
+
+def test_models_on_gpus_that_are_apart_stay_both(registry, loaded):
+    first_key, first = loaded("positive", "cuda:0", "cuda:1")
+    second_key, second = loaded("negative", "cuda:2")
+    assert loaded("positive", "cuda:0", "cuda:1")[1] is first
+    assert loaded("negative", "cuda:2")[1] is second is registry.present()
+    assert [registry.bytes_on(first_key, device) for device in ("cuda:0", "cuda:2")] == [5, 0]
+    assert registry.runs_on(first_key.devices)
+    assert registry.runs_on(second_key.devices)
+    assert registry.release_unused(first_key, "cuda:0") == 0
+    assert first.pool.asked == ["ReleaseUnused"]
+    registry.unload(first_key)
+    assert (first.retired, second.retired) == (True, False)
+    assert registry.bytes_on(first_key, "cuda:0") == 0
+    assert not first.pool.closed
+    assert loaded("positive", "cuda:0", "cuda:1")[1].pool is first.pool
+    registry.unload()
+    assert (first.pool.asked[-1], second.pool.asked) == ("Unload", ["Unload"])
+    registry.close()
+    assert first.pool.closed
+    assert second.pool.closed
+
+
+def test_ranks_aside_end_where_their_gpus_are_wanted_or_they_have_failed(registry, loaded):
+    _, first = loaded("one", "cuda:0", "cuda:1")
+    _, second = loaded("two", "cuda:2")
+    _, third = loaded("three", "cuda:1", "cuda:3")
+    assert (first.pool.closed, second.pool.closed) == (True, False)
+    second.pool.error = RankError("rank 0 (cuda:2) was killed by signal 9")
+    assert loaded("two", "cuda:2")[1].pool is not second.pool
+    assert second.pool.closed
+    assert not third.pool.closed
+    loaded("four", "cpu")
+    assert third.pool.closed
 
 
 def test_ranks_whose_links_fail_under_nccl_are_tried_once_more_without_p2p(registry, monkeypatch):

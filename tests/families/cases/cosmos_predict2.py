@@ -93,6 +93,6 @@ def _case(name, config, kind, latent, **others):
 
 
 CASES = (
-    _case("cosmos-predict2-video", VIDEO, TimePerFrame, (3, 10, 8)),
     _case("cosmos-predict2-image", IMAGE, Case, (1, 12, 10), full=True),
+    _case("cosmos-predict2-video", VIDEO, TimePerFrame, (3, 10, 8)),
 )

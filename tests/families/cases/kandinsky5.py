@@ -117,6 +117,7 @@ def _case(name, config, latent, odd, start=False, **others):
 
 
 CASES = (
+    _case("kandinsky-5-t2v", VIDEO, (7, 2, 10, 6), (7, 2, 9, 5), full=True),
     _case(
         "kandinsky-5-video",
         VIDEO,
@@ -125,7 +126,6 @@ CASES = (
         start=True,
         native=Native(NATIVE_VIDEO, _conditioning(True), (16, 3, 8, 6)),
     ),
-    _case("kandinsky-5-t2v", VIDEO, (7, 2, 10, 6), (7, 2, 9, 5), full=True),
     _case(
         "kandinsky-5-image",
         IMAGE,
