@@ -198,6 +198,7 @@ HIDREAM = Family(
     forward=Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("t_embedder"),
+        untraced=("block.ff_i",),
         output=lambda tokens: -rearrange(tokens, "b n (p c) -> b n (c p)", p=4),
         cached_modules={
             "t_embedder": CacheScope.CALL,

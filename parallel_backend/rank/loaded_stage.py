@@ -115,4 +115,5 @@ class LoadedStage:
         from parallel_backend.rank.stage.compile import Compiler  # takes a second
 
         blocks = own_blocks(self.model, self.family.blocks.lists)
-        return Compiler(blocks, lambda layer: checkpoint.shape(f"{layer}.weight")[0], self.device, ranks)
+        widths, untraced = lambda layer: checkpoint.shape(f"{layer}.weight")[0], self.family.forward.untraced
+        return Compiler(blocks, widths, self.device, ranks, untraced)

@@ -278,6 +278,10 @@ class Forward:
     """Modules and parameters that are float32 whatever dtype the blocks compute in: as in ComfyUI's class, or since ours
     adds to them in float32. Names as in `cached_modules`; one that begins with a dot is an ending of parameters' names."""
 
+    untraced: tuple[str, ...] = ()
+    """Modules of a block, by name in it, that torch.compile cannot trace, as sizes in them depend on values. Their output
+    has their input's shape."""
+
     weight_readers: tuple[str, ...] = ()
     """Submodules that hand the weights of their linear layers to a function of torch, rather than call the layers. LoRA is
     added to those weights, not beside them."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -13,7 +13,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 class DispatchedAttention:
     """An attention module's `processor`: queries, keys and values [B, s, H, D] -> [B, s, H x D]."""
 
-    _attention_backend: Any = None
+    _attention_backend: Any = AttentionBackendName.NATIVE
     _parallel_config: Any = None
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@ and ends at 128 token rows. This one computes as ComfyUI does (comfy/ldm/kandins
 number of tokens with their positions. Sources: the technical report, arXiv 2511.14993, and both of these.
 """
 
+from collections import OrderedDict
+
 import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -51,14 +53,11 @@ class VisualEmbeddings(nn.Module):
         return self.in_layer(tokens)
 
 
-class Modulation(nn.Module):
-    def __init__(self, time_dim: int, width: int, count: int):
-        super().__init__()
-        self.out_layer = nn.Linear(time_dim, count * width)
+class Modulation(nn.Sequential):
+    """[b, time_dim] -> [b, count x width]."""
 
-    def forward(self, temb: torch.Tensor) -> torch.Tensor:
-        """[b, time_dim] -> [b, 1, count x width]."""
-        return self.out_layer(F.silu(temb)).unsqueeze(1)
+    def __init__(self, time_dim: int, width: int, count: int):
+        super().__init__(OrderedDict(activation=nn.SiLU(), out_layer=nn.Linear(time_dim, count * width)))
 
 
 class Attention(nn.Module):
@@ -102,7 +101,7 @@ class EncoderBlock(nn.Module):
         self.feed_forward = FeedForward(width, inner)
 
     def forward(self, text: torch.Tensor, temb: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        shift, scale, gate, shift_ff, scale_ff, gate_ff = self.text_modulation(temb).chunk(6, dim=-1)
+        shift, scale, gate, shift_ff, scale_ff, gate_ff = self.text_modulation(temb).unsqueeze(1).chunk(6, dim=-1)
         normed = torch.addcmul(shift, self.self_attention_norm(text), scale + 1)
         text = torch.addcmul(text, gate, self.self_attention(normed, rotary=rotary))
         normed = torch.addcmul(shift_ff, self.feed_forward_norm(text), scale_ff + 1)
@@ -124,7 +123,7 @@ class DecoderBlock(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, text: torch.Tensor, temb: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         x = hidden_states
-        modulation = self.visual_modulation(temb).chunk(9, dim=-1)
+        modulation = self.visual_modulation(temb).unsqueeze(1).chunk(9, dim=-1)
         shift, scale, gate = modulation[:3]
         normed = torch.addcmul(shift, self.self_attention_norm(x), scale + 1)
         x = torch.addcmul(x, gate, self.self_attention(normed, rotary=rotary))
@@ -144,7 +143,7 @@ class OutLayer(nn.Module):
         self.out_layer = nn.Linear(width, channels)
 
     def forward(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-        shift, scale = self.modulation(temb).chunk(2, dim=-1)
+        shift, scale = self.modulation(temb).unsqueeze(1).chunk(2, dim=-1)
         return self.out_layer(torch.addcmul(shift, self.norm(x), scale + 1))
 
 

@@ -2,8 +2,9 @@
 
 A block's hooks (block_slots.py) stay outside its graph. Inside it these are opaque operations: attention (the layer's
 ParallelAttention), layers with a hook of tensor parallelism, packed weights, linear attention, cached modules
-(module_cache.py). An operation has its module's name in the block and looks the module up when it runs. So all blocks of a
-class share their graphs, and no graph contains a layer's number, a transfer or a K/V buffer.
+(module_cache.py), what torch cannot trace (Forward.untraced). An operation has its module's name in the block and looks the
+module up when it runs. So all blocks of a class share their graphs, and no graph contains a layer's number, a transfer or a
+K/V buffer.
 
 All operations declare that they write to one tensor, which keeps them in the code's order. A compiler may reorder
 independent operations, and ranks with different shapes would then wait in different transfers.
@@ -140,12 +141,20 @@ class Compiler:
     The first graph that cannot be compiled turns compilation off, with a warning that says why.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], widths: Callable[[str], int], device: torch.device, ranks: int):
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        widths: Callable[[str], int],
+        device: torch.device,
+        ranks: int,
+        untraced: tuple[str, ...] = (),
+    ):
         """`blocks` by name in the model, with weights, tensor plan and parallel attention in place.
 
         `widths(layer)`: output features of a linear layer over all ranks. `ranks`: ranks that share the machine.
+        `untraced`: see Forward.
         """
-        self.graphs, self._failed, self._widths = 0, False, widths
+        self.graphs, self._failed, self._widths, self._untraced = 0, False, widths, untraced
         self._order = torch.zeros(1, dtype=torch.uint8, device=device)
         # Global settings: no other model is in a rank's process. After an error in tracing torch warns and runs the code.
         torch._dynamo.config.suppress_errors = True
@@ -169,7 +178,7 @@ class Compiler:
                     module.processor = object.__new__(_traceable(type(processor.processor)))
                     vars(module.processor).update(vars(processor.processor))
                 module.processor._parallel_config = GraphAttention(attention, name, self._order)
-            elif name and self._stays_outside(module, processor):
+            elif name in self._untraced or (name and self._stays_outside(module, processor)):
                 places.modules[name] = module
                 module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
                 module.__class__ = _outside(type(module))
@@ -178,7 +187,8 @@ class Compiler:
     def _width(self, name: str, module: nn.Module) -> int | None:
         """Output features of the model's module `name`. None: as many as its input has."""
         if isinstance(module, nn.Sequential):
-            return self._width(f"{name}.{len(module) - 1}", module[-1])
+            *_, (last, layer) = module.named_children()
+            return self._width(f"{name}.{last}", layer)
         if not isinstance(module, RankLinear):
             return None
         # A layer with a hook adds up or gathers over the ranks; a column-cut one without gives the rank's own features.
