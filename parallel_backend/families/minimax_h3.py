@@ -29,7 +29,7 @@ from parallel_backend.families.base.tensor_plan import (
 from parallel_backend.families.parts.conditioning import count_blocks
 from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.minimax_conditioning import SHIFTS, VECTORS, carried, conditioning
-from parallel_backend.families.parts.minimax_layout import PATCHING
+from parallel_backend.families.parts.minimax_layout import PATCHING, SOUND_CHANNELS
 from parallel_backend.families.parts.minimax_tokens import arguments
 
 BLOCKS = "transformer_blocks"
@@ -80,7 +80,9 @@ _CURVE = ("adaln_t_table", "*.adaln_proj.linear", "norm_out.linear")
 def _configure(shapes: Shapes) -> Config:
     hidden, video = shapes["video_patch_proj.weight"]
     head = shapes["blocks.0.attn.q_norm.weight"][0]
-    table = shapes.get("adaln_t_table")
+    table, sound = shapes.get("adaln_t_table"), shapes["audio_patch_proj.weight"][1]
+    if sound != SOUND_CHANNELS:
+        raise ValueError(f"model_name: this MiniMax H3 takes sound of {sound} channels, ComfyUI's has {SOUND_CHANNELS}.")
     frequencies, time_hidden, width, rows = 256, 5376, 0, None  # the first two: what pruned files have no use for
     if table is None:
         time_hidden, frequencies = shapes["time_embedder.proj_in.weight"]
@@ -95,7 +97,7 @@ def _configure(shapes: Shapes) -> Config:
         "num_refiner_layers": count_blocks(shapes, "token_refiner.blocks."),
         "ffn_dim": shapes["blocks.0.mlp.fc2.weight"][1],
         "in_channels": video // 4,
-        "audio_in_channels": shapes["audio_patch_proj.weight"][1],
+        "audio_in_channels": sound,
         "patch_size": (1, 2, 2),
         "text_dim": shapes["condition_proj.weight"][1],
         "freq_dim": frequencies,

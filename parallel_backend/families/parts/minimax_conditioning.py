@@ -17,6 +17,8 @@ from .minimax_layout import SOUND_TIME, VISUAL_TIME, References, place_reference
 
 SHIFTS = {"minimax_h3_sigma_shift_video": 12.0, "minimax_h3_sigma_shift_audio": 3.0}
 """Entries of ComfyUI's transformer_options: how far the schedules of video and sound are shifted -> the usual values."""
+KINDS = 3
+"""Of tokens: a video's, text, sound. Pictures in the text count as video."""
 STEPS = 1000.0
 """The sampler's timestep of pure noise."""
 VECTORS = ("shifts", "begins", "levels", "reference_sound", "text_kinds", "video_levels", "sound_levels")
@@ -41,7 +43,7 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
         tensors[REFERENCES], tensors[REFERENCE_POSITIONS] = torch.cat(found.tokens), torch.cat(found.places)
         tensors["reference_sound"] = torch.cat(found.sound)
     if (tags := payload.get("text_token_tags")) is not None:
-        tensors["text_kinds"] = tags.flatten()[: context.shape[1]].long()
+        tensors["text_kinds"] = _kinds(tags.flatten().long(), context.shape[1])
     for name, mask, stream, limit in (
         ("video_levels", _video_mask(given.get("denoise_mask")), 0, VISUAL_TIME),
         ("sound_levels", _sound_mask(given.get("audio_denoise_mask")), 1, SOUND_TIME),
@@ -52,6 +54,16 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
             levels += [(stream, share, limit) for share in shares.tolist()]
     tensors["levels"] = torch.tensor(levels)
     return {"context": context} | {name: value.expand(len(context), *value.shape) for name, value in tensors.items()}
+
+
+def _kinds(tags: torch.Tensor, words: int) -> torch.Tensor:
+    """[T]. ValueError for tags that do not fit the text."""
+    if len(tags) != words or not bool(((tags >= 0) & (tags < KINDS)).all()):
+        raise ValueError(
+            f"positive, negative: the text has {words} tokens, and the {len(tags)} tags with it are not for them. Encode it "
+            "with MiniMax H3's own text encoder, and do not concatenate conditionings."
+        )
+    return tags
 
 
 def _video_mask(mask: torch.Tensor | None) -> torch.Tensor | None:

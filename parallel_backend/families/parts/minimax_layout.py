@@ -20,14 +20,23 @@ FRAMES = (1, 4, 4, 4, 4)
 PER_FRAME = 5.0 / 3.0
 """Time of a picture. A frame of sound takes 1."""
 CHANNELS = 2
-"""Of the sound: its tokens are the first channel's, then the second's."""
+"""Left and right: tokens of the sound are the first one's, then the second's."""
+SOUND_CHANNELS = 32
+"""Of the sound's latent."""
 VISUAL_TIME, SOUND_TIME = 0.999, 1.0
 """How clean a reference is: from noise (0) to itself (1)."""
+
+
+def thirds(frames: int) -> int:
+    """How long a video of so many latent frames lasts, in thirds."""
+    return 5 * sum(FRAMES[frame % len(FRAMES)] for frame in range(frames))
+
+
 PATCHING = Patching(
     video=True,
     beside=Beside(
         "b c s t -> b (s t) c",
-        lambda frames: (32, CHANNELS, round(PER_FRAME * sum(FRAMES[frame % len(FRAMES)] for frame in range(frames)))),
+        lambda frames: (SOUND_CHANNELS, CHANNELS, round(thirds(frames) / 3)),
         required=True,
     ),
 )
@@ -48,11 +57,6 @@ def frame_times(count: int) -> torch.Tensor:
     """Times of a video's latent frames, from its beginning."""
     spans = torch.tensor([0, *(PER_FRAME * FRAMES[frame % len(FRAMES)] for frame in range(count - 1))], dtype=torch.float64)
     return spans.cumsum(0)
-
-
-def thirds(frames: int) -> int:
-    """How long a video of so many latent frames lasts, in thirds."""
-    return 5 * sum(FRAMES[frame % len(FRAMES)] for frame in range(frames))
 
 
 def video_places(start: float, grid: tuple[int, int, int]) -> torch.Tensor:
@@ -85,18 +89,24 @@ class References:
         self.sound: list[torch.Tensor] = []
 
     def add_video(self, latent: torch.Tensor, start: float) -> None:
-        """[1, C, T, H, W]. ValueError for sides that are no whole number of tokens."""
-        _, _, frames, height, width = latent.shape
-        if height % 2 or width % 2:
+        """[1, C, T, H, W]. ValueError for another model's, and for sides that are no whole number of tokens."""
+        height, width = latent.shape[-2:]
+        if latent.ndim != 5 or 4 * latent.shape[1] != self.width or height % 2 or width % 2:
             raise ValueError(
-                f"positive, negative: the latent of a keyframe or reference is {width} x {height}: its sides are odd. Use "
-                "a video whose width and height are multiples of 32."
+                f"positive, negative: a keyframe's or reference's latent is {list(latent.shape)}, this model takes "
+                f"{self.width // 4} channels and even sides. Encode it with the model's own VAE, at multiples of 32 pixels."
             )
         rows = rearrange(latent[:1].float(), "b c t (h p) (w q) -> (b t h w) (c p q)", p=2, q=2)
-        self._add(rows, self.visual_time, self.seed, video_places(start, (frames, height // 2, width // 2)), 0)
+        places = video_places(start, (latent.shape[2], height // 2, width // 2))
+        self._add(rows, self.visual_time, self.seed, places, 0)
 
     def add_sound(self, latent: torch.Tensor, start: float, columns: torch.Tensor) -> None:
-        """[1, C, 2, T]."""
+        """[1, C, 2, T]. ValueError for another model's."""
+        if latent.ndim != 4 or latent.shape[1:3] != (SOUND_CHANNELS, CHANNELS):
+            raise ValueError(
+                f"positive, negative: a reference's sound has a latent of the shape {list(latent.shape)}, this model takes "
+                f"{SOUND_CHANNELS} channels in stereo. Encode it with the model's own audio VAE."
+            )
         rows = rearrange(latent[:1].float(), "b c s t -> (b s t) c")
         self._add(rows, self.sound_time, self.seed + 1, sound_places(start, latent.shape[-1], columns), 1)
 
