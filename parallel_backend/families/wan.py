@@ -11,7 +11,6 @@ VARIANTS = {  # see wan.kind: another class in ComfyUI, and another or none in d
     "camera": "Wan with camera control",
     "s2v": "Wan S2V",
     "humo": "HuMo",
-    "animate": "Wan Animate",
     "scail2": "SCAIL-2",
     "scail": "SCAIL",
     "wandancer": "WanDancer",

@@ -1,0 +1,159 @@
+"""Wan 2.2 Animate: a character's picture moves as a pose video and a video of a face do."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from parallel_backend.families.base.family import CacheScope, Source
+from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.tensor_plan import COLUMN_BY_HEADS, ROW_BY_HEADS
+from parallel_backend.families.parts import wan
+from parallel_backend.families.parts.conditioning import count_blocks, hidden
+from parallel_backend.families.parts.cross_attention import block_plan
+from parallel_backend.families.parts.key_map import KeyMap
+
+from .wan import WAN
+
+EVERY = 5
+"""Blocks from one look at faces to the next. No file says it."""
+CONVOLUTIONS = "motion_encoder.enc.net_app.convs."
+
+
+def _configure(shapes: Shapes) -> Config:
+    config = wan.configure(shapes)
+    blocks = count_blocks(shapes, CONVOLUTIONS) - 2
+    outputs = [shapes[f"{CONVOLUTIONS}0.0.weight"][0]]
+    outputs += [shapes[f"{CONVOLUTIONS}{index}.conv2.1.weight"][0] for index in range(1, blocks + 1)]
+    sides = [2 ** (blocks + 2 - index) for index in range(blocks + 1)]  # of the last one's output: four
+    hidden_dim = shapes["face_encoder.conv2.conv.weight"][0]
+    looks = count_blocks(shapes, "face_adapter.fuser_blocks.")
+    if looks != len(range(0, config["num_layers"], EVERY)):
+        raise ValueError(f"model_name: this Wan Animate has {looks} face adapters for {config['num_layers']} blocks.")
+    return config | {
+        "latent_channels": shapes["pose_patch_embedding.weight"][1],
+        "motion_encoder_size": sides[0],
+        "motion_encoder_channel_sizes": {str(side): count for side, count in zip(sides, outputs, strict=True)},
+        "motion_style_dim": shapes[f"{CONVOLUTIONS}{blocks + 1}.weight"][0],
+        "motion_dim": shapes["motion_encoder.dec.direction.weight"][1],
+        "motion_encoder_dim": shapes["motion_encoder.dec.direction.weight"][0],
+        "face_encoder_hidden_dim": hidden_dim,
+        "face_encoder_num_heads": shapes["face_encoder.conv1_local.conv.weight"][0] // hidden_dim,
+        "inject_face_latents_blocks": EVERY,
+    }
+
+
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = wan.key_map(config, "patch_embedding.video")
+    keys.copy({"patch_embedding.pose": "pose_patch_embedding"})
+    face = keys.inside("faces.face_encoder.", "face_encoder.")
+    face.copy({name: f"{name}.conv" for name in ("conv1_local", "conv2", "conv3")})
+    face.same("out_proj")
+    face.tensor("padding_tokens")
+    _add_motion(keys.inside("faces.motion_encoder.", "motion_encoder."), len(config["motion_encoder_channel_sizes"]) - 1)
+    width = hidden(config)
+    for number, index in enumerate(range(0, config["num_layers"], config["inject_face_latents_blocks"])):
+        look = keys.inside(f"blocks.{index}.face.", f"face_adapter.fuser_blocks.{number}.")
+        look.split("linear1_kv", {"to_k": width, "to_v": width})
+        look.copy({"to_q": "linear1_q", "to_out": "linear2"})
+        look.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, ("weight",))
+    return keys.sources
+
+
+def _add_motion(motion: KeyMap, blocks: int) -> None:
+    """The motion encoder, of so many residual blocks."""
+    motion.tensor("motion_synthesis_weight", "dec.direction.weight")
+    motion.copy({f"motion_network.{index}": f"enc.fc.{index}" for index in range(5)})
+    layers = motion.inside("", "enc.net_app.convs.")
+    layers.tensor("conv_in.weight", "0.0.weight")
+    layers.tensor("conv_in.act_fn.bias", "0.1.bias")
+    layers.tensor("conv_out.weight", f"{blocks + 1}.weight")
+    for index in range(blocks):
+        block = layers.inside(f"res_blocks.{index}.", f"{index + 1}.")
+        block.tensor("conv1.weight", "conv1.0.weight")
+        block.tensor("conv1.act_fn.bias", "conv1.1.bias")
+        block.tensor("conv2.weight", "conv2.1.weight")
+        block.tensor("conv2.act_fn.bias", "conv2.2.bias")
+        block.tensor("conv_skip.weight", "skip.1.weight")
+
+
+def _folder_key(config: Config, parameter: str) -> str:
+    """See FileLayout.folder_key."""
+    match parameter.split("."):
+        case ["patch_embedding", stream, leaf]:
+            return f"{'pose_' if stream == 'pose' else ''}patch_embedding.{leaf}"
+        case ["faces", *rest]:
+            return ".".join(rest)
+        case ["blocks", index, "face", *rest]:
+            return ".".join(["face_adapter", str(int(index) // config["inject_face_latents_blocks"]), *rest])
+        case _:
+            return parameter
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """As Wan's and, where there are any, `pose` [B, 16, t, H, W] in whole patches, `faces` [B, 3, t, side, side]."""
+    tensors, side = wan.conditioning(config, given), config["motion_encoder_size"]
+    faces = given.get("face_pixel_values")
+    if faces is not None and tuple(faces.shape[-2:]) != (side, side):
+        raise ValueError(
+            f"positive, negative: the face video is {faces.shape[-1]} x {faces.shape[-2]}, this model needs {side} x "
+            f"{side}. WanAnimateToVideo makes it so."
+        )
+    found = {"pose": given.get("pose_latents"), "faces": faces}
+    return tensors | {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
+    """See Inputs.check_grid."""
+    if "pose" in tensors:
+        wan.check_video("the pose video", (tensors["pose"].shape[2], *grid[1:]), tensors["pose"])
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    return wan.arguments(step, config) | {
+        "embedded": {"pose": step.tensors.get("pose")},  # of the first stage
+        "given": {"faces": step.tensors.get("faces")},
+    }
+
+
+_LOOK_PLAN = dict.fromkeys(("face.to_q", "face.to_k", "face.to_v"), COLUMN_BY_HEADS) | {"face.to_out": ROW_BY_HEADS}
+
+WAN_ANIMATE = replace(
+    WAN,
+    name="wan-animate",
+    model_class="WanAnimateTransformer3DModel",
+    class_module="parallel_backend.families.models.wan_animate",
+    native_classes=("WAN22_Animate",),
+    file=replace(
+        WAN.file,
+        detect=lambda shapes: wan.kind(shapes) == "animate",
+        configure=_configure,
+        key_map=_key_map,
+        folder_key=_folder_key,
+        header=wan.header("animate", motion_encoder_dim=lambda config: (config["motion_encoder_dim"],)),
+        ignored=(*WAN.file.ignored, r"motion_encoder\..*\.kernel"),
+    ),
+    blocks=replace(
+        WAN.blocks,
+        lists=(
+            replace(
+                WAN.blocks.lists[0], cuts=WAN.blocks.lists[0].cuts | {"seen": lambda seen, rows: rows.of_image(seen, 0)}
+            ),
+        ),
+    ),
+    inputs=replace(
+        WAN.inputs,
+        conditioning=_conditioning,
+        check_grid=_check_grid,
+        accepts=(*WAN.inputs.accepts, "pose_latents", "face_pixel_values"),
+        vector_tensors=(*WAN.inputs.vector_tensors, "faces"),
+    ),
+    forward=replace(
+        WAN.forward,
+        arguments=_arguments,
+        cached_modules=WAN.forward.cached_modules
+        | {"faces": CacheScope.PROMPT, "patch_embedding.pose": CacheScope.PROMPT}
+        | dict.fromkeys(("*.face.to_k", "*.face.to_v", "*.face.norm_k", "*.face.pre_norm_kv"), CacheScope.CALL),
+    ),
+    tensor_plan={"blocks": block_plan("ffn") | _LOOK_PLAN},
+)
