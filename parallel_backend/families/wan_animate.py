@@ -145,7 +145,7 @@ WAN_ANIMATE = replace(
         WAN.inputs,
         conditioning=_conditioning,
         check_grid=_check_grid,
-        accepts=(*WAN.inputs.accepts, "pose_latents", "face_pixel_values"),
+        accepts=(*wan.ACCEPTS, "pose_latents", "face_pixel_values"),
         vector_tensors=(*WAN.inputs.vector_tensors, "faces"),
     ),
     forward=replace(

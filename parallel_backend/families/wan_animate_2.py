@@ -95,7 +95,7 @@ WAN_ANIMATE_2 = replace(
         conditioning=_conditioning,
         check_grid=_check_grid,
         accepts=(
-            *WAN.inputs.accepts,
+            *wan.ACCEPTS,
             "pose_latents",
             "context_pose",
             "clip_fea_pose",

@@ -108,7 +108,7 @@ WAN_VACE = replace(
         WAN.inputs,
         conditioning=_conditioning,
         check_grid=_check_grid,
-        accepts=(*WAN.inputs.accepts, "vace_context", "vace_strength"),
+        accepts=(*wan.ACCEPTS, "vace_context", "vace_strength"),
         vector_tensors=(*WAN.inputs.vector_tensors, "strength"),
         example=_example,
     ),

@@ -1,20 +1,41 @@
-"""Wan's transformer with places for what its variants add: streams and tokens of their own, and work behind a block.
+"""Wan's transformer with places for what its variants add: tokens of references, streams of their own, work behind a block.
 
 Parts are diffusers'. A variant replaces `patch_embedding`, `blocks` or both. Several streams of one token are its channels,
-one behind the other, so that all of them go wherever the token goes.
+one behind the other, so that all of them go wherever the token goes. Reference tokens come behind the video's.
 """
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import WanTransformer3DModel
+import torch.nn.functional as F
 from diffusers.configuration_utils import register_to_config
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from torch import nn
+
+from .wan_rotary import RotaryProcessor
 
 
-class WanVariant(WanTransformer3DModel):
-    """As diffusers' class but for the arguments of `patch_embedding` and of the blocks."""
+def register_variant(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorator of a variant's constructor `init(self, *, own arguments, **wan)`: register_to_config, for which Wan's
+    arguments are its own too."""
+    own = inspect.signature(init).parameters.values()
+    wan = inspect.signature(diffusers.WanTransformer3DModel.__init__).parameters.values()
+    init.__signature__ = inspect.Signature([*wan, *(each for each in own if each.kind is each.KEYWORD_ONLY)])
+    return register_to_config(init)
+
+
+class WanVariant(diffusers.WanTransformer3DModel):
+    """As diffusers' class but for positions of references, and for the arguments of `patch_embedding` and of the blocks."""
+
+    @register_variant
+    def __init__(self, **wan: Any):
+        super().__init__(**wan)
+        self.rope = Rope(self.config.attention_head_dim, self.config.patch_size, self.config.rope_max_seq_len)
+        for block in self.blocks:
+            block.attn1.processor = RotaryProcessor()
 
     def forward(
         self,
@@ -22,34 +43,37 @@ class WanVariant(WanTransformer3DModel):
         timestep: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
         encoder_hidden_states_image: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
         embedded: dict[str, Any] | None = None,
         given: dict[str, Any] | None = None,
         return_dict: bool = False,
     ) -> tuple[torch.Tensor]:
         """[b, C, T, H, W] in whole patches, timestep [b] or [b, n], text [b, t, text_dim] -> [b, out_channels, T, H, W].
 
-        `embedded`: arguments of `patch_embedding`, behind the latent. `given`: those of `block_arguments`.
+        `positions` [b, R, 4] float32: frame, row, column and number of the source of R reference tokens. `embedded`:
+        arguments of `patch_embedding`, behind the latent. `given`: those of `block_arguments`.
         """
         assert not return_dict
         batch, _, *sizes = hidden_states.shape
-        rotary_emb, given = self.rope(hidden_states), self.block_arguments(hidden_states, timestep, **(given or {}))
+        frames, rows, columns = (size // side for size, side in zip(sizes, self.config.patch_size, strict=True))
+        rotary_emb = self.rope(hidden_states, positions)
+        given = self.block_arguments(hidden_states, timestep, **(given or {}))
         hidden_states = self.patch_embedding(hidden_states, **(embedded or {}))
-        tokens = timestep.shape[1] if timestep.ndim == 2 else None
+        times = timestep.shape[1] if timestep.ndim == 2 else None
         temb, modulation, text, picture = self.condition_embedder(
-            timestep.flatten(), encoder_hidden_states, encoder_hidden_states_image, timestep_seq_len=tokens
+            timestep.flatten(), encoder_hidden_states, encoder_hidden_states_image, timestep_seq_len=times
         )
         modulation = modulation.unflatten(-1, (6, -1))
         if picture is not None:
             text = torch.cat((picture, text), dim=1)
         for block in self.blocks:
             hidden_states = block(hidden_states, text, modulation, rotary_emb, **given)
-        table = self.scale_shift_table if tokens is None else self.scale_shift_table[None]
+        hidden_states = hidden_states[:, : frames * rows * columns, : temb.shape[-1]]
+        table = self.scale_shift_table if times is None else self.scale_shift_table[None]
         shift, scale = (table + temb.unsqueeze(-2)).unbind(-2)
-        if tokens is None:
+        if times is None:
             shift, scale = shift[:, None], scale[:, None]
-        hidden_states = hidden_states[..., : temb.shape[-1]]
         hidden_states = self.proj_out((self.norm_out(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states))
-        frames, rows, columns = (size // side for size, side in zip(sizes, self.config.patch_size, strict=True))
         out = hidden_states.view(batch, frames, rows, columns, *self.config.patch_size, -1)
         return (out.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(batch, -1, *sizes),)
 
@@ -58,15 +82,62 @@ class WanVariant(WanTransformer3DModel):
         return given
 
 
+class WanTransformer3DModel(WanVariant):
+    """diffusers' class of this name, with references in context (Bernini-R): latents of other videos and pictures."""
+
+    @register_variant
+    def __init__(self, **wan: Any):
+        super().__init__(**wan)
+        width = self.config.num_attention_heads * self.config.attention_head_dim
+        self.patch_embedding = Patches(self.config.in_channels, width, tuple(self.config.patch_size))
+
+
+class Rope(WanRotaryPosEmbed):
+    """Rotary tables of the video's tokens and of references behind them."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latent [b, C, T, H, W], positions [b, R, 4] as WanVariant's, alike for all entries -> two of [1, n + R, 1, D]."""
+        tables = super().forward(hidden_states)
+        if positions is None:
+            return tables
+        axes = (self.t_dim, self.h_dim, self.w_dim)
+        angles = [
+            place * _frequencies(width, place.device)
+            for place, width in zip(positions[0, :, :3].split(1, dim=-1), axes, strict=True)
+        ]
+        # Another source is another rotation of all channels.
+        source = positions[0, :, 3:] * _frequencies(self.attention_head_dim, positions.device)
+        angles = (torch.cat(angles, dim=-1) + source).repeat_interleave(2, dim=-1)[None, :, None]
+        own = (angles.cos(), angles.sin())
+        return tuple(torch.cat((table, other), dim=1) for table, other in zip(tables, own, strict=True))
+
+
+def _frequencies(width: int, device: torch.device) -> torch.Tensor:
+    """[width / 2]: radians for each position."""
+    return 10000.0 ** -(torch.arange(0, width, 2, device=device) / width)
+
+
+class Patches(nn.Conv3d):
+    """Patch embedding."""
+
+    def __init__(self, channels: int, width: int, patch: tuple[int, ...]):
+        super().__init__(channels, width, kernel_size=patch, stride=patch)
+
+    def forward(self, video: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
+        """[b, C, T, H, W], and references packed in patches [b, R, values] -> [b, n + R, width]."""
+        embedded = tokens(super().forward(video))
+        if references is None:
+            return embedded
+        return torch.cat((embedded, of_packed(self, references)), dim=1)
+
+
+def of_packed(patches: nn.Conv3d, packed: torch.Tensor) -> torch.Tensor:
+    """[b, R, C pt ph pw], patches of a latent -> what the patch embedding makes of them, [b, R, width]."""
+    return F.linear(packed, patches.weight.flatten(1), patches.bias)
+
+
 def tokens(patches: torch.Tensor) -> torch.Tensor:
     """[b, C, T, H, W] of a patch embedding -> tokens [b, T H W, C]."""
     return patches.flatten(2).transpose(1, 2)
-
-
-def register_variant(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorator of a variant's constructor `init(self, *, own arguments, **wan)`: register_to_config, for which Wan's
-    arguments are its own too."""
-    own = inspect.signature(init).parameters.values()
-    wan = inspect.signature(WanTransformer3DModel.__init__).parameters.values()
-    init.__signature__ = inspect.Signature([*wan, *(each for each in own if each.kind is each.KEYWORD_ONLY)])
-    return register_to_config(init)

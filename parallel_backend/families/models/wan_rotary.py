@@ -1,23 +1,8 @@
-"""Wan's transformer with a cheaper rotary embedding than diffusers' attention processor has."""
+"""Wan's self-attention with a cheaper rotary embedding than diffusers' attention processor has."""
 
-from typing import Any
-
-import diffusers
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
-
-from .wan import register_variant
-
-
-class WanTransformer3DModel(diffusers.WanTransformer3DModel):
-    """As diffusers' class but for the processors of self-attention. Parameters and arguments are the same."""
-
-    @register_variant
-    def __init__(self, **wan: Any):
-        super().__init__(**wan)
-        for block in self.blocks:
-            block.attn1.processor = RotaryProcessor()
 
 
 class RotaryProcessor(WanAttnProcessor):

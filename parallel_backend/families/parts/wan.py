@@ -9,14 +9,25 @@ from typing import Any
 import torch
 
 from parallel_backend.families.base.family import HeaderConfig
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
+from parallel_backend.families.base.patching import Patching
+from parallel_backend.families.base.step_inputs import (
+    REFERENCE_POSITIONS,
+    REFERENCES,
+    Config,
+    Shapes,
+    StepInputs,
+)
 from parallel_backend.families.parts.conditioning import count_blocks, text
 from parallel_backend.families.parts.key_map import KeyMap
 
+PATCHING = Patching(video=True)
+"""In bands of rows or frames: a video of one frame, as Wan makes pictures, has some too."""
 HEAD = 128
 """Width of a head in every model of this family. Nothing in the weights shows it."""
 PROMPT = 512
 """Tokens of text that the class expects behind a picture's, to which ComfyUI's encoder for Wan pads."""
+ACCEPTS = ("clip_fea", "denoise_mask")
+"""`Inputs.accepts`: arguments of ComfyUI's model call that `conditioning` knows. The mask has made the frames' timesteps."""
 MARKS = {  # a variant's name -> a key that only it has, in the order in which ComfyUI looks for them
     "vace": "vace_patch_embedding.weight",
     "camera": "control_adapter.conv.weight",
@@ -147,6 +158,18 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
             "was made for them."
         )
     return {"context": context, "picture": picture}
+
+
+def packed(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latent [B, C, T, H, W] -> its tokens [B, R, values] and their places [R, 3] float32: frame, row, column."""
+    whole = PATCHING.cut("frames")  # tokens frame by frame
+    return whole.pack(video), torch.cartesian_prod(*(torch.arange(float(size)) for size in whole.grid(tuple(video.shape))))
+
+
+def references(tokens: list[torch.Tensor], positions: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Conditioning tensors of references: tokens [B, R, values] and positions [R, k] of each, one behind the other."""
+    packed, places = torch.cat(tokens, dim=1), torch.cat(positions)
+    return {REFERENCES: packed, REFERENCE_POSITIONS: places.expand(len(packed), -1, -1).to(packed.device)}
 
 
 def check_video(what: str, grid: tuple[int, ...], video: torch.Tensor) -> None:

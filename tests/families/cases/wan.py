@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 
+import diffusers
 import torch
 import torch.nn.functional as F
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
+from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES
 from parallel_backend.families.parts.wan import PROMPT
+from parallel_backend.families.wan import WAN as WAN_FAMILY
 from tests.families.cases.case import Case, Native
 
 # Heads are 128 wide in every Wan, so two of them are the smallest model.
@@ -43,6 +46,13 @@ def _tensors(config, clip):
     return make
 
 
+def of_diffusers(model):
+    """diffusers' class with the weights of ours."""
+    theirs = diffusers.WanTransformer3DModel(**{name: model.config[name] for name in WAN}).eval()
+    theirs.load_state_dict(model.state_dict())
+    return theirs
+
+
 def _reference(model, x, timestep, tensors):
     """As WanImageToVideoPipeline calls it: times are of each token for the 5B, a frame's being all the same."""
     height, width = x.shape[-2:]
@@ -52,17 +62,32 @@ def _reference(model, x, timestep, tensors):
     picture = tensors.get("picture")
     if picture is not None and model.config.pos_embed_seq_len is not None:
         picture = torch.cat([pair for entry in picture for pair in entry.chunk(2)]).view(2 * len(x), -1, picture.shape[-1])
-    out = model(
-        hidden_states=x,
-        timestep=timestep,
-        encoder_hidden_states=tensors["context"],
-        encoder_hidden_states_image=picture,
-        return_dict=False,
-    )[0]
+    arguments = {
+        "hidden_states": x,
+        "timestep": timestep,
+        "encoder_hidden_states": tensors["context"],
+        "encoder_hidden_states_image": picture,
+        "return_dict": False,
+    }
+    if REFERENCES in tensors:  # diffusers has none: our own class, in one piece
+        references = {"positions": tensors[REFERENCE_POSITIONS], "embedded": {"references": tensors[REFERENCES]}}
+        out = model(**arguments, **references)[0]
+    else:
+        out = of_diffusers(model)(**arguments)[0]
     return out[..., :height, :width]
 
 
-def _conditioning(config, clip, masked):
+def _in_context(generator, batch):
+    """A video and a picture of odd sizes."""
+    return [torch.randn(batch, 16, *sizes, generator=generator) for sizes in ((2, 7, 8), (1, 5, 4))]
+
+
+def _with_references(generator, batch):
+    text = {"context": torch.randn(batch, 7, WAN["text_dim"], generator=generator)}
+    return WAN_FAMILY.inputs.conditioning(WAN, text | {"context_latents": _in_context(generator, batch)})
+
+
+def _conditioning(config, clip, masked, references):
     """`clip`: tokens of the CLIP vision output."""
 
     def make(generator):
@@ -72,6 +97,8 @@ def _conditioning(config, clip, masked):
             extras["concat_mask"] = torch.rand(1, 1, 3, 8, 6, generator=generator)
         if clip:
             extras["clip_vision_output.penultimate_hidden_states"] = torch.randn(1, clip, 1280, generator=generator)
+        if references:
+            extras["context_latents"] = _in_context(generator, 1)
         if masked:
             extras["denoise_mask"] = torch.tensor([0.0, 0.6, 1.0]).view(1, 1, 3, 1, 1).expand(1, 48, 3, 8, 6)
         return torch.randn(1, PROMPT, config["text_dim"], generator=generator), extras
@@ -88,7 +115,7 @@ class TimePerFrame(Case):
         return x, timestep[:, None] * torch.linspace(0, 1, x.shape[2]), tensors
 
 
-def _case(name, changes, latent=(4, 12, 10), clip=0, kind=Case):
+def _case(name, changes, latent=(4, 12, 10), clip=0, kind=Case, references=False):
     config = WAN | changes
     channels, out = config["in_channels"], config["out_channels"]
     frames, height, width = latent
@@ -99,14 +126,14 @@ def _case(name, changes, latent=(4, 12, 10), clip=0, kind=Case):
         config=config,
         latent=(channels, *latent),
         odd=(channels, frames, height - 1, width - 1),
-        tensors=_tensors(config, clip),
+        tensors=_with_references if references else _tensors(config, clip),
         reference=_reference,
         timestep=700.0,
         convert=None if first_and_last else convert_wan_transformer_to_diffusers,  # which forgets img_emb.emb_pos
         sampled=channels == out,
         native=Native(
             config,
-            _conditioning(config, clip, kind is TimePerFrame),
+            _conditioning(config, clip, kind is TimePerFrame, references),
             (out, min(frames, 3), 8, 6),
             detected={"text_dim": config["text_dim"]},
         ),
@@ -121,5 +148,6 @@ CASES = (
     _case("wan-2.1-i2v-without-clip", I2V | CLIP),
     _case("wan-2.1-flf2v", I2V | CLIP | {"pos_embed_seq_len": 10}, clip=10),
     _case("wan-2.2-i2v", I2V),
+    _case("wan-bernini", {}, references=True),
     _case("wan-2.2-5b", {"in_channels": 48, "out_channels": 48}, kind=TimePerFrame),
 )
