@@ -30,6 +30,8 @@ from . import (
     wan,
     wan_animate,
     wan_animate_2,
+    wan_camera,
+    wan_scail,
     wan_vace,
     z_image,
 )
@@ -56,6 +58,8 @@ FAMILIES: dict[str, Family] = {
         wan_animate.WAN_ANIMATE,
         wan_vace.WAN_VACE,
         minimax_h3.MINIMAX_H3,
+        wan_camera.WAN_CAMERA,
+        wan_scail.WAN_SCAIL,
         ltx_video.LTX_VIDEO,
         ltx2.LTX2,
         hunyuan_video.HUNYUAN_VIDEO,

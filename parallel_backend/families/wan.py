@@ -22,11 +22,8 @@ from parallel_backend.families.parts import wan
 from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
 
 VARIANTS = {  # see wan.kind: another class in ComfyUI, and another or none in diffusers
-    "camera": "Wan with camera control",
     "s2v": "Wan S2V",
     "humo": "HuMo",
-    "scail2": "SCAIL-2",
-    "scail": "SCAIL",
     "wandancer": "WanDancer",
     "reference": "Wan Fun Control with a reference picture",
 }

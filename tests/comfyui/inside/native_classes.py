@@ -104,6 +104,7 @@ ARGUMENTS = {  # beside the class's own unet_config; others are built with the d
     },
     "Trellis2": {"resolution": 64},
     "WAN21_Vace": {"vace_layers": 8, "vace_in_dim": 96},
+    "WAN22_Animate": {"num_layers": 5},
     "WAN_Animate2": {"num_layers": 2},
     "WAN22_WanDancer": {"num_layers": 2},
     "QwenImage": {"num_layers": 2},

@@ -1,0 +1,52 @@
+"""SCAIL and SCAIL-2 (ComfyUI's SCAILWanModel): pictures of a character and a pose video are tokens behind the video's."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .wan import WanVariant, of_packed, register_variant, tokens
+
+
+class WanSCAIL(WanVariant):
+    """`mask_channels`: of the masks that tell several characters apart, which SCAIL-2 has. None: it has none."""
+
+    @register_variant
+    def __init__(self, *, mask_channels: int | None = None, **wan: Any):
+        super().__init__(**wan)
+        config = self.config
+        width = config.num_attention_heads * config.attention_head_dim
+        self.patch_embedding = CharacterPatches(config.in_channels, mask_channels, width, tuple(config.patch_size))
+
+
+class CharacterPatches(nn.Module):
+    """Patch embedding of the video and pictures by the same weights, of the pose by others; masks are added."""
+
+    def __init__(self, channels: int, mask_channels: int | None, width: int, patch: tuple[int, ...]):
+        super().__init__()
+        self.video = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
+        self.pose = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
+        self.mask = None if mask_channels is None else nn.Conv3d(mask_channels, width, kernel_size=patch, stride=patch)
+
+    def forward(
+        self,
+        video: torch.Tensor,
+        mask: torch.Tensor | None,
+        references: torch.Tensor | None,
+        kinds: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[b, C, T, H, W], its `mask` [b, mask channels, T, H, W] -> [b, n + R, width].
+
+        `references` [b, R, values]: patches of a latent, behind them those of its mask if the model has masks. `kinds`
+        [b, R, 2]: 1 where they are of the pose; 1 where they have a mask.
+        """
+        embedded = self.video(video)
+        embedded = tokens(embedded if mask is None else embedded + self.mask(mask))
+        if references is None:
+            return embedded
+        latent = references[..., : self.video.weight[0].numel()]
+        posed, masked = kinds.to(embedded.dtype).split(1, dim=-1)
+        others = torch.where(posed > 0, of_packed(self.pose, latent), of_packed(self.video, latent))
+        if self.mask is not None:
+            others = others + masked * of_packed(self.mask, references[..., latent.shape[-1] :])
+        return torch.cat((embedded, others), dim=1)

@@ -1,0 +1,128 @@
+"""SCAIL and SCAIL-2: characters of pictures move as a pose video does."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from parallel_backend.families.base.family import CacheScope, Source
+from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
+from parallel_backend.families.parts import wan
+
+from .wan import WAN
+
+ASIDE = 120.0
+"""Columns between a video and its pose in positions; rows between it and pictures that replace somebody in it."""
+
+
+def _configure(shapes: Shapes) -> Config:
+    return wan.configure(shapes) | {"mask_channels": shapes.get("patch_embedding_mask.weight", (None, None))[1]}
+
+
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = wan.key_map(config, "patch_embedding.video")
+    keys.copy({"patch_embedding.pose": "patch_embedding_pose"})
+    if config["mask_channels"] is not None:
+        keys.copy({"patch_embedding.mask": "patch_embedding_mask"})
+    return keys.sources
+
+
+def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """As Wan's and, where there are any: `mask` [B, mask_channels, T, H, W] of the video; REFERENCES, of pictures and the
+    pose, with their masks; REFERENCE_POSITIONS [B, R, 7]: frame, row, column (the pose's are its own), whether it is of the
+    pose, whether it has a mask, rows and columns of the pose.
+    """
+    tensors, masks = wan.conditioning(config, given), config["mask_channels"]
+    videos = {name: given.get(name) for name in ("reference_latent", "pose_latents", "ref_mask_latents", "sam_latents")}
+    for name, video in videos.items():
+        if video is not None and (video.shape[-2] % 2 or video.shape[-1] % 2):
+            raise ValueError(f"positive, negative: '{name}' has an odd size in latent pixels. Use multiples of 16.")
+    pictures, pose, picture_mask, pose_mask = videos.values()
+    count = 0 if pictures is None else pictures.shape[2]
+    if picture_mask is not None:
+        tensors["mask"] = picture_mask[:, :, count:]
+        picture_mask = picture_mask[:, :, :count]
+    replaces = given.get("ref_mask_flag") is not None and not bool(given["ref_mask_flag"])
+    # Only differences of positions count: the video's begin at frame 0.
+    earlier, below = (max(count - 1, 0), ASIDE) if replaces else (count, 0.0)
+    found = [
+        _reference(video, mask, masks, shift, posed)
+        for video, mask, shift, posed in (
+            (pictures, picture_mask, (-earlier, below, 0.0), False),
+            (pose, pose_mask, (0.0, 0.0, 0.0), True),
+        )
+        if video is not None
+    ]
+    return tensors | (wan.references(*map(list, zip(*found, strict=True))) if found else {})
+
+
+def _reference(
+    video: torch.Tensor, mask: torch.Tensor | None, channels: int | None, shift: tuple[float, ...], posed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [B, R, values] and positions [R, 7] of one stream."""
+    packed, places = wan.packed(video)
+    if channels is not None:
+        blank = video.new_zeros(len(video), channels, *video.shape[2:])
+        packed = torch.cat((packed, wan.packed(blank if mask is None else mask)[0]), dim=-1)
+    _, rows, columns = wan.PATCHING.grid(tuple(video.shape))
+    rest = torch.tensor([float(posed), float(mask is not None), float(rows), float(columns)])
+    return packed, torch.cat((places + torch.tensor(shift), rest.expand(len(places), -1)), dim=1)
+
+
+def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
+    """See Inputs.check_grid."""
+    if "mask" in tensors:
+        wan.check_video("the mask of the characters", grid, tensors["mask"])
+
+
+def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    positions, kinds = step.tensors.get(REFERENCE_POSITIONS), None
+    if positions is not None:
+        places, kinds, sizes = positions.split((3, 2, 2), dim=-1)
+        # The pose covers the video, on the right of it, whatever its size: the middles of its patches are there.
+        _, rows, columns = step.grid
+        scale = torch.stack((rows / sizes[..., 0], columns / sizes[..., 1]), dim=-1)
+        middles = places[..., 1:] * scale + (scale - 1) / 2
+        middles = middles + F.pad(torch.full_like(middles[..., 1:], ASIDE), (1, 0))
+        inside = torch.where(kinds[..., :1] > 0, middles, places[..., 1:])
+        positions = torch.cat((places[..., :1], inside, torch.zeros_like(places[..., :1])), dim=-1)
+    embedded = {"mask": step.tensors.get("mask"), "references": step.tensors.get(REFERENCES), "kinds": kinds}
+    return wan.arguments(step, config) | {"positions": positions, "embedded": embedded}
+
+
+WAN_SCAIL = replace(
+    WAN,
+    name="wan-scail",
+    model_class="WanSCAIL",
+    class_module="parallel_backend.families.models.wan_scail",
+    native_classes=("WAN21_SCAIL", "WAN21_SCAIL2"),
+    file=replace(
+        WAN.file,
+        detect=lambda shapes: wan.kind(shapes) in ("scail", "scail2"),
+        configure=_configure,
+        key_map=_key_map,
+        header=wan.header(
+            model_type=lambda config: ("scail",) if config["mask_channels"] is None else ("scail2",),
+            mask_in_dim=lambda config: (config["mask_channels"],),
+        ),
+    ),
+    inputs=replace(
+        WAN.inputs,
+        conditioning=_conditioning,
+        check_grid=_check_grid,
+        accepts=(
+            *wan.ACCEPTS,
+            "reference_latent",
+            "pose_latents",
+            "ref_mask_latents",
+            "sam_latents",
+            "ref_mask_flag",
+        ),
+    ),
+    forward=replace(
+        WAN.forward,
+        arguments=_arguments,
+        cached_modules=WAN.forward.cached_modules | {"patch_embedding.mask": CacheScope.PROMPT},
+    ),
+)
