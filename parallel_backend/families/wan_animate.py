@@ -77,17 +77,17 @@ def _add_motion(motion: KeyMap, blocks: int) -> None:
         block.tensor("conv_skip.weight", "skip.1.weight")
 
 
-def _folder_key(config: Config, parameter: str) -> str:
-    """See FileLayout.folder_key."""
+def _folder_source(config: Config, parameter: str) -> Source:
+    """See FileLayout.folder_source."""
     match parameter.split("."):
         case ["patch_embedding", stream, leaf]:
-            return f"{'pose_' if stream == 'pose' else ''}patch_embedding.{leaf}"
+            return Source(f"{'pose_' if stream == 'pose' else ''}patch_embedding.{leaf}")
         case ["faces", *rest]:
-            return ".".join(rest)
+            return Source(".".join(rest))
         case ["blocks", index, "face", *rest]:
-            return ".".join(["face_adapter", str(int(index) // config["inject_face_latents_blocks"]), *rest])
+            return Source(".".join(["face_adapter", str(int(index) // config["inject_face_latents_blocks"]), *rest]))
         case _:
-            return parameter
+            return Source(parameter)
 
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -129,7 +129,7 @@ WAN_ANIMATE = replace(
         detect=lambda shapes: wan.kind(shapes) == "animate",
         configure=_configure,
         key_map=_key_map,
-        folder_key=_folder_key,
+        folder_source=_folder_source,
         header=wan.header("animate", motion_encoder_dim=lambda config: (config["motion_encoder_dim"],)),
         ignored=(*WAN.file.ignored, r"motion_encoder\..*\.kernel"),
     ),
