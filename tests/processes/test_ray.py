@@ -106,9 +106,20 @@ class Kept:
 
 
 @pytest.fixture(scope="module")
-def on_ray(nodes, flux_file) -> Iterator[Callable[[Degrees], RemoteTransformer]]:
+def kept(nodes, flux_file) -> Iterator[Kept]:
     kept = Kept(flux_file)
-    yield kept.load
+    yield kept
+    kept.close()
+
+
+@pytest.fixture(scope="module")
+def on_ray(kept) -> Callable[[Degrees], RemoteTransformer]:
+    return kept.load
+
+
+@pytest.fixture
+def no_pool(kept) -> None:
+    """Room for another one."""
     kept.close()
 
 
@@ -174,24 +185,32 @@ def test_a_machine_without_the_model_or_with_another_is_named(on_ray, flux_model
     assert wait_until_gone(pool.pids)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_killed_actor_is_named_and_the_next_pool_works(on_ray, given, expected, victim, measured):
     loss = Loss(on_ray, given, expected, measured)
     kill = lambda: os.kill(loss.model.pool.pids[victim], signal.SIGKILL)  # noqa: E731
     loss.check("an actor's death", kill, rf"rank {victim} \({PLACE}\) (was ended|has gone)")
 
 
-@pytest.mark.parametrize("gracefully", [True, False], ids=["shut down", "cut off"])
+@pytest.mark.parametrize(
+    "gracefully", [pytest.param(True, marks=pytest.mark.full, id="shut down"), pytest.param(False, id="cut off")]
+)
 def test_a_lost_node_is_named_and_the_next_pool_works_on_another(nodes, on_ray, given, expected, gracefully, measured):
     loss = Loss(on_ray, given, expected, measured)
     words = rf"rank {nodes.rank_on_other(loss.model.pool)} \({PLACE}\) (was lost with its machine|has gone)"
     loss.check("a node's removal", lambda: nodes.remove(gracefully), words, nodes.add)
 
 
-def test_no_room_is_refused_with_the_numbers(nodes, on_ray):
-    """Two that are never there, and one that is taken; what was running goes on."""
+@pytest.mark.full
+@pytest.mark.usefixtures("nodes")
+def test_gpus_that_are_never_there_are_refused_with_the_numbers():
     with pytest.raises(ValueError, match=r"^devices: 2 ranks on ray:cuda, ray:cuda need 2 GPUs .* has 0 GPUs and"):
         Pool(("ray:cuda", "ray:cuda"), THREADS, start=RayRanks)
+
+
+@pytest.mark.usefixtures("nodes")
+def test_no_room_is_refused_with_the_numbers(on_ray):
+    """A core that is never there, and ones that are taken; what was running goes on."""
     with pytest.raises(ValueError, match=rf"^devices: 3 ranks .* {3 * THREADS} CPU cores \({THREADS} for each CPU rank\)"):
         Pool(DEVICES + DEVICES[:1], THREADS, start=RayRanks)
     pool = on_ray(Degrees(pipe=2)).pool
@@ -208,15 +227,15 @@ def test_without_a_cluster_the_error_says_how_to_start_one(monkeypatch):
         Pool(DEVICES, THREADS, start=RayRanks)
 
 
-def test_a_machine_without_the_pack_is_named(on_ray, monkeypatch, tmp_path):
-    on_ray(Degrees(pipe=2)).pool.close()
+@pytest.mark.usefixtures("no_pool")
+def test_a_machine_without_the_pack_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(ray_ranks, "ROOT", str(tmp_path))
     with pytest.raises(RankError, match=rf"rank \d \({PLACE}\) .*Parallel DiT is not at {tmp_path} on this machine"):
         Pool(DEVICES, THREADS, start=RayRanks)
 
 
-def test_the_registry_starts_ranks_where_the_devices_say(nodes, on_ray, flux_file, given, expected):
-    on_ray(Degrees(pipe=2)).pool.close()
+@pytest.mark.usefixtures("no_pool")
+def test_the_registry_starts_ranks_where_the_devices_say(flux_file, given, expected):
     registry = Registry()
     key = ModelKey(flux_file, "fp32", DEVICES, Degrees(pipe=2), "sdpa")
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(registry):
@@ -230,8 +249,8 @@ def test_the_registry_starts_ranks_where_the_devices_say(nodes, on_ray, flux_fil
         assert model.pool.error is None
 
 
-def test_closing_leaves_nothing(nodes, on_ray, tmp_path, monkeypatch):
-    on_ray(Degrees(pipe=2)).pool.close()
+@pytest.mark.usefixtures("no_pool")
+def test_closing_leaves_nothing(nodes, tmp_path, monkeypatch):
     assert until(lambda: not nodes.living_actors())
     folder = tmp_path  # other processes' pools have their folders in the usual place
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -258,8 +277,8 @@ def test_a_stopped_rank_does_not_outlive_its_pool(nodes, on_ray):
     assert until(lambda: not nodes.living_actors())
 
 
-def test_no_actor_outlives_a_killed_client(nodes, on_ray, flux_file, tmp_path):
-    on_ray(Degrees(pipe=2)).pool.close()
+@pytest.mark.usefixtures("no_pool")
+def test_no_actor_outlives_a_killed_client(nodes, tmp_path):
     script = tmp_path / "comfyui_main.py"
     script.write_text(
         "import threading\n"

@@ -167,8 +167,15 @@ def test_the_mask_test_sees_the_mask(flux_model):
     assert tiny.relative(whole, tiny.reference(flux_model, x, timestep, tensors)) <= TOLERANCE
 
 
-@every_product
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "product",
+    [
+        pytest.param(degrees, marks=[pytest.mark.full] * (degrees.world == 8), id=name(degrees))
+        for degrees in PRODUCTS + UNEVEN
+    ],
+    indirect=True,
+)
 def test_a_run_of_exact_steps_equals_one_process(remote, exact_run, product, measured):
     noise, sigmas, prompt, expected = exact_run(height=15, width=11)
     bands = 1 if product.displaced else 3
