@@ -3,44 +3,33 @@
 import math
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from tests.families.cases import ltx2
+from tests.comfyui.test_families import save_case
+from tests.families.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
 
-LIMIT = 5e-5
-CASES = {case.name: case for case in ltx2.CASES}
-WIDTHS = {"ltx-2.3": 192, "ltx-2.0": 24, "ltx-2.5": 192}
-"""Channels of the text encoder's output."""
+CASE = next(case for case in all_cases() if case.name == "ltx-2.3")
 TRIED = [
-    *((what, "one rank") for what in ("dual cfg", "guides", "guidance", "video alone", "lora")),
-    *((what, mode) for what in ("dual cfg", "guides") for mode in ("all warm-up", "ulysses")),
+    *((what, "one rank") for what in ("guides", "guidance", "video alone", "lora")),
+    *(("dual cfg", "all warm-up"), ("guides", "all warm-up"), ("guides", "ulysses")),
 ]
 
 
 @pytest.fixture(scope="module")
-def found(request, inside, base):
-    """Results by case, of one run of ComfyUI for those models that were selected."""
-    names = sorted({item.callspec.params["name"] for item in request.session.items if item.path == request.path})
-    for name in names:
-        CASES[name].save_native(base / "models/diffusion_models" / f"{name}.safetensors")
-        generator = torch.Generator().manual_seed(5)
-        texts = {sign: torch.randn(1, 7, WIDTHS[name], generator=generator) for sign in ("positive", "negative")}
-        save_file(texts, base / f"{name}.inputs.safetensors")
-    return inside.run("ltx2", names=names)[0]
+def found(inside, base):
+    save_case(CASE, base)
+    return inside.run("ltx2", name=CASE.name)[0]
 
 
 @pytest.mark.parametrize(("what", "mode"), TRIED)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if CASES[name].full else ()) for name in CASES])
-def test_it_equals_the_native_model(found, name, what, mode, measured):
-    native = found[f"{name}, {what}, native"]
+def test_it_equals_the_native_model(found, what, mode, measured):
+    native = found[f"{what}, native"]
     assert "error" not in native, native
     assert 0.1 < native["largest"] < 1000
-    got = found[f"{name}, {what}, {mode}"]
+    got = found[f"{what}, {mode}"]
     assert "error" not in got, got
     assert got["whole because"] == [None] * (mode == "all warm-up")
-    measured(f"ComfyUI parity, largest difference, {name}", got["difference"])
+    measured(f"ComfyUI parity, largest difference, {CASE.name}", got["difference"])
     assert math.isfinite(got["difference"])
-    assert got["difference"] <= LIMIT
+    assert got["difference"] <= CASE.native.limit

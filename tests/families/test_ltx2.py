@@ -16,8 +16,7 @@ from tests.families.cases import ltx2
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("ltx2") / "ltx2.safetensors"
-    CASE.save_native(path)
-    return path
+    return CASE.save(CASE.model(), path, CASE.config)
 
 
 def with_header(file, path, **said):

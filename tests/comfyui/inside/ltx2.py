@@ -1,6 +1,6 @@
 """LTX-2's MODEL against ComfyUI's own for the same file, under LTX-2's own guiders and guidance. Run by serve.py.
 
-The test process has put `<name>.safetensors` into models/diffusion_models and its text into `<name>.inputs.safetensors`.
+The test process has put the case's files where inside/families.py reads them.
 """
 
 from functools import partial
@@ -8,19 +8,15 @@ from typing import Any
 
 import comfy.nested_tensor
 import comfy.sample
-from boot import BASE, Results, comfy, difference, node, parallel, sequence, torch
+from boot import BASE, Results, comfy, difference, torch
 from comfy_extras import nodes_lt
-from safetensors.torch import load_file
+from families import MODES, read
 
 FRAMES, HEIGHT, WIDTH, SOUND = 6, 4, 4, 11
-SAMPLED = ("dual cfg", "guides", "guidance", "video alone", "lora")
-"""What is sampled, and in two ranks' modes the first two."""
 
 
 def conditionings(name: str, extras: dict[str, Any]) -> tuple[list, list]:
-    texts = load_file(BASE / f"{name}.inputs.safetensors")
-    known = {"unprocessed_ltxav_embeds": True, "frame_rate": 23.976} | extras
-    return tuple([[texts[sign], dict(known)]] for sign in ("positive", "negative"))
+    return tuple([[text, known | extras]] for ((text, known),) in read(name)[:2])
 
 
 def randn(seed: int, *shape: int) -> torch.Tensor:
@@ -81,7 +77,7 @@ def sample(model, name: str, what: str) -> tuple[torch.Tensor, ...]:
 def native(name: str, what: str, expected: dict) -> dict:
     path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
     model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
-    expected[name, what] = found = sample(model, name, what)
+    expected[what] = found = sample(model, name, what)
     return {"largest": float(max(part.abs().max() for part in found))}
 
 
@@ -96,19 +92,15 @@ def compare(name: str, what: str, make, expected: tuple[torch.Tensor, ...]) -> d
     }
 
 
-MODES = {
-    "one rank": lambda file: parallel(file, pipe=1, devices="cpu"),
-    "all warm-up": lambda file: node("ApplyPipeFusion", parallel(file, stage_split="even"), 2, 1000, True),
-    "ulysses": lambda file: parallel(file, pipe=1, config=sequence(ulysses=2)),
-}
-
-
-def main(results: Results, names: list[str]) -> None:
+def main(results: Results, name: str) -> None:
     expected = {}
-    for name in names:
-        for what in SAMPLED:
-            results.case(f"{name}, {what}, native", partial(native, name, what, expected))
-    for mode, make in MODES.items():
-        for name, what in expected:
-            if mode == "one rank" or what in SAMPLED[:2]:
-                results.case(f"{name}, {what}, {mode}", partial(compare, name, what, make, expected[name, what]))
+    for what in ("dual cfg", "guides", "guidance", "video alone", "lora"):
+        results.case(f"{what}, native", partial(native, name, what, expected))
+    tried = {
+        "one rank": ("guides", "guidance", "video alone", "lora"),
+        "all warm-up": ("dual cfg", "guides"),
+        "ulysses": ("guides",),
+    }
+    for mode, whats in tried.items():
+        for what in whats:
+            results.case(f"{what}, {mode}", partial(compare, name, what, MODES[mode], expected[what]))

@@ -9,7 +9,7 @@ from diffusers.loaders.single_file_utils import convert_ltx2_transformer_to_diff
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.families.parts.stream_times import Times
-from tests.families.cases.case import Case
+from tests.families.cases.case import Case, Native
 
 # Every LTX-2 has 32 heads; two channels to a head is the least that a rotary embedding fills.
 LTX20 = {
@@ -78,16 +78,9 @@ class WithSound(Case):
         return (video, sound), timestep[:, None] * times, tensors
 
     def save(self, model, path: Path, config=None) -> Path:
-        """With the header that Lightricks' files have."""
-        save_file(load_file(super().save(model, path, config)), path, metadata(model.config))
-        return path
-
-    def save_native(self, path: Path) -> Path:
-        """With its connectors too, as ComfyUI's files are. ComfyUI 0.33 itself fails without modulation of the prompt."""
-        config = self.config | {"use_prompt_adaln_single": True}
-        model = self.model(config)
-        state = load_file(self.save(model, path, config)) | _connectors(config | dict(model.config))
-        save_file(state, path, metadata(model.config))
+        """With the header that Lightricks' files have, and for ComfyUI (`config`) with the connectors."""
+        state = load_file(super().save(model, path, config))
+        save_file(state if config is None else state | _connectors(model.config), path, metadata(model.config))
         return path
 
 
@@ -200,6 +193,17 @@ def _times(times):
     return Times(times.flatten(), torch.arange(times.numel()).view(times.shape), times.amax(1))
 
 
+def _native(config) -> Native:
+    """ComfyUI 0.33 itself fails where the prompt is modulated by a table alone, as in 2.5."""
+    width = config["caption_channels"] if config["use_prompt_embeddings"] else sum(_connector_widths(config))
+
+    def conditioning(generator):
+        extras = {"unprocessed_ltxav_embeds": True, "frame_rate": FRAME_RATE}
+        return torch.randn(1, 7, width, generator=generator), extras
+
+    return Native(config | {"use_prompt_adaln_single": True}, conditioning, (128, 6, 4, 4), beside=(8, SOUND, 16))
+
+
 def _case(name, config, **others):
     return WithSound(
         name=name,
@@ -209,12 +213,13 @@ def _case(name, config, **others):
         odd=(128, 5, 3, 5),
         tensors=_of(config),
         reference=_reference,
+        native=_native(config),
         **others,
     )
 
 
 CASES = (
     _case("ltx-2.3", LTX23),
-    _case("ltx-2.0", LTX20, convert=convert_ltx2_transformer_to_diffusers, full=True),
+    _case("ltx-2", LTX20, convert=convert_ltx2_transformer_to_diffusers, full=True),
     _case("ltx-2.5", LTX25, full=True),
 )
