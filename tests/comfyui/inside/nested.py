@@ -76,7 +76,7 @@ def shifted(model):
 
 def forecast(run, model) -> float:
     """How far a step cache moves the samples."""
-    return difference(run(model, steps=12), run(node("ParallelStepCache", model, 0.9, 0.0, 1.0), steps=12))
+    return difference(run(model, steps=8), run(node("ParallelStepCache", model, 0.9, 0.0, 1.0), steps=8))
 
 
 def previews(run, model) -> list[list[int]]:
