@@ -64,6 +64,8 @@ def evaluate_concurrently(
     executor, model, conds: list, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict
 ) -> list:
     """ComfyUI's CALC_COND_BATCH wrapper: same arguments and result as `calc_cond_batch`."""
+    if not getattr(model.diffusion_model, "on_ranks", False):  # Dual Model CFG Guider hands these options to another MODEL
+        return executor(model, conds, x_in, timestep, model_options)
     degrees = model.diffusion_model.key.degrees
     if degrees.batch * degrees.pipe == 1:  # one call after the other is as good
         return executor(model, conds, x_in, timestep, model_options)

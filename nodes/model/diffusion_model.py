@@ -61,6 +61,8 @@ class RemoteDiffusionModel(torch.nn.Module):
     use. `key` has the ones that it does use; degrees `auto` set it before a run.
     """
 
+    on_ranks = True
+    """As of RemoteModelPatcher."""
     weights: NativeWeights  # set by make_model
 
     def __init__(self, checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool):
