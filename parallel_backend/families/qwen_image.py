@@ -81,8 +81,10 @@ def _prepare(model: nn.Module, step: StepInputs) -> None:
     rope, positions = model.pos_embed, (step.positions(-(rows // 2), -(columns // 2)), words[:, None].expand(-1, 3))
     tables = tuple(rotary_table(each, rope.axes_dim, rope.theta) for each in positions)
     rope.forward = lambda *_args, **_named: tables
-    for module in (model, *model.transformer_blocks):
-        module.zero_cond_t = REFERENCES_AT_ZERO in step.tensors
+    model.zero_cond_t, last = False, model.norm_out  # what the forward makes of it itself is for tokens in its own order
+    for block in model.transformer_blocks:
+        block.zero_cond_t = REFERENCES_AT_ZERO in step.tensors
+    last.forward = lambda tokens, embedded: type(last).forward(last, tokens, embedded[: len(tokens)])
     _let_text_be_empty(sys.modules[type(model).__module__])
 
 
@@ -97,17 +99,17 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     return {
         "hidden_states": step.x,
         "encoder_hidden_states": step.text_tensor("context", config["joint_attention_dim"]),
-        "timestep": step.timestep,
-        "img_shapes": [[(0,)]],  # of what this forward makes of them positions and `modulate_index` are replaced
+        "timestep": step.times,
         "additional_t_cond": step.times.new_zeros(len(step.times), dtype=torch.long)
         if config["use_additional_t_cond"]
         else None,
     }
 
 
-def _modulate_index(index: torch.Tensor | None, step: StepInputs) -> torch.Tensor | None:
-    """[1, n]: not 0 for the rank's tokens that are at time 0."""
-    return None if index is None else step.at_zero()[None]
+def _modulate_index(_index: None, step: StepInputs) -> torch.Tensor | None:
+    """[1, n]: not 0 for the rank's tokens that are at time 0. None: none can be."""
+    references = step.at_zero()
+    return None if references is None else references[None]
 
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:

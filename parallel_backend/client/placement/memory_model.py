@@ -136,11 +136,12 @@ class ModelSizes:
             tensor_degrees=self.tensor_degrees,
         )
 
-    def heads_on(self, degrees: Degrees, at: Coordinate) -> int:
-        """That a rank attends to."""
+    def key_heads_on(self, degrees: Degrees, at: Coordinate) -> int:
+        """Whose keys and values a rank keeps: once for the heads that share them, unless some of these are elsewhere."""
         groups = self.key_heads or self.heads
-        own = len(split(Span(0, groups), degrees.tensor)[at.tensor]) * (self.heads // groups)
-        return len(split(Span(0, own), degrees.ulysses)[at.ulysses])
+        sharing = self.heads // groups
+        own = split(Span(0, len(split(Span(0, groups), degrees.tensor)[at.tensor]) * sharing), degrees.ulysses)[at.ulysses]
+        return len(own) if own.start % sharing or own.stop % sharing else len(own) // sharing
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,7 @@ def _buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinat
     layers += sizes.prologue if span.start == 0 else ()
     of_text = dict.fromkeys((TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE), sizes.text_head_size or sizes.head_size)
     values = sum(tokens[over] * of_text.get(over, sizes.head_size) for over in layers)
-    return 2 * request.kept * request.entries_on(degrees, at) * sizes.heads_on(degrees, at) * values * sizes.itemsize
+    return 2 * request.kept * request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at) * values * sizes.itemsize
 
 
 def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:

@@ -8,6 +8,18 @@ import torch
 from diffusers.models.transformers import transformer_ernie_image as theirs
 
 
+class _Positions(theirs.ErnieImageEmbedND3):
+    """As theirs, which goes by way of autocast."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[1, n, 3] float32 -> angles [1, n, 1, head size], each for two channels in a row."""
+        parts = []
+        for axis, width in enumerate(self.axes_dim):
+            powers = torch.arange(0, width, 2, dtype=torch.float32, device=ids.device) / width
+            parts.append(ids[..., axis, None] / self.theta**powers)
+        return torch.cat(parts, dim=-1).repeat_interleave(2, dim=-1)[:, :, None]
+
+
 class _PatchEmbed(theirs.ErnieImagePatchEmbedDynamic):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """[b, n, c] -> [b, n, hidden]: patches are single latent pixels."""
@@ -26,7 +38,7 @@ class ErnieImageTransformer2DModel(diffusers.ErnieImageTransformer2DModel):
     @functools.wraps(diffusers.ErnieImageTransformer2DModel.__init__)
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        self.x_embedder.__class__ = _PatchEmbed
+        self.x_embedder.__class__, self.pos_embed.__class__ = _PatchEmbed, _Positions
         for layer in self.layers:
             layer.__class__ = _Block
 

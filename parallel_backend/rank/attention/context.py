@@ -120,11 +120,13 @@ class AttentionContext:
         traffic: Traffic,
         drops_mask: bool = False,
         codec: Codec | None = None,
+        sharing: int = 1,
     ):
+        """`sharing`: query heads in a row that share keys and values, which the class repeats for each of them."""
         self.patch, self.ring, self.ulysses = axes["patch"], axes["ring"], axes["ulysses"]
         self.naive = degrees.naive
         self.drops_mask = drops_mask  # see Family
-        self.kernel, self.traffic, self.codec = kernel, traffic, codec
+        self.kernel, self.traffic, self.codec, self.sharing = kernel, traffic, codec, sharing
         self.step: AttentionStep | None = None
 
     def ulysses_ranks(self, patch: int, ring: int) -> range:

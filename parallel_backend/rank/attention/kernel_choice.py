@@ -30,7 +30,8 @@ LONGEST_REASON = 200
 class RankKernel:
     """A rank's attention: by one kernel, and by SDPA what that cannot take.
 
-    Tried once for each head size and dtype, with the log-sum-exp apart. `attend` and `attend_lse`: see kernels/interface.py.
+    Tried once for each head size and dtype, with the log-sum-exp apart. `attend` and `attend_lse`: see kernels/interface.py;
+    besides, several query heads in a row may share one of the keys and values.
     """
 
     def __init__(self, kernel: AttentionKernel, device: torch.device, refused: str = ""):
@@ -43,10 +44,10 @@ class RankKernel:
         self._took_calls = False
 
     def attend(self, q, k, v, mask, scale):
-        return self._for(q, k, mask, lse=False).attend(q, k, v, mask, scale)
+        return self._for(q, k, mask, lse=False).attend(q, *_for_each_head(q, k, v), mask, scale)
 
     def attend_lse(self, q, k, v, mask, scale):
-        return self._for(q, k, mask, lse=True).attend_lse(q, k, v, mask, scale)
+        return self._for(q, k, mask, lse=True).attend_lse(q, *_for_each_head(q, k, v), mask, scale)
 
     def failure(self, head_size: int, dtype: torch.dtype, lse: bool = False) -> str | None:
         """Why it does not take such calls; None if it does."""
@@ -164,3 +165,9 @@ def _module(kernel: AttentionKernel) -> ModuleType:
 
 def _name(dtype: torch.dtype) -> str:
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype))
+
+
+def _for_each_head(q: torch.Tensor, *shared: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[B, k, h, D] of heads that several query heads share -> [B, k, H, D]."""
+    times = q.shape[2] // shared[0].shape[2]
+    return shared if times == 1 else tuple(x.repeat_interleave(times, dim=2) for x in shared)

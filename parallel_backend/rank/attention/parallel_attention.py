@@ -73,17 +73,17 @@ class ParallelAttention:
             return F.pad(self.attend(*(x[:, kept] for x in (query, key, value)), scale, mask), (0, 0, 0, 0, *sides))
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
         if axis.size == 1:
-            return attend(step, query, key, value, scale)
+            return attend(step, query, key, value, scale, Span(0, heads))
         groups = head_groups(heads, axis.size, self._groups(step, query))
         shared = (axis, context.traffic, context.codec)
         keys = [step.lengths[rank] for rank in ranks]
         ready = start_sequence_to_heads(query, key, value, lengths, keys, groups[0], *shared)
         out, finishing = torch.empty_like(query, memory_format=torch.contiguous_format), []
         for number, group in enumerate(groups, 1):
-            own = ready()
+            own = (*ready(), scale, group[axis.index])
             if number < len(groups):
                 ready = start_sequence_to_heads(query, key, value, lengths, keys, groups[number], *shared)
-            finishing.append(start_heads_to_sequence(attend(step, *own, scale), out, lengths, group, *shared))
+            finishing.append(start_heads_to_sequence(attend(step, *own), out, lengths, group, *shared))
         for finish in finishing:
             finish()
         return out
@@ -96,13 +96,23 @@ class ParallelAttention:
         whole = not step.overlap or step.buffer is not None or heads < groups
         return 1 if whole or (query.is_cuda and work < LEAST_WORK) else groups
 
-    def _attend_fresh(self, step: AttentionStep, query, key, value, scale) -> torch.Tensor:
-        """Attention over keys and values of this call only."""
+    def _once(self, heads: Span, *repeated: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Keys and values [B, k, h, D] of the query heads `heads`, once for those that share them.
+
+        As given where some of the heads that share one are on another rank.
+        """
+        sharing = self.context.sharing
+        return repeated if heads.start % sharing or heads.stop % sharing else tuple(x[:, :, ::sharing] for x in repeated)
+
+    def _attend_fresh(self, step: AttentionStep, query, key, value, scale, heads: Span) -> torch.Tensor:
+        """Attention over keys and values of this call only. `heads`: those that q, k and v have, of the layer's."""
         context = self.context
         patch, ring = context.patch, context.ring
         patches = [patch.index] if context.naive else list(range(patch.size))
         # By ring rank: sequence ranks whose keys it holds after the gather over patches.
         holds = [[context.ulysses_ranks(p, r) for p in patches] for r in range(ring.size)]
+        if len(patches) > 1 or ring.size > 1:
+            key, value = self._once(heads, key, value)
         if len(patches) > 1:
             lengths = [_tokens(step, ranks) for ranks in holds[ring.index]]
             parts = start_gather(torch.stack((key, value)), lengths, 2, patch, context.traffic).wait()
@@ -122,14 +132,15 @@ class ParallelAttention:
             query, key, value, lengths, masks, context.kernel.attend_lse, scale, step.overlap, ring, context.traffic
         )
 
-    def _attend_buffered(self, step: AttentionStep, query, key, value, scale) -> torch.Tensor:
-        """Attention over the K/V buffer, after fresh keys and values are written to it.
+    def _attend_buffered(self, step: AttentionStep, query, key, value, scale, heads: Span) -> torch.Tensor:
+        """Attention over the K/V buffer, after fresh keys and values are written to it. `heads`: see _attend_fresh.
 
         Keys do not rotate over the ring here: rotating the whole buffer for each band would move M times as much. Each ring
         rank gathers the band's keys, which moves as much as rotating the band, and has a whole buffer.
         """
         context = self.context
         patch, ring, traffic = context.patch, context.ring, context.traffic
+        key, value = self._once(heads, key, value)
         if ring.size > 1:
             lengths = [_tokens(step, context.ulysses_ranks(patch.index, index)) for index in range(ring.size)]
             key, value = self._gather_ring(key, value, lengths)

@@ -57,11 +57,9 @@ class StageIO:
 
     def cut(self, name: str, cut: ArgumentCut, value: Any) -> Any:
         """`cut(value, rows)`, computed once for all blocks that get the same object `value`."""
-        known, done = self._cut.get(name, (None, None))
-        if known is not value:
-            done = cut(value, self.rows)
-            self._cut[name] = value, done
-        return done
+        if name not in self._cut or self._cut[name][0] is not value:
+            self._cut[name] = value, cut(value, self.rows)
+        return self._cut[name][1]
 
     def for_tokens(self, name: str, make: Callable[[Any, StepInputs], Any], value: Any) -> Any:
         """`make(value, inputs)`, computed once for all blocks that get the same object `value`."""

@@ -75,8 +75,8 @@ class TensorPlan:
                 module.heads = module.num_heads = local_heads
                 module.num_kv_heads = local_key_heads
                 module.inner_dim = local_heads * self.head_size
-            if hasattr(module, "mlp_hidden_dim"):  # these split what a layer gives for the feed-forward, by its width
-                module.mlp_hidden_dim = len(split(Span(0, module.mlp_hidden_dim), self.axis.size)[self.axis.index])
+                if hasattr(module, "mlp_hidden_dim"):  # these layers hold the feed-forward too, and are split by both widths
+                    module.mlp_hidden_dim = len(split(Span(0, module.mlp_hidden_dim), self.axis.size)[self.axis.index])
             cut = self.layer_cut(f"{name}.weight")
             if cut is None:
                 continue
