@@ -58,7 +58,7 @@ def test_a_kernel_computes_attention_and_its_log_sum_exp(package, scale):
     assert kernel.report() == f"{kernel.kernel.title} in fp32"
     assert_equal(kernel.attend_lse(*given, None, scale), expected)
     sdpa_took = package in WITHOUT_LSE
-    said = f"torch SDPA in fp32: {kernel.kernel.title} cannot take the ring's log-sum-exp"
+    said = f"torch SDPA in fp32: {kernel.kernel.title} cannot take calls that need a log-sum-exp"
     assert kernel.report() == (said if sdpa_took else f"{kernel.kernel.title} in fp32")
 
 
@@ -69,7 +69,7 @@ def test_a_mask_goes_to_sdpa_where_the_kernel_takes_none(package):
     assert_equal([kernel.attend(*given, mask, SCALE)], sdpa.attend_lse(*given, mask, SCALE)[:1])
     assert_equal(kernel.attend_lse(*given, mask, SCALE), sdpa.attend_lse(*given, mask, SCALE))
     title = kernel.kernel.title
-    lacks = "the ring's log-sum-exp" if kernel.kernel.masks else "calls with a mask"
+    lacks = "calls that need a log-sum-exp" if kernel.kernel.masks else "calls with a mask"
     assert kernel.report() == f"{title} in fp32, and torch SDPA for {lacks}"
 
 

@@ -93,7 +93,7 @@ class RankKernel:
             return "calls with a mask"
         if self.failure(q.shape[-1], q.dtype) is not None:
             return f"heads of {q.shape[-1]} in {_name(q.dtype)}"
-        return "the ring's log-sum-exp" if lse and self.failure(q.shape[-1], q.dtype, lse=True) is not None else ""
+        return "calls that need a log-sum-exp" if lse and self.failure(q.shape[-1], q.dtype, lse=True) is not None else ""
 
 
 def choose_kernel(attention: str, device: torch.device, dtype: str, head_size: int = 64, ring: bool = False) -> RankKernel:
