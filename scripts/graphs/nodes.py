@@ -1,0 +1,113 @@
+"""Nodes that several bundled workflows have, with their sizes in the editor."""
+
+from typing import Any
+
+from scripts.workflow_form import NOTE, Group, Link, Node, Unconnected
+
+MODEL, CONDITIONING, LATENT = ((kind, kind) for kind in ("MODEL", "CONDITIONING", "LATENT"))
+PIPEFUSION = {"num_pipeline_patch": 0, "warmup_steps": 1, "overlap": True, "extrapolate": True}
+
+
+def loader_node(model_name: str, config: Node | None = None, **widgets: Any) -> Node:
+    inputs = {
+        "model_name": model_name,
+        "weight_dtype": "default",
+        "pipefusion_degree": 1,
+        "tensor_parallel_degree": 1,
+        "split_batch_degree": 1,
+        "devices": "auto",
+        "parallel_config": config["parallel_config"] if config else Unconnected("PARALLEL_CONFIG"),
+        "stage_split": "auto",
+        "compile": False,
+        "degrees": "as set",
+    }
+    return Node("ParallelDiTLoader", (320, 254), inputs | widgets, (MODEL,))
+
+
+def sampling_inputs(model: Link, positive: Link, negative: Link, latent: Node, **widgets: Any) -> dict[str, Any]:
+    """KSampler's inputs, which PipeFusion Sampler has too."""
+    inputs = {
+        "model": model,
+        "seed": 42,
+        "steps": 20,
+        "cfg": 3.0,
+        "sampler_name": "euler",
+        "scheduler": "simple",
+        "positive": positive,
+        "negative": negative,
+        "latent_image": latent["LATENT"],
+        "denoise": 1.0,
+    }
+    return inputs | widgets
+
+
+def pipefusion_sampler_node(inputs: dict[str, Any], **settings: Any) -> Node:
+    outputs = (LATENT, ("report", "STRING"))
+    return Node("PipeFusionSampler", (320, 390), inputs | PIPEFUSION | {"step_cache": 0.0} | settings, outputs)
+
+
+def apply_pipefusion_node(model: Link) -> Node:
+    return Node("ApplyPipeFusion", (320, 130), {"model": model} | PIPEFUSION, (MODEL,))
+
+
+def ksampler_node(inputs: dict[str, Any]) -> Node:
+    return Node("KSampler", (320, 262), inputs, (LATENT,))
+
+
+def report_group(sampler: Node, width: int, height: int = 180) -> Group:
+    text = Node("PreviewAny", (width, height), {"source": sampler["report"]}, (), "What the ranks did")
+    return Group("Report", ((text,),))
+
+
+def latent_node(width: int, height: int, batch_size: int = 1, node: str = "EmptySD3LatentImage") -> Node:
+    return Node(node, (320, 106), {"width": width, "height": height, "batch_size": batch_size}, (LATENT,))
+
+
+def note_group(title: str, size: tuple[int, int], text: str) -> Group:
+    return Group(None, ((Node(NOTE, size, {"text": text}, title=title),),))
+
+
+def dual_clip_node(first: str, second: str) -> Node:
+    widgets = {"clip_name1": first, "clip_name2": second, "type": "flux", "device": "default"}
+    return Node("DualCLIPLoader", (320, 130), widgets, (("CLIP", "CLIP"),))
+
+
+def vae_node(name: str) -> Node:
+    return Node("VAELoader", (320, 58), {"vae_name": name}, (("VAE", "VAE"),))
+
+
+def text_node(clip: Node, text: str, title: str = "Prompt", height: int = 150) -> Node:
+    return Node("CLIPTextEncode", (320, height), {"text": text, "clip": clip["CLIP"]}, (CONDITIONING,), title)
+
+
+def picture_group(samples: Link, vae: Node, prefix: str, sampler: tuple[Node, ...] = (), height: int = 440) -> Group:
+    decode = Node("VAEDecode", (400, 46), {"samples": samples, "vae": vae["VAE"]}, (("IMAGE", "IMAGE"),))
+    save = Node("SaveImage", (400, height), {"images": decode["IMAGE"], "filename_prefix": prefix}, ())
+    return Group("Sampler and picture" if sampler else "Picture", ((*sampler, decode, save),))
+
+
+def clip_node(name: str, kind: str) -> Node:
+    widgets = {"clip_name": name, "type": kind, "device": "default"}
+    return Node("CLIPLoader", (320, 106), widgets, (("CLIP", "CLIP"),))
+
+
+def custom_sampling_nodes(guider: Node, latent: Link, sampler_name: str, sigmas: Node) -> tuple[Node, ...]:
+    """ComfyUI's nodes around SamplerCustomAdvanced, which is the last one."""
+    noise = Node("RandomNoise", (320, 82), {"noise_seed": 42}, (("NOISE", "NOISE"),))
+    select = Node("KSamplerSelect", (320, 58), {"sampler_name": sampler_name}, (("SAMPLER", "SAMPLER"),))
+    inputs = {
+        "noise": noise["NOISE"],
+        "guider": guider["GUIDER"],
+        "sampler": select["SAMPLER"],
+        "sigmas": sigmas["SIGMAS"],
+        "latent_image": latent,
+    }
+    sampler = Node("SamplerCustomAdvanced", (320, 106), inputs, (("output", "LATENT"), ("denoised_output", "LATENT")))
+    return noise, guider, select, sigmas, sampler
+
+
+def files_note(title: str, files: tuple[str, ...], text: str, height: int = 300) -> Group:
+    """A note that begins with the files that users bring."""
+    lines = "".join(f"- `models/{file}`\n" for file in files)
+    head = "Needs **your own files**, by these names or picked in the loaders:\n"
+    return note_group(title, (360, height), f"{head}{lines}\n{text}")

@@ -1,0 +1,287 @@
+"""Workflows that make pictures with models whose files users bring: ComfyUI's own nodes for text and picture."""
+
+from scripts.workflow_form import Graph, Group, Node, Unconnected
+
+from .nodes import (
+    CONDITIONING,
+    LATENT,
+    MODEL,
+    apply_pipefusion_node,
+    clip_node,
+    dual_clip_node,
+    files_note,
+    ksampler_node,
+    latent_node,
+    loader_node,
+    note_group,
+    picture_group,
+    pipefusion_sampler_node,
+    report_group,
+    sampling_inputs,
+    text_node,
+    vae_node,
+)
+
+FLUX_FILES = """\
+Needs **your own files**, by these names or picked in the loaders:
+- `models/diffusion_models/{model}`
+- `models/text_encoders/clip_l.safetensors`
+- `models/text_encoders/t5xxl_fp8_e4m3fn.safetensors`
+- `models/vae/ae.safetensors`
+
+"""
+
+
+def flux_schnell_pipefusion() -> Graph:
+    """FLUX.1 schnell on two GPUs that hold half of it each, by PipeFusion Sampler."""
+    loader = loader_node("flux1-schnell.safetensors", pipefusion_degree=2)
+    clip, vae = dual_clip_node("clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors"), vae_node("ae.safetensors")
+    prompt = text_node(clip, "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph")
+    negative = text_node(clip, "", "Negative prompt (not used at cfg 1)", 88)
+    latent = latent_node(1024, 1024)
+    inputs = sampling_inputs(loader["MODEL"], prompt["CONDITIONING"], negative["CONDITIONING"], latent, steps=4, cfg=1.0)
+    sampler = pipefusion_sampler_node(inputs, num_pipeline_patch=2)
+    text = FLUX_FILES.format(model="flux1-schnell.safetensors") + (
+        "Made for **2 GPUs** without NVLink, 16 GB each: each holds half of the 24 GB model.\n"
+        "- **4 GPUs**: `pipefusion_degree` 4. With four steps the pipeline is filled and emptied often, so it is for "
+        "cards that hold no half of the model.\n"
+        "- **2 GPUs with NVLink that hold all of it**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` "
+        "2: exact.\n"
+        "- **1 GPU**: `pipefusion_degree` 1, `weight_dtype` fp8_e4m3fn.\n"
+        "- `num_pipeline_patch` is 2 because four steps are few: more patches stray further from the picture of one GPU.\n"
+    )
+    return Graph(
+        (
+            (note_group("Files, GPUs, what to turn", (360, 300), text),),
+            (Group("Model and text encoders", ((loader, clip),)),),
+            (Group("Prompt and size", ((prompt, negative, latent),)),),
+            (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
+            (picture_group(sampler["LATENT"], vae, "flux-schnell", height=360), report_group(sampler, 400)),
+        )
+    )
+
+
+def flux_dev_ulysses_pipefusion() -> Graph:
+    """FLUX.1 dev on four GPUs, two stages of two that share the tokens, by ComfyUI's custom sampling nodes."""
+    config = Node(
+        "UlyssesConfig",
+        (320, 254),
+        {
+            "ulysses_degree": 2,
+            "ring_degree": 1,
+            "patch_mode": "none",
+            "patch_degree": 1,
+            "attention": "auto",
+            "comm_overlap": True,
+            "patch_warmup_steps": 1,
+            "transfer_dtype": "full",
+        },
+        (("parallel_config", "PARALLEL_CONFIG"),),
+    )
+    loader = loader_node("flux1-dev.safetensors", config, pipefusion_degree=2)
+    clip, vae = dual_clip_node("clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors"), vae_node("ae.safetensors")
+    prompt = text_node(clip, "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph")
+    guidance = Node("FluxGuidance", (320, 58), {"conditioning": prompt["CONDITIONING"], "guidance": 3.5}, (CONDITIONING,))
+    latent = latent_node(1024, 1024)
+    apply = apply_pipefusion_node(loader["MODEL"])
+    shift = {"max_shift": 1.15, "base_shift": 0.5, "width": 1024, "height": 1024}
+    shifted = Node("ModelSamplingFlux", (320, 130), {"model": apply["MODEL"]} | shift, (MODEL,))
+    noise = Node("RandomNoise", (320, 82), {"noise_seed": 42}, (("NOISE", "NOISE"),))
+    guider = Node(
+        "BasicGuider",
+        (320, 46),
+        {"model": shifted["MODEL"], "conditioning": guidance["CONDITIONING"]},
+        (("GUIDER", "GUIDER"),),
+    )
+    select = Node("KSamplerSelect", (320, 58), {"sampler_name": "euler"}, (("SAMPLER", "SAMPLER"),))
+    steps = {"model": shifted["MODEL"], "scheduler": "simple", "steps": 20, "denoise": 1.0}
+    sigmas = Node("BasicScheduler", (320, 106), steps, (("SIGMAS", "SIGMAS"),))
+    sampler = Node(
+        "SamplerCustomAdvanced",
+        (320, 106),
+        {
+            "noise": noise["NOISE"],
+            "guider": guider["GUIDER"],
+            "sampler": select["SAMPLER"],
+            "sigmas": sigmas["SIGMAS"],
+            "latent_image": latent["LATENT"],
+        },
+        (("output", "LATENT"), ("denoised_output", "LATENT")),
+    )
+    text = FLUX_FILES.format(model="flux1-dev.safetensors") + (
+        "Made for **4 GPUs** in two pairs with fast links: `pipefusion_degree` 2 (a pair holds half of the 24 GB model) "
+        "times `ulysses_degree` 2 (its cards share the picture). In `devices` a pair's cards are neighbours.\n"
+        "- **2 GPUs**: `ulysses_degree` 1 keeps the pipeline (any links, half of the model on each); "
+        "`pipefusion_degree` 1 keeps Ulysses (fast links, all of the model on each; exact).\n"
+        "- **8 GPUs**: `ulysses_degree` 4.\n"
+        "- **1 GPU**: both 1.\n"
+        "- Another size: write it into ModelSamplingFlux too.\n"
+    )
+    return Graph(
+        (
+            (note_group("Files, GPUs, what to turn", (360, 300), text), Group("GPUs that share the picture", ((config,),))),
+            (Group("Model and text encoders", ((loader, clip),)),),
+            (Group("Pipeline", ((apply, shifted),)), Group("Prompt", ((prompt, guidance),))),
+            (Group("Sampling and size", ((noise, latent, guider, select, sigmas),)), Group("VAE", ((vae,),))),
+            (picture_group(sampler["output"], vae, "flux-dev", (sampler,)),),
+        )
+    )
+
+
+def sd3_split_batch() -> Graph:
+    """Stable Diffusion 3.5 large on two GPUs, one for each prompt, by KSampler."""
+    loader = loader_node("sd3.5_large.safetensors", split_batch_degree=2)
+    names = {f"clip_name{place}": f"{name}.safetensors" for place, name in enumerate(SD3_ENCODERS, 1)}
+    clip = Node("TripleCLIPLoader", (320, 106), names, (("CLIP", "CLIP"),))
+    vae = vae_node("sd3.5_vae.safetensors")
+    positive = text_node(clip, "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph")
+    negative = text_node(clip, "blurry, low quality, text, watermark", "Negative prompt", 100)
+    latent = latent_node(1024, 1024)
+    shifted = Node("ModelSamplingSD3", (320, 58), {"model": loader["MODEL"], "shift": 3.0}, (MODEL,))
+    inputs = sampling_inputs(
+        shifted["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent, cfg=4.0, scheduler="sgm_uniform"
+    )
+    sampler = ksampler_node(inputs)
+    text = (
+        "Needs **your own files**, by these names or picked in the loaders:\n"
+        "- `models/diffusion_models/sd3.5_large.safetensors`\n"
+        "- `models/text_encoders/`: `clip_l`, `clip_g`, `t5xxl_fp8_e4m3fn` (`.safetensors`)\n"
+        "- `models/vae/sd3.5_vae.safetensors`: from the model's own `vae` folder, renamed\n\n"
+        "Made for **2 GPUs** of 24 GB: each holds the whole model, one runs the prompt, the other the negative "
+        "prompt. Exact, and next to nothing moves between them.\n"
+        "- **16 GB cards**: `weight_dtype` fp8_e4m3fn.\n"
+        "- **4 GPUs**: also `pipefusion_degree` 2, and Apply PipeFusion in front of ModelSamplingSD3.\n"
+        "- **Several pictures**: `batch_size` is shared out as well.\n"
+        "- **1 GPU**: `split_batch_degree` 1.\n"
+        "- It needs `cfg` above 1: at 1 there is no negative prompt to share out.\n"
+    )
+    return Graph(
+        (
+            (note_group("Files, GPUs, what to turn", (360, 300), text),),
+            (Group("Model and text encoders", ((loader, clip),)),),
+            (Group("Prompt and size", ((positive, negative, latent),)),),
+            (Group("Sampling", ((shifted, sampler),)), Group("VAE", ((vae,),))),
+            (picture_group(sampler["LATENT"], vae, "sd3"),),
+        )
+    )
+
+
+SD3_ENCODERS = ("clip_l", "clip_g", "t5xxl_fp8_e4m3fn")
+
+
+def pixart_2048() -> Graph:
+    """PixArt-Sigma at 2048 x 2048 on four GPUs, a pipeline of four."""
+    loader = loader_node("PixArt-Sigma-XL-2-2K-MS", pipefusion_degree=4)
+    widgets = {"clip_name": "t5xxl_fp8_e4m3fn.safetensors", "type": "pixart", "device": "default"}
+    clip = Node("CLIPLoader", (320, 106), widgets, (("CLIP", "CLIP"),))
+    vae = vae_node("sdxl_vae.safetensors")
+    positive = text_node(clip, "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph")
+    negative = text_node(clip, "blurry, low quality, text, watermark", "Negative prompt", 100)
+    latent = latent_node(2048, 2048, node="EmptyLatentImage")
+    inputs = sampling_inputs(
+        loader["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent, cfg=4.5, sampler_name="dpmpp_2m"
+    )
+    sampler = pipefusion_sampler_node(inputs | {"scheduler": "normal"})
+    text = (
+        "Needs **your own files**, by these names or picked in the loaders:\n"
+        "- `models/diffusion_models/PixArt-Sigma-XL-2-2K-MS/`: that repository's `transformer` folder (`config.json` and "
+        "`diffusion_pytorch_model.safetensors`), renamed\n"
+        "- `models/text_encoders/t5xxl_fp8_e4m3fn.safetensors`\n"
+        "- `models/vae/sdxl_vae.safetensors`\n\n"
+        "Made for **4 GPUs** of any kind and link. The model is small; at 2048 x 2048 its time goes into 16,384 tokens.\n"
+        "- **Other machines**: `pipefusion_degree` is the number of GPUs; 1 for one.\n"
+        "- **Fast links**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` 4: exact.\n"
+        "- `split_batch_degree` does nothing here: prompts of different lengths reach PixArt one after the other.\n"
+        "- 1024 x 1024: the model PixArt-Sigma-XL-2-1024-MS in the same way.\n"
+    )
+    return Graph(
+        (
+            (note_group("Files, GPUs, what to turn", (360, 300), text),),
+            (Group("Model and text encoder", ((loader, clip),)),),
+            (Group("Prompt and size", ((positive, negative, latent),)),),
+            (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
+            (picture_group(sampler["LATENT"], vae, "pixart-2048", height=360), report_group(sampler, 400)),
+        )
+    )
+
+
+LIGHTHOUSE = "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph"
+
+
+def krea_2() -> Graph:
+    """Krea 2 turbo on two GPUs that hold half of it each, by PipeFusion Sampler."""
+    loader = loader_node("krea2_turbo_fp8_scaled.safetensors", pipefusion_degree=2)
+    clip, vae = clip_node("qwen3vl_4b_fp8_scaled.safetensors", "krea2"), vae_node("qwen_image_vae.safetensors")
+    prompt = text_node(clip, LIGHTHOUSE)
+    zero = Node("ConditioningZeroOut", (320, 26), {"conditioning": prompt["CONDITIONING"]}, (CONDITIONING,))
+    latent = latent_node(1024, 1024, node="EmptyLatentImage")
+    inputs = sampling_inputs(loader["MODEL"], prompt["CONDITIONING"], zero["CONDITIONING"], latent, steps=8, cfg=1.0)
+    sampler = pipefusion_sampler_node(inputs, num_pipeline_patch=2)
+    files = (
+        "diffusion_models/krea2_turbo_fp8_scaled.safetensors",
+        "text_encoders/qwen3vl_4b_fp8_scaled.safetensors",
+        "vae/qwen_image_vae.safetensors",
+    )
+    text = (
+        "Made for **2 GPUs** of any kind and link, 12 GB each: each holds half of the 12 B model.\n"
+        "- **2 GPUs with NVLink**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` 2: exact.\n"
+        "- **4 GPUs**: Ulysses 2 times `pipefusion_degree` 2.\n"
+        "- **1 GPU**: `pipefusion_degree` 1.\n"
+        "- The int8 file runs as well. `num_pipeline_patch` is 2 because eight steps are few.\n"
+    )
+    return Graph(
+        (
+            (files_note("Files, GPUs, what to turn", files, text),),
+            (Group("Model and text encoder", ((loader, clip),)),),
+            (Group("Prompt and size", ((prompt, zero, latent),)),),
+            (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
+            (picture_group(sampler["LATENT"], vae, "krea-2", height=360), report_group(sampler, 400)),
+        )
+    )
+
+
+def qwen_edit_2511() -> Graph:
+    """Qwen-Image-Edit-2511 on two GPUs that hold half of it each: a picture is changed as a sentence says."""
+    loader = loader_node("qwen_image_edit_2511_fp8mixed.safetensors", pipefusion_degree=2)
+    clip = clip_node("qwen_2.5_vl_7b_fp8_scaled.safetensors", "qwen_image")
+    vae = vae_node("qwen_image_vae.safetensors")
+    given = Node("LoadImage", (320, 314), {"image": "example.png"}, (("IMAGE", "IMAGE"), ("MASK", "MASK")))
+    scaled = Node("FluxKontextImageScale", (320, 26), {"image": given["IMAGE"]}, (("IMAGE", "IMAGE"),))
+
+    def encoded(text: str, title: str, height: int) -> tuple[Node, Node]:
+        inputs = {"clip": clip["CLIP"], "prompt": text, "vae": vae["VAE"], "image1": scaled["IMAGE"]}
+        inputs |= {"image2": Unconnected("IMAGE"), "image3": Unconnected("IMAGE")}
+        encode = Node("TextEncodeQwenImageEditPlus", (320, height), inputs, (CONDITIONING,), title)
+        at_zero = {"conditioning": encode["CONDITIONING"], "reference_latents_method": "index_timestep_zero"}
+        return encode, Node("FluxKontextMultiReferenceLatentMethod", (320, 58), at_zero, (CONDITIONING,))
+
+    positive, positive_at_zero = encoded("make it a watercolour painting", "What to change", 200)
+    negative, negative_at_zero = encoded("", "Negative prompt", 200)
+    latent = Node("VAEEncode", (320, 46), {"pixels": scaled["IMAGE"], "vae": vae["VAE"]}, (LATENT,))
+    apply = apply_pipefusion_node(loader["MODEL"])
+    shifted = Node("ModelSamplingAuraFlow", (320, 58), {"model": apply["MODEL"], "shift": 3.1}, (MODEL,))
+    inputs = sampling_inputs(
+        shifted["MODEL"], positive_at_zero["CONDITIONING"], negative_at_zero["CONDITIONING"], latent, cfg=4.0
+    )
+    sampler = ksampler_node(inputs)
+    files = (
+        "diffusion_models/qwen_image_edit_2511_fp8mixed.safetensors",
+        "text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors",
+        "vae/qwen_image_vae.safetensors",
+    )
+    text = (
+        "Made for **2 GPUs** of any kind and link, 16 GB each: each holds half of the 20 B model.\n"
+        "- **2 GPUs that hold all of it**: `split_batch_degree` 2, `pipefusion_degree` 1 and no Apply PipeFusion: exact.\n"
+        "- **4 GPUs**: `split_batch_degree` 2 times `pipefusion_degree` 2.\n"
+        "- **1 GPU**: `pipefusion_degree` 1.\n"
+        "- Up to three pictures: image2 and image3 of the two prompts. A Lightning LoRA goes behind the loader.\n"
+    )
+    return Graph(
+        (
+            (files_note("Files, GPUs, what to turn", files, text), Group("Picture to change", ((given, scaled),))),
+            (Group("Model and text encoder", ((loader, clip, vae),)),),
+            (Group("Prompts", ((positive, positive_at_zero, negative, negative_at_zero),)),),
+            (Group("Pipeline", ((apply, shifted),)), Group("Sampling", ((latent, sampler),))),
+            (picture_group(sampler["LATENT"], vae, "qwen-edit-2511", height=360),),
+        )
+    )

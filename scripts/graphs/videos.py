@@ -1,0 +1,200 @@
+"""Workflows that make videos, some with sound, with models whose files users bring."""
+
+from scripts.workflow_form import Graph, Group, Link, Node, Unconnected
+
+from .nodes import (
+    LATENT,
+    MODEL,
+    apply_pipefusion_node,
+    clip_node,
+    custom_sampling_nodes,
+    files_note,
+    loader_node,
+    text_node,
+    vae_node,
+)
+
+TRAM = "a red tram comes around a corner in the rain, its bell rings, people step back, handheld camera"
+SHIFT = 5.0
+WAN_VAE, WAN_TEXT = "wan_2.1_vae.safetensors", "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
+LTX, LTX_TEXT = "ltx-2.3-22b-distilled-fp8.safetensors", "gemma_3_12B_it_fp4_mixed.safetensors"
+H3, H3_TEXT = "minimax_h3_fl2va_pruned_int8_convrot.safetensors", "qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors"
+H3_VAES = ("minimax_h3_video_vae_fp16.safetensors", "minimax_h3_audio_vae_fp32.safetensors")
+
+
+def _video(images: Link, audio: Link | None, fps: float, prefix: str) -> tuple[Node, Node]:
+    inputs = {"images": images, "fps": fps, "audio": audio or Unconnected("AUDIO"), "bit_depth": 8}
+    video = Node("CreateVideo", (320, 102), inputs, (("VIDEO", "VIDEO"),))
+    saved = {"video": video["VIDEO"], "filename_prefix": f"video/{prefix}", "format": "auto", "codec": "auto"}
+    return video, Node("SaveVideo", (400, 400), saved, (("video", "VIDEO"),))
+
+
+def wan_2_2() -> Graph:
+    """Wan 2.2 14B on two GPUs: the expert of the first steps, then that of the last, half of each on either GPU."""
+    clip, vae = clip_node(WAN_TEXT, "wan"), vae_node(WAN_VAE)
+    positive, negative = text_node(clip, TRAM), text_node(clip, "blurry, static, low quality", "Negative prompt", 88)
+    sizes = {"width": 640, "height": 640, "length": 81, "batch_size": 1}
+    latent = Node("EmptyHunyuanLatentVideo", (320, 130), sizes, (LATENT,))
+    loaders, pipelines, samplers = [], [], []
+    samples = latent["LATENT"]
+    for noise, first, last in (("high", 0, 10), ("low", 10, 10000)):
+        loader = loader_node(f"wan2.2_t2v_{noise}_noise_14B_fp8_scaled.safetensors", pipefusion_degree=2)
+        apply = apply_pipefusion_node(loader["MODEL"])
+        shifted = Node("ModelSamplingSD3", (320, 58), {"model": apply["MODEL"], "shift": SHIFT}, (MODEL,))
+        inputs = {
+            "model": shifted["MODEL"],
+            "add_noise": "enable" if first == 0 else "disable",
+            "noise_seed": 42,
+            "steps": 20,
+            "cfg": 3.5,
+            "sampler_name": "euler",
+            "scheduler": "simple",
+            "positive": positive["CONDITIONING"],
+            "negative": negative["CONDITIONING"],
+            "latent_image": samples,
+            "start_at_step": first,
+            "end_at_step": last,
+            "return_with_leftover_noise": "enable" if first == 0 else "disable",
+        }
+        sampler = Node("KSamplerAdvanced", (320, 334), inputs, (LATENT,), f"KSampler ({noise} noise)")
+        samples = sampler["LATENT"]
+        loaders.append(loader)
+        pipelines += [apply, shifted]
+        samplers.append(sampler)
+    decode = Node("VAEDecode", (320, 46), {"samples": samples, "vae": vae["VAE"]}, (("IMAGE", "IMAGE"),))
+    files = (
+        "diffusion_models/wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors",
+        "diffusion_models/wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors",
+        f"text_encoders/{WAN_TEXT}",
+        f"vae/{WAN_VAE}",
+    )
+    text = (
+        "Made for **2 GPUs** of any kind and link, 12 GB each: each holds half of an expert.\n"
+        "- The ranks hold one expert at a time, and read the other when it is its turn.\n"
+        "- **2 GPUs with NVLink**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` 2 on both loaders, no "
+        "Apply PipeFusion: exact.\n"
+        "- **4 GPUs**: also `split_batch_degree` 2 on both loaders, for the two prompts.\n"
+        "- **1 GPU**: `pipefusion_degree` 1 on both.\n"
+        "- A LoRA of 4 steps goes behind each loader; `cfg` is then 1, and 2 of 4 steps are each expert's.\n"
+    )
+    return Graph(
+        (
+            (files_note("Files, GPUs, what to turn", files, text), Group("Text encoder and VAE", ((clip, vae),))),
+            (Group("The two experts", (tuple(loaders),)),),
+            (Group("Pipeline", (tuple(pipelines),)),),
+            (Group("Prompt and size", ((positive, negative, latent),)),),
+            (Group("Sampling", (tuple(samplers),)),),
+            (Group("Video", ((decode, *_video(decode["IMAGE"], None, 16.0, "wan-2.2")),)),),
+        )
+    )
+
+
+def ltx_2_3() -> Graph:
+    """LTX-2.3, video with sound from an all-in-one file, on two GPUs that hold half of it each."""
+    widgets = loader_node("", pipefusion_degree=2).inputs
+    outputs = (MODEL, ("CLIP", "CLIP"), ("VAE", "VAE"))
+    inputs = {"ckpt_name": LTX} | {name: value for name, value in widgets.items() if name != "model_name"}
+    loader = Node("ParallelCheckpointLoader", (340, 294), inputs, outputs)
+    clip = Node(
+        "LTXAVTextEncoderLoader",
+        (340, 106),
+        {"text_encoder": LTX_TEXT, "ckpt_name": LTX, "device": "default"},
+        (("CLIP", "CLIP"),),
+    )
+    audio_vae = Node("LTXVAudioVAELoader", (340, 58), {"ckpt_name": LTX}, (("Audio VAE", "VAE"),))
+    positive, negative = text_node(clip, TRAM), text_node(clip, "blurry, cartoon, childish", "Negative prompt", 88)
+    rate = {"positive": positive["CONDITIONING"], "negative": negative["CONDITIONING"], "frame_rate": 25.0}
+    timed = Node("LTXVConditioning", (320, 78), rate, (("positive", "CONDITIONING"), ("negative", "CONDITIONING")))
+    sizes = {"width": 1280, "height": 704, "length": 121, "batch_size": 1}
+    video = Node("EmptyLTXVLatentVideo", (320, 130), sizes, (LATENT,))
+    sound = {"frames_number": 121, "frame_rate": 25.0, "batch_size": 1, "audio_vae": audio_vae["Audio VAE"]}
+    audio = Node("LTXVEmptyLatentAudio", (320, 106), sound, (("Latent", "LATENT"),))
+    both = {"video_latent": video["LATENT"], "audio_latent": audio["Latent"]}
+    latent = Node("LTXVConcatAVLatent", (320, 46), both, (("latent", "LATENT"),))
+    apply = apply_pipefusion_node(loader["MODEL"])
+    guided = {"model": apply["MODEL"], "positive": timed["positive"], "negative": timed["negative"], "cfg": 1.0}
+    guider = Node("CFGGuider", (320, 98), guided, (("GUIDER", "GUIDER"),))
+    sigmas = "1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"
+    manual = Node("ManualSigmas", (320, 58), {"sigmas": sigmas}, (("SIGMAS", "SIGMAS"),))
+    sampling = custom_sampling_nodes(guider, latent["latent"], "euler", manual)
+    parts = (("video_latent", "LATENT"), ("audio_latent", "LATENT"))
+    apart = Node("LTXVSeparateAVLatent", (320, 46), {"av_latent": sampling[-1]["output"]}, parts)
+    tiles = {"tile_size": 768, "overlap": 64, "temporal_size": 4096, "temporal_overlap": 4}
+    decode = Node(
+        "VAEDecodeTiled",
+        (320, 150),
+        {"samples": apart["video_latent"], "vae": loader["VAE"]} | tiles,
+        (("IMAGE", "IMAGE"),),
+    )
+    heard = {"samples": apart["audio_latent"], "audio_vae": audio_vae["Audio VAE"]}
+    decode_audio = Node("LTXVAudioVAEDecode", (320, 46), heard, (("Audio", "AUDIO"),))
+    text = (
+        "Made for **2 GPUs** of any kind and link, 24 GB each: each holds half of the 22 B model. The text encoder and the "
+        "VAEs are ComfyUI's.\n"
+        "- **2 GPUs with NVLink**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` 2, no Apply "
+        "PipeFusion: exact.\n"
+        "- **4 GPUs**: Ulysses 2 times `pipefusion_degree` 2.\n"
+        "- **1 GPU**: `pipefusion_degree` 1.\n"
+        "- The dev file wants 20 steps, `cfg` above 1 and LTXVScheduler, or its distilled LoRA behind the loader.\n"
+        "- Sound is computed with the first patch of the pipeline.\n"
+    )
+    files = (f"checkpoints/{LTX}", f"text_encoders/{LTX_TEXT}")
+    shown = (decode, decode_audio, *_video(decode["IMAGE"], decode_audio["Audio"], 25.0, "ltx-2.3"))
+    return Graph(
+        (
+            (files_note("Files, GPUs, what to turn", files, text),),
+            (Group("Model, text encoder, VAE of sound", ((loader, clip, audio_vae),)),),
+            (Group("Prompt", ((positive, negative, timed),)), Group("Size", ((video, audio, latent),))),
+            (Group("Pipeline", ((apply,),)), Group("Sampling", ((*sampling, apart),))),
+            (Group("Video with sound", (shown,)),),
+        )
+    )
+
+
+def minimax_h3() -> Graph:
+    """MiniMax H3, video with sound from words, on two GPUs that hold half of it each."""
+    loader = loader_node(H3, pipefusion_degree=2)
+    clip, (vae, audio_vae) = clip_node(H3_TEXT, "minimax"), (vae_node(name) for name in H3_VAES)
+    asked = {
+        "clip": clip["CLIP"],
+        "vae": vae["VAE"],
+        "prompt": TRAM,
+        "width": 864,
+        "height": 480,
+        "length": 124,
+        "first_frame": Unconnected("IMAGE"),
+        "last_frame": Unconnected("IMAGE"),
+    }
+    prompt = Node("MiniMaxH3ImageToVideo", (320, 280), asked, (("positive", "CONDITIONING"), LATENT))
+    apply = apply_pipefusion_node(loader["MODEL"])
+    guided = {"model": apply["MODEL"], "conditioning": prompt["positive"]}
+    guider = Node("BasicGuider", (320, 46), guided, (("GUIDER", "GUIDER"),))
+    steps = {"model": apply["MODEL"], "scheduler": "simple", "steps": 20, "denoise": 1.0}
+    sigmas = Node("BasicScheduler", (320, 106), steps, (("SIGMAS", "SIGMAS"),))
+    sampling = custom_sampling_nodes(guider, prompt["LATENT"], "res_multistep", sigmas)
+    samples = sampling[-1]["output"]
+    decode = Node("VAEDecode", (320, 46), {"samples": samples, "vae": vae["VAE"]}, (("IMAGE", "IMAGE"),))
+    heard = {"samples": samples, "vae": audio_vae["VAE"]}
+    decode_audio = Node("VAEDecodeAudio", (320, 46), heard, (("AUDIO", "AUDIO"),))
+    text = (
+        "Made for **2 GPUs** of any kind and link, 16 GB each: each holds half of the 19 B model.\n"
+        "- **2 GPUs with NVLink**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` 2, no Apply "
+        "PipeFusion: exact.\n"
+        "- **4 GPUs**: Ulysses 2 times `pipefusion_degree` 2.\n"
+        "- **1 GPU**: `pipefusion_degree` 1.\n"
+        "- `split_batch_degree` does nothing here: there is no negative prompt.\n"
+        "- A picture for the first or the last frame: `first_frame`, `last_frame`. A LoRA of 4 or 8 steps goes behind the "
+        "loader.\n"
+        "- Sound is computed with the first patch of the pipeline.\n"
+    )
+    files = (f"diffusion_models/{H3}", f"text_encoders/{H3_TEXT}", *(f"vae/{name}" for name in H3_VAES))
+    shown = (decode, decode_audio, *_video(decode["IMAGE"], decode_audio["AUDIO"], 24.0, "minimax-h3"))
+    return Graph(
+        (
+            (files_note("Files, GPUs, what to turn", files, text),),
+            (Group("Model and text encoder", ((loader, clip),)), Group("VAEs", ((vae, audio_vae),))),
+            (Group("Prompt and size", ((prompt,),)), Group("Pipeline", ((apply,),))),
+            (Group("Sampling", (sampling,)),),
+            (Group("Video with sound", (shown,)),),
+        )
+    )
