@@ -35,6 +35,11 @@ CAPTIONS = {
     "flux_dev_ulysses_pipefusion": ("FLUX.1 dev · PipeFusion 2 x Ulysses 2", "shown: bundled mini model"),
     "sd3_split_batch": ("SD 3.5 · split batch 2", "shown: bundled mini model"),
     "pixart_2048": ("PixArt-Sigma 2K · PipeFusion 4", "shown: bundled mini model"),
+    "krea_2": ("Krea 2 turbo · PipeFusion 2", "shown: bundled mini model"),
+    "qwen_edit_2511": ("Qwen-Image-Edit 2511 · PipeFusion 2", "shown: bundled mini model"),
+    "wan_2_2": ("Wan 2.2 video · PipeFusion 2", "shown: bundled mini model"),
+    "ltx_2_3": ("LTX-2.3 video, sound · PipeFusion 2", "shown: bundled mini model"),
+    "minimax_h3": ("MiniMax H3 video, sound · PipeFusion 2", "shown: bundled mini model"),
 }
 PROMPTS = ("3 1 4 1", "2 7 1 8", "5 9 2 6", "0 4 7 3")
 SETTINGS = ("num_pipeline_patch", "warmup_steps", "overlap", "extrapolate")
@@ -103,7 +108,7 @@ def main() -> None:
     ):
         for name in options.workflow:
             title, line = CAPTIONS[name]
-            own = "(bundled)" in widgets(read(name), "model_name")["model_name"]
+            own = "(bundled)" in widgets(read(name), "model_name").get("model_name", "")
             graphs = [read(name)] if own else [in_mode_of(name, digits) for digits in PROMPTS]
             shown = thumbnail([picture(server, graph) for graph in graphs], title, line)
             shown.save(WORKFLOWS / f"{name}.jpg", quality=QUALITY, optimize=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from diffusers import PixArtTransformer2DModel
+from PIL import Image
 from safetensors.torch import save_file
 
 from tests.support import tiny
@@ -49,8 +50,34 @@ PIXART = {
 }
 
 
+PLACEHOLDERS = {  # of workflows that are not run with files: ComfyUI only lists them
+    "diffusion_models": (
+        "krea2_turbo_fp8_scaled",
+        "qwen_image_edit_2511_fp8mixed",
+        "wan2.2_t2v_high_noise_14B_fp8_scaled",
+        "wan2.2_t2v_low_noise_14B_fp8_scaled",
+        "minimax_h3_fl2va_pruned_int8_convrot",
+    ),
+    "checkpoints": ("ltx-2.3-22b-distilled-fp8",),
+    "text_encoders": (
+        "qwen3vl_4b_fp8_scaled",
+        "qwen_2.5_vl_7b_fp8_scaled",
+        "umt5_xxl_fp8_e4m3fn_scaled",
+        "gemma_3_12B_it_fp4_mixed",
+        "qwen3vl_32b_minimax_h3_nvfp4_awq",
+    ),
+    "vae": ("qwen_image_vae", "wan_2.1_vae", "minimax_h3_video_vae_fp16", "minimax_h3_audio_vae_fp32"),
+}
+
+
 def write(models: Path) -> None:
     """All files, below ComfyUI's `models` folder: 150 MB, mostly vocabularies and the projection of 4,096-wide text."""
+    for folder, names in PLACEHOLDERS.items():
+        (models / folder).mkdir(parents=True, exist_ok=True)
+        for name in names:
+            if not (path := models / folder / f"{name}.safetensors").exists():
+                path.touch()
+    Image.new("RGB", (64, 64), "teal").save(models.parent / "input" / "example.png")
     transformers, encoders, vaes = (models / name for name in ("diffusion_models", "text_encoders", "vae"))
     for folder in (transformers, encoders, vaes):
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,14 +10,24 @@ from safetensors.torch import load_file
 
 from scripts import make_workflows
 from scripts.comfyui_server import PACK
+from scripts.graphs.nodes import PIPEFUSION
 from scripts.workflow_form import GROUP_TITLE, SEEDS, TITLE
+from tests.campaigns.templates.runner import link_model
 from tests.comfyui.conftest import FOLDER
+from tests.comfyui.test_families import CASES, save_case
 
 WORKFLOWS = PACK / "workflows"
 OURS = f"custom_nodes.{FOLDER}"
 NAMES = tuple(make_workflows.GRAPHS)  # in this order: those on as many ranks one after the other
 BUNDLED = ("quickstart", "native_ksampler")
 WITH_FILES = tuple(name for name in NAMES if name not in BUNDLED)
+STAND_INS = {  # workflows whose text encoders and VAEs have no tiny files -> the case that each diffusion model is of
+    "krea_2": "krea2",
+    "qwen_edit_2511": "qwen-image-edit-2511",
+    "wan_2_2": "wan-2.1-t2v",
+    "ltx_2_3": "ltx-2.3",
+    "minimax_h3": "minimax-h3",
+}
 
 
 def ui(name):
@@ -37,10 +47,11 @@ def test_thumbnail_is_a_small_square(name):
 
 
 def world(prompt):
-    """Devices that the graph is made for: the product of its degrees."""
-    return math.prod(
-        value for node in prompt.values() for widget, value in node["inputs"].items() if widget.endswith("_degree")
-    )
+    """Devices that the graph is made for: the product of the degrees of a loader, which are those of every other."""
+    degrees = {
+        widget: value for node in prompt.values() for widget, value in node["inputs"].items() if widget.endswith("_degree")
+    }
+    return math.prod(degrees.values())
 
 
 def on_cpu_ranks(prompt, **widgets):
@@ -112,18 +123,23 @@ def declared(definition):
 
 
 def is_widget(kind, settings):
-    return not settings.get("forceInput") and (
-        isinstance(kind, list) or kind in ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
-    )
+    plain = ("INT", "FLOAT", "FLOAT,INT", "STRING", "BOOLEAN", "COMBO", DYNAMIC)
+    return not settings.get("forceInput") and (isinstance(kind, list) or kind in plain)
+
+
+DYNAMIC = "COMFY_DYNAMICCOMBO_V3"
+"""A list whose choices bring inputs of their own."""
 
 
 def fits(value, kind, settings):
-    choices = kind if isinstance(kind, list) else settings.get("options") if kind == "COMBO" else None
+    choices = kind if isinstance(kind, list) else settings.get("options") if kind in ("COMBO", DYNAMIC) else None
+    if kind == DYNAMIC:
+        choices = [choice["key"] for choice in choices]
     if choices is not None:
         return value in choices
     if kind == "INT":
         return type(value) is int and settings.get("min", value) <= value <= settings.get("max", value)
-    if kind == "FLOAT":
+    if kind in ("FLOAT", "FLOAT,INT"):
         return type(value) in (int, float)
     return isinstance(value, {"STRING": str, "BOOLEAN": bool}[kind])
 
@@ -227,7 +243,7 @@ def test_sd3s_prompts_run_side_by_side(with_files):
     prompt = on_cpu_ranks(api("sd3_split_batch"), text="another prompt, of another length than the negative one")
     sampler = next(node_id for node_id, node in prompt.items() if node["class_type"] == "KSampler")
     prompt[sampler]["class_type"] = "PipeFusionSampler"
-    prompt[sampler]["inputs"] |= make_workflows.PIPEFUSION
+    prompt[sampler]["inputs"] |= PIPEFUSION
     prompt["90"] = {"class_type": "PreviewAny", "inputs": {"source": [sampler, 1]}}
     outcome = with_files.run(prompt)
     report = outcome.outputs["90"]["text"][0]
@@ -236,7 +252,7 @@ def test_sd3s_prompts_run_side_by_side(with_files):
 
 
 @pytest.mark.comfyui
-@pytest.mark.parametrize("name", WITH_FILES)
+@pytest.mark.parametrize("name", [name for name in WITH_FILES if name not in STAND_INS])
 def test_workflow_for_own_files_runs_with_tiny_ones(with_files, name):
     """Its own nodes and degrees, ComfyUI's own text encoders and VAE; another prompt makes another picture."""
     first = succeed(with_files, on_cpu_ranks(api(name)))
@@ -247,6 +263,23 @@ def test_workflow_for_own_files_runs_with_tiny_ones(with_files, name):
         assert ": 0 micro-steps" not in report
     other = on_cpu_ranks(api(name), text="a red bicycle")
     assert succeed(with_files, other).images != first.images
+
+
+@pytest.mark.comfyui
+@pytest.mark.parametrize("name", STAND_INS)
+def test_workflow_samples_with_stand_ins_for_encoders_and_vaes(inside, base, name):
+    """Its own nodes and degrees up to its samplers, whose latents are finite."""
+    case = next(case for case in CASES if case.name == STAND_INS[name])
+    save_case(case, base)
+    prompt = api(name)
+    names = [node["inputs"].get("model_name", node["inputs"].get("ckpt_name")) for node in prompt.values()]
+    files = dict.fromkeys(filter(None, names), case.name)
+    for file in files:
+        link_model(base / "models", file, case.name)
+    found, _ = inside.run("templates", prompt=prompt, files=files, loras={}, alone=True)
+    assert "error" not in found["alone"], found["alone"]
+    assert found["alone"]["finite"]
+    assert all(largest > 0.1 for largest in found["alone"]["largest"])
 
 
 @pytest.mark.comfyui

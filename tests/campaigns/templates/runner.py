@@ -51,7 +51,7 @@ def run_all(templates: Iterable[Template], inside: Inside, base: Path) -> Iterat
             if name not in saved:
                 save_case(cases[name], base)
                 saved.add(name)
-            link_model(base / "models" / "diffusion_models", file, name)
+            link_model(base / "models", file, name)
         try:
             found, _ = inside.run("templates", prompt=template.prompt, files=files, loras=loras(template))
         except AssertionError as error:
@@ -60,12 +60,14 @@ def run_all(templates: Iterable[Template], inside: Inside, base: Path) -> Iterat
         yield judge(about, found)
 
 
-def link_model(folder: Path, file: str, case: str) -> None:
-    """The case's file under a template's name."""
-    path = folder / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        path.symlink_to(folder / f"{case}.safetensors")
+def link_model(models: Path, file: str, case: str) -> None:
+    """The case's file under a template's name, as a diffusion model and as an all-in-one file."""
+    for folder in ("diffusion_models", "checkpoints"):
+        path = models / folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_symlink():
+            path.unlink(missing_ok=True)  # a placeholder
+            path.symlink_to(models / "diffusion_models" / f"{case}.safetensors")
 
 
 def loras(template: Template) -> dict[str, str]:

@@ -7,6 +7,7 @@ latent.
 import asyncio
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -156,8 +157,25 @@ def differences(expected: list[torch.Tensor], found: list[torch.Tensor]) -> list
     return [float(torch.nan_to_num((a - b).abs(), nan=math.inf).max() / a.abs().max()) for a, b in pairs]
 
 
-def main(results: Results, prompt: dict[str, Any], files: dict[str, str], loras: dict[str, str]) -> None:
-    """`files`: a diffusion model's name in the template -> the case it is of. `loras`: a LoRA's name -> the model's file."""
+def figures(samples: list[torch.Tensor]) -> dict[str, Any]:
+    return {
+        "shapes": [list(each.shape) for each in samples],
+        "largest": [float(each.abs().max()) for each in samples],
+        "finite": all(bool(each.isfinite().all()) for each in samples),
+    }
+
+
+def with_stand_ins(clip: stand_ins.Clip, vae: stand_ins.Vae) -> AbstractContextManager:
+    """Within it our loader of all-in-one files has these beside the MODEL."""
+    loader = nodes.NODE_CLASS_MAPPINGS["ParallelCheckpointLoader"]
+    return patch.dict(loader.load.__globals__, clip_and_vae=lambda _path: (clip, vae))
+
+
+def main(
+    results: Results, prompt: dict[str, Any], files: dict[str, str], loras: dict[str, str], alone: bool = False
+) -> None:
+    """`files`: a diffusion model's name in the template -> the case it is of. `loras`: a LoRA's name -> the model's file.
+    `alone`: the prompt has our loaders, and there is nothing to compare it with."""
     asyncio.run(nodes.init_builtin_extra_nodes())
     case = stand_ins.Case(next(iter(files.values())))
     with detecting(case.settings["detected"]):
@@ -166,14 +184,15 @@ def main(results: Results, prompt: dict[str, Any], files: dict[str, str], loras:
         install_loaders(load_native, case, vae)
         for name, file in loras.items():
             write_lora(name, file)
+        if alone:
+            with with_stand_ins(stand_ins.Clip(case), vae):
+                results.case("alone", lambda: figures(run(prompt)))
+            return
         expected: list[torch.Tensor] = []
 
         def native() -> dict[str, Any]:
             expected.extend(run(prompt))
-            return {
-                "shapes": [list(each.shape) for each in expected],
-                "largest": [float(each.abs().max()) for each in expected],
-            }
+            return figures(expected)
 
         results.case("native", native)
         if not expected:
