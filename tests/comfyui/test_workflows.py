@@ -26,7 +26,7 @@ STAND_INS = {  # workflows whose text encoders and VAEs have no tiny files -> th
     "qwen_edit_2511": "qwen-image-edit-2511",
     "wan_2_2": "wan-2.1-t2v",
     "ltx_2_3": "ltx-2.3",
-    "minimax_h3": "minimax-h3",
+    "minimax_h3": "minimax-h3-pruned",
 }
 
 

@@ -3,7 +3,7 @@
 import re
 
 CASES = (  # the first pattern that is found in the name, whatever its case
-    (r"minimax_h3", "minimax-h3"),
+    (r"minimax_h3", "minimax-h3-pruned"),
     (r"ltx-2\.5", "ltx-2.5"),
     (r"ltx-2\.3", "ltx-2.3"),
     (r"ltx-2-", "ltx-2"),
@@ -22,7 +22,7 @@ CASES = (  # the first pattern that is found in the name, whatever its case
     (r"qwen_image_layered", "qwen-image-layered"),
     (r"qwen_image", "qwen-image"),
     (r"wan_animate_2", "wan-animate-2"),
-    (r"wan2\.1_vace", "wan-2.1-vace"),
+    (r"wan2\.1_vace", "wan-vace"),
     (r"bernini_r", "bernini-r"),
     (r"wan2\.2_s2v", "wan-2.2-s2v"),
     (r"scail_2", "scail-2"),

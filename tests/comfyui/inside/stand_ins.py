@@ -189,10 +189,14 @@ class Vae:
 
 
 class AudioVae(Vae):
-    """LTX-2's or MiniMax's VAE of sounds: `frequencies` bins of so many channels, 25 latents a second."""
+    """LTX-2's or MiniMax's VAE of sounds: `frequencies` bins of so many channels, 25 latents a second.
 
-    def __init__(self, channels: int, frequencies: int):
+    `time_last`: they are [B, channels, frequencies, latents], else the last two axes are the other way round.
+    """
+
+    def __init__(self, channels: int, frequencies: int, time_last: bool):
         super().__init__(comfy.latent_formats.LTXV())
+        self.time_last = time_last
         self.latent_channels, self.latent_frequency_bins, self.output_sample_rate = channels, frequencies, AUDIO_RATE
         self.first_stage_model = self
 
@@ -201,7 +205,8 @@ class AudioVae(Vae):
 
     def encode(self, waveform: torch.Tensor) -> torch.Tensor:
         latents = max(1, min(FRAMES, 25 * max(waveform.shape[1:]) // AUDIO_RATE))
-        return random("sound", len(waveform), self.latent_channels, latents, self.latent_frequency_bins)
+        latent = random("sound", len(waveform), self.latent_channels, latents, self.latent_frequency_bins)
+        return latent.mT.contiguous() if self.time_last else latent
 
     def decode(self, latent: Any, **_named: Any) -> torch.Tensor:
         return torch.zeros(1, AUDIO_RATE, 2)
@@ -267,7 +272,8 @@ def replace(name: str, run: Callable[..., tuple]) -> None:
 def install(case: Case, latent_format: Any) -> Vae:
     """Stand-ins for every file but diffusion models and LoRAs; the VAE. `case`: whose prompts the text encoders make."""
     vae = Vae(latent_format)
-    audio = AudioVae(8, 16) if isinstance(latent_format, comfy.latent_formats.LTXV) else AudioVae(32, 2)
+    ltx = isinstance(latent_format, comfy.latent_formats.LTXV)
+    audio = AudioVae(8, 16, time_last=False) if ltx else AudioVae(32, 2, time_last=True)
     for name in ("CLIPLoader", "DualCLIPLoader", "TripleCLIPLoader", "QuadrupleCLIPLoader", "LTXAVTextEncoderLoader"):
         replace(name, lambda **_inputs: (Clip(case),))
     replace("VAELoader", lambda vae_name: (audio if "audio" in vae_name else vae,))
