@@ -26,7 +26,7 @@ def _video(images: Link, audio: Link | None, fps: float, prefix: str) -> tuple[N
     inputs = {"images": images, "fps": fps, "audio": audio or Unconnected("AUDIO"), "bit_depth": 8}
     video = Node("CreateVideo", (320, 102), inputs, (("VIDEO", "VIDEO"),))
     saved = {"video": video["VIDEO"], "filename_prefix": f"video/{prefix}", "format": "auto", "codec": "auto"}
-    return video, Node("SaveVideo", (400, 400), saved, (("video", "VIDEO"),))
+    return video, Node("SaveVideo", (400, 106), saved, (("video", "VIDEO"),))
 
 
 def wan_2_2() -> Graph:
