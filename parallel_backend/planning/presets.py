@@ -59,17 +59,27 @@ class Model:
     """Pixels along a token's side."""
     frames: int = 1
     """Frames of a video's latent."""
+    operations: int = 0
+    """Those of a block's linear layers for a token, in hidden^2. 0: as many as are usual."""
 
     def block(self, on: Hardware) -> BlockCost:
-        linear = 24 if self.joint else 28  # cross attention has two more layers for each of the image's tokens
+        # Cross attention has two more layers for each of the image's tokens.
+        linear = self.operations or (24 if self.joint else 28)
         return BlockCost(on.launch, linear * self.hidden**2 / on.operations, pairs_of(self.hidden) * 24 / linear)
 
     def workload(
-        self, name: str, height: int, width: int, steps: int, warm_up: int = 1, text_in_bands: bool = False
+        self,
+        name: str,
+        height: int,
+        width: int,
+        steps: int,
+        warm_up: int = 1,
+        text_in_bands: bool = False,
+        weight_bytes: int = BF16,
     ) -> Workload:
-        """A picture of so many pixels, in bf16."""
+        """A picture of so many pixels, in bf16. `weight_bytes`: of a value of the blocks' weights."""
         rows, columns = height // self.side, width // self.side
-        each = round(self.weights * BF16 / self.layers)
+        each = round(self.weights * weight_bytes / self.layers)
         outer = round(self.others * BF16 / 2)
         sizes = ModelSizes(
             block_bytes=(each,) * self.layers,
@@ -109,15 +119,25 @@ MODELS = {
     "sd3-medium": Model(24, 1536, 24, 2.0e9, 0.05e9, 333, prompts=2),
     "pixart": Model(28, 1152, 16, 0.6e9, 0.01e9, 120, joint=False, prompts=2),
     "hunyuan-video": Model(60, 3072, 24, 12.8e9, 0.2e9, 256, frames=33),
+    "z-image": Model(30, 3840, 30, 5.4e9, 0.75e9, 256),
+    "flux2-dev": Model(56, 6144, 48, 31.9e9, 0.4e9, 512),
+    "qwen-image": Model(60, 3072, 24, 20.4e9, 0.04e9, 256, prompts=2),
+    "krea-2": Model(28, 6144, 48, 12.2e9, 0.66e9, 256, operations=23),
+    "wan-2.2-14b": Model(40, 5120, 40, 14.2e9, 0.1e9, 512, joint=False, prompts=2, frames=21),
+    "ltx-2.3": Model(48, 4096, 32, 20.6e9, 1.4e9, 1024, joint=False, side=32, frames=16),
+    "minimax-h3": Model(50, 5376, 56, 18.2e9, 0.85e9, 512, side=32, frames=37, operations=27),
 }
 """By the name that the command line takes. Their blocks count as alike, although Flux's and HunyuanVideo's are of two kinds:
-both have 12 hidden^2 weights for a token.
+both have 12 hidden^2 weights for a token. MiniMax H3 is the pruned model. The frames are those of five seconds.
 """
 HARDWARE = {
     "L40": Hardware("L40 (PCIe)", 120e12, 48 * GB, Link(30e-6, 3.0e9), socket=4, bridge=2.0e9),
     "A100": Hardware("A100 (NVLink)", 150e12, 80 * GB, Link(30e-6, 200e9)),
+    "RTX 4090": Hardware("RTX 4090 (PCIe)", 110e12, 24 * GB, Link(30e-6, 3.0e9)),
+    "RTX 3090": Hardware("RTX 3090 (PCIe)", 47e12, 24 * GB, Link(30e-6, 3.0e9)),
     "H100": Hardware("H100 (NVLink)", 550e12, 80 * GB, Link(30e-6, 300e9)),
 }
 """By the name that the command line takes: L40 on PCIe, in two sockets of four, without P2P; A100 and H100 on NVLink, at two
-thirds of its data sheet. Where each figure is from: docs/planner.md.
+thirds of its data sheet; RTX cards with L40's links and its share, two thirds, of the operations that their data sheets
+say. Where each figure is from: docs/planner.md.
 """

@@ -67,7 +67,7 @@ class Case:
 
     def vision(self) -> torch.Tensor | None:
         """The hidden states of CLIP vision that its prompts have."""
-        return self.tensors.get("positive.clip_vision_output.penultimate_hidden_states")
+        return next((value for key, value in self.tensors.items() if key.startswith("positive.clip_vision_output.")), None)
 
 
 class Clip:
