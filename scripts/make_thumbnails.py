@@ -37,9 +37,9 @@ CAPTIONS = {
     "pixart_2048": ("PixArt-Sigma 2K · PipeFusion 4", "shown: bundled mini model"),
     "krea_2": ("Krea 2 turbo · PipeFusion 2", "shown: bundled mini model"),
     "qwen_edit_2511": ("Qwen-Image-Edit 2511 · PipeFusion 2", "shown: bundled mini model"),
-    "wan_2_2": ("Wan 2.2 video · PipeFusion 2", "shown: bundled mini model"),
+    "wan_2_2": ("Wan 2.2 video · split batch 2", "shown: bundled mini model"),
     "ltx_2_3": ("LTX-2.3 video, sound · PipeFusion 2", "shown: bundled mini model"),
-    "minimax_h3": ("MiniMax H3 video, sound · PipeFusion 2", "shown: bundled mini model"),
+    "minimax_h3": ("MiniMax H3 video, sound · PipeFusion 4", "shown: bundled mini model"),
 }
 PROMPTS = ("3 1 4 1", "2 7 1 8", "5 9 2 6", "0 4 7 3")
 SETTINGS = ("num_pipeline_patch", "warmup_steps", "overlap", "extrapolate")

@@ -30,17 +30,16 @@ def _video(images: Link, audio: Link | None, fps: float, prefix: str) -> tuple[N
 
 
 def wan_2_2() -> Graph:
-    """Wan 2.2 14B on two GPUs: the expert of the first steps, then that of the last, half of each on either GPU."""
+    """Wan 2.2 14B on two GPUs, one for each prompt: the expert of the first steps, then that of the last."""
     clip, vae = clip_node(WAN_TEXT, "wan"), vae_node(WAN_VAE)
     positive, negative = text_node(clip, TRAM), text_node(clip, "blurry, static, low quality", "Negative prompt", 88)
     sizes = {"width": 640, "height": 640, "length": 81, "batch_size": 1}
     latent = Node("EmptyHunyuanLatentVideo", (320, 130), sizes, (LATENT,))
-    loaders, pipelines, samplers = [], [], []
+    loaders, shifts, samplers = [], [], []
     samples = latent["LATENT"]
     for noise, first, last in (("high", 0, 10), ("low", 10, 10000)):
-        loader = loader_node(f"wan2.2_t2v_{noise}_noise_14B_fp8_scaled.safetensors", pipefusion_degree=2)
-        apply = apply_pipefusion_node(loader["MODEL"])
-        shifted = Node("ModelSamplingSD3", (320, 58), {"model": apply["MODEL"], "shift": SHIFT}, (MODEL,))
+        loader = loader_node(f"wan2.2_t2v_{noise}_noise_14B_fp8_scaled.safetensors", split_batch_degree=2)
+        shifted = Node("ModelSamplingSD3", (320, 58), {"model": loader["MODEL"], "shift": SHIFT}, (MODEL,))
         inputs = {
             "model": shifted["MODEL"],
             "add_noise": "enable" if first == 0 else "disable",
@@ -59,7 +58,7 @@ def wan_2_2() -> Graph:
         sampler = Node("KSamplerAdvanced", (320, 334), inputs, (LATENT,), f"KSampler ({noise} noise)")
         samples = sampler["LATENT"]
         loaders.append(loader)
-        pipelines += [apply, shifted]
+        shifts.append(shifted)
         samplers.append(sampler)
     decode = Node("VAEDecode", (320, 46), {"samples": samples, "vae": vae["VAE"]}, (("IMAGE", "IMAGE"),))
     files = (
@@ -69,20 +68,20 @@ def wan_2_2() -> Graph:
         f"vae/{WAN_VAE}",
     )
     text = (
-        "Made for **2 GPUs** of any kind and link, 12 GB each: each holds half of an expert.\n"
+        "Made for **2 GPUs** of any link, 24 GB each: each holds an expert, one runs the prompt, the other the negative "
+        "prompt. Exact, and next to nothing moves between them.\n"
         "- The ranks hold one expert at a time, and read the other when it is its turn.\n"
-        "- **2 GPUs with NVLink**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` 2 on both loaders, no "
-        "Apply PipeFusion: exact.\n"
-        "- **4 GPUs**: also `split_batch_degree` 2 on both loaders, for the two prompts.\n"
-        "- **1 GPU**: `pipefusion_degree` 1 on both.\n"
-        "- A LoRA of 4 steps goes behind each loader; `cfg` is then 1, and 2 of 4 steps are each expert's.\n"
+        "- **4 GPUs**: also a Ulysses Config with `ulysses_degree` 2 (fast links) or `ring_degree` 2 on both loaders.\n"
+        "- **1 GPU**: `split_batch_degree` 1 on both.\n"
+        "- PipeFusion keeps keys and values of the whole video: 27 GB on each of 4 cards at this size. It is for short or "
+        "small videos.\n"
+        "- It needs `cfg` above 1. With a LoRA of 4 steps behind each loader `cfg` is 1: then take Ulysses or ring.\n"
     )
     return Graph(
         (
             (files_note("Files, GPUs, what to turn", files, text), Group("Text encoder and VAE", ((clip, vae),))),
             (Group("The two experts", (tuple(loaders),)),),
-            (Group("Pipeline", (tuple(pipelines),)),),
-            (Group("Prompt and size", ((positive, negative, latent),)),),
+            (Group("Prompt and size", ((positive, negative, latent),)), Group("Shift", (tuple(shifts),))),
             (Group("Sampling", (tuple(samplers),)),),
             (Group("Video", ((decode, *_video(decode["IMAGE"], None, 16.0, "wan-2.2")),)),),
         )
@@ -105,7 +104,7 @@ def ltx_2_3() -> Graph:
     positive, negative = text_node(clip, TRAM), text_node(clip, "blurry, cartoon, childish", "Negative prompt", 88)
     rate = {"positive": positive["CONDITIONING"], "negative": negative["CONDITIONING"], "frame_rate": 25.0}
     timed = Node("LTXVConditioning", (320, 78), rate, (("positive", "CONDITIONING"), ("negative", "CONDITIONING")))
-    sizes = {"width": 1280, "height": 704, "length": 121, "batch_size": 1}
+    sizes = {"width": 960, "height": 544, "length": 121, "batch_size": 1}
     video = Node("EmptyLTXVLatentVideo", (320, 130), sizes, (LATENT,))
     sound = {"frames_number": 121, "frame_rate": 25.0, "batch_size": 1, "audio_vae": audio_vae["Audio VAE"]}
     audio = Node("LTXVEmptyLatentAudio", (320, 106), sound, (("Latent", "LATENT"),))
@@ -136,6 +135,7 @@ def ltx_2_3() -> Graph:
         "- **4 GPUs**: Ulysses 2 times `pipefusion_degree` 2.\n"
         "- **1 GPU**: `pipefusion_degree` 1.\n"
         "- The dev file wants 20 steps, `cfg` above 1 and LTXVScheduler, or its distilled LoRA behind the loader.\n"
+        "- PipeFusion keeps keys and values of the whole video: 6 GB a card at this size, 11 GB at 1280 x 704.\n"
         "- Sound is computed with the first patch of the pipeline.\n"
     )
     files = (f"checkpoints/{LTX}", f"text_encoders/{LTX_TEXT}")
@@ -152,8 +152,8 @@ def ltx_2_3() -> Graph:
 
 
 def minimax_h3() -> Graph:
-    """MiniMax H3, video with sound from words, on two GPUs that hold half of it each."""
-    loader = loader_node(H3, pipefusion_degree=2)
+    """MiniMax H3, video with sound from words, on four GPUs, a pipeline of four."""
+    loader = loader_node(H3, pipefusion_degree=4)
     clip, (vae, audio_vae) = clip_node(H3_TEXT, "minimax"), (vae_node(name) for name in H3_VAES)
     asked = {
         "clip": clip["CLIP"],
@@ -177,10 +177,11 @@ def minimax_h3() -> Graph:
     heard = {"samples": samples, "vae": audio_vae["VAE"]}
     decode_audio = Node("VAEDecodeAudio", (320, 46), heard, (("AUDIO", "AUDIO"),))
     text = (
-        "Made for **2 GPUs** of any kind and link, 16 GB each: each holds half of the 19 B model.\n"
-        "- **2 GPUs with NVLink**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` 2, no Apply "
-        "PipeFusion: exact.\n"
-        "- **4 GPUs**: Ulysses 2 times `pipefusion_degree` 2.\n"
+        "Made for **4 GPUs** of any kind and link, 24 GB each: each holds a quarter of the 19 B model, and 9 GB of keys and "
+        "values that PipeFusion keeps.\n"
+        "- **2 GPUs of 24 GB**: `pipefusion_degree` 1, a Ulysses Config with `ulysses_degree` 2 (fast links) or "
+        "`ring_degree` 2, no Apply PipeFusion: exact.\n"
+        "- **2 GPUs of 32 GB**: `pipefusion_degree` 2.\n"
         "- **1 GPU**: `pipefusion_degree` 1.\n"
         "- `split_batch_degree` does nothing here: there is no negative prompt.\n"
         "- A picture for the first or the last frame: `first_frame`, `last_frame`. A LoRA of 4 or 8 steps goes behind the "
