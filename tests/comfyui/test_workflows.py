@@ -12,9 +12,8 @@ from scripts import make_workflows
 from scripts.comfyui_server import PACK
 from scripts.graphs.nodes import PIPEFUSION
 from scripts.workflow_form import GROUP_TITLE, SEEDS, TITLE
-from tests.campaigns.templates.runner import link_model
+from tests.campaigns.templates.runner import link_model, save
 from tests.comfyui.conftest import FOLDER
-from tests.comfyui.test_families import CASES, save_case
 
 WORKFLOWS = PACK / "workflows"
 OURS = f"custom_nodes.{FOLDER}"
@@ -269,13 +268,12 @@ def test_workflow_for_own_files_runs_with_tiny_ones(with_files, name):
 @pytest.mark.parametrize("name", STAND_INS)
 def test_workflow_samples_with_stand_ins_for_encoders_and_vaes(inside, base, name):
     """Its own nodes and degrees up to its samplers, whose latents are finite."""
-    case = next(case for case in CASES if case.name == STAND_INS[name])
-    save_case(case, base)
+    save(STAND_INS[name], base)
     prompt = api(name)
     names = [node["inputs"].get("model_name", node["inputs"].get("ckpt_name")) for node in prompt.values()]
-    files = dict.fromkeys(filter(None, names), case.name)
+    files = dict.fromkeys(filter(None, names), STAND_INS[name])
     for file in files:
-        link_model(base / "models", file, case.name)
+        link_model(base / "models", file, STAND_INS[name])
     found, _ = inside.run("templates", prompt=prompt, files=files, loras={}, alone=True)
     assert "error" not in found["alone"], found["alone"]
     assert found["alone"]["finite"]

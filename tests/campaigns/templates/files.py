@@ -6,7 +6,7 @@ CASES = (  # the first pattern that is found in the name, whatever its case
     (r"minimax_h3", "minimax-h3-pruned"),
     (r"ltx-2\.5", "ltx-2.5"),
     (r"ltx-2\.3", "ltx-2.3"),
-    (r"ltx-2-", "ltx-2"),
+    (r"ltx-2-", "ltx-2.0"),
     (r"ltx-video-2b-v0\.9\.[5-8]", "ltx-video-0.9.5"),
     (r"ltx-video", "ltx-video-0.9"),
     (r"krea2", "krea2"),

@@ -163,7 +163,7 @@ class Vae:
         if pixels.ndim == 5:
             pixels = pixels[0]
         colours = pixels[..., :3].movedim(-1, 1).float()
-        height, width = (min(max(1, side // self.space), max(2, SIDE // self.space)) for side in colours.shape[-2:])
+        height, width = (min(max(1, side // self.space), max(2, 2 * SIDE // self.space)) for side in colours.shape[-2:])
         small = F.interpolate(colours, (height, width), mode="area") - 0.5
         latent = torch.einsum("fchw,kc->fkhw", small, random("vae", self.latent_channels, 3))
         if not self.video:
