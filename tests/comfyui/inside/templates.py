@@ -5,6 +5,7 @@ latent.
 """
 
 import asyncio
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -168,7 +169,7 @@ def figures(samples: list[torch.Tensor]) -> dict[str, Any]:
 def with_stand_ins(clip: stand_ins.Clip, vae: stand_ins.Vae) -> AbstractContextManager:
     """Within it our loader of all-in-one files has these beside the MODEL."""
     loader = nodes.NODE_CLASS_MAPPINGS["ParallelCheckpointLoader"]
-    return patch.dict(loader.load.__globals__, clip_and_vae=lambda _path: (clip, vae))
+    return patch.dict(inspect.unwrap(loader.load).__globals__, clip_and_vae=lambda _path: (clip, vae))
 
 
 def main(
