@@ -12,8 +12,9 @@ from scripts import make_workflows
 from scripts.comfyui_server import PACK
 from scripts.graphs.nodes import PIPEFUSION
 from scripts.workflow_form import GROUP_TITLE, SEEDS, TITLE
-from tests.campaigns.templates.runner import link_model, save
+from tests.campaigns.templates.runner import MODELS, link_model
 from tests.comfyui.conftest import FOLDER
+from tests.comfyui.test_families import save_case
 
 WORKFLOWS = PACK / "workflows"
 OURS = f"custom_nodes.{FOLDER}"
@@ -268,7 +269,7 @@ def test_workflow_for_own_files_runs_with_tiny_ones(with_files, name):
 @pytest.mark.parametrize("name", STAND_INS)
 def test_workflow_samples_with_stand_ins_for_encoders_and_vaes(inside, base, name):
     """Its own nodes up to its samplers, whose latents are finite; of four stages three, for a model of three blocks."""
-    save(STAND_INS[name], base)
+    save_case(MODELS[STAND_INS[name]], base)
     prompt = api(name)
     for inputs in (node["inputs"] for node in prompt.values() if node["inputs"].get("pipefusion_degree") == 4):
         inputs["pipefusion_degree"] = 3

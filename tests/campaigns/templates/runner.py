@@ -1,16 +1,11 @@
 """Runs templates in a booted ComfyUI, native and ours, and judges what came out."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
-from tests.comfyui import test_ltx2 as ltx2
 from tests.comfyui.conftest import Inside
 from tests.comfyui.test_families import CASES, save_case
 
@@ -20,7 +15,7 @@ from .files import case_of, what_it_is
 LIMIT, TIMES = 5e-5, 10.0
 """Largest difference of a latent, of its largest value: this, or so many times what the native model differs from itself
 when it attends by another of ComfyUI's kernels."""
-MODELS = {case.name: case for case in CASES} | ltx2.CASES
+MODELS = {case.name: case for case in CASES}
 """Those that ComfyUI can build small, by name."""
 LORAS = ("LoraLoaderModelOnly", "LoraLoader")
 EQUAL, DIFFERS, REFUSED, FAILED, NOT_OURS, NOT_RUN = "equal", "differs", "refused", "failed", "not ours", "not run"
@@ -55,7 +50,7 @@ def run_all(templates: Iterable[Template], inside: Inside, base: Path) -> Iterat
             continue
         for file, name in files.items():
             if name not in saved:
-                save(name, base)
+                save_case(MODELS[name], base)
                 saved.add(name)
             link_model(base / "models", file, name)
         try:
@@ -64,17 +59,6 @@ def run_all(templates: Iterable[Template], inside: Inside, base: Path) -> Iterat
             yield Verdict(*about, FAILED, str(error)[-300:])
             continue
         yield judge(about, found)
-
-
-def save(name: str, base: Path) -> None:
-    """The case's file in the base directory, and what inside/templates.py needs to know of its prompts."""
-    if name not in ltx2.WIDTHS:
-        save_case(MODELS[name], base)
-        return
-    MODELS[name].save_native(base / "models" / "diffusion_models" / f"{name}.safetensors")
-    texts = {f"{sign}.text": torch.zeros(1, 7, ltx2.WIDTHS[name]) for sign in ("positive", "negative")}
-    settings = {"extras": {"unprocessed_ltxav_embeds": True}, "detected": {}}
-    save_file(texts, base / f"{name}.inputs.safetensors", {"settings": json.dumps(settings)})
 
 
 def link_model(models: Path, file: str, case: str) -> None:
