@@ -12,21 +12,16 @@ want the same cores. Written to --out: `ema.safetensors` (averaged weights in di
 
 import argparse
 import logging
-import math
-import os
-import signal
 import sys
-import threading
-import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from diffusers import FluxTransformer2DModel
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from training import Training, draw_sigmas, options, start
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -40,11 +35,6 @@ log = logging.getLogger("train_quickstart")
 GRID = 16  # tokens per side: 256 pixels / 8 per latent / 2 per token
 BLANK_SHARE = 0.04  # of the cells
 DROP_SHARE = 0.1  # of the prompts, for classifier-free guidance
-WARM_UP = 0.02  # of the time budget
-BETAS = (0.9, 0.99)
-WEIGHT_DECAY = 0.01
-CLIP = 1.0
-EMA_DECAY = 0.998
 STEPS = 20  # Euler steps of a judged picture
 GUIDANCE = 3.0
 
@@ -104,23 +94,6 @@ def new_model() -> FluxTransformer2DModel:
     return model
 
 
-def draw_sigmas(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Noise levels [count] in 0..1: half uniform, half logit-normal around 0.7.
-
-    A picture of smooth strokes shows through heavy noise, so which digit goes where is decided at high sigma.
-    """
-    uniform = torch.rand(count, generator=generator)
-    high = torch.sigmoid(torch.randn(count, generator=generator) + 0.8)
-    return torch.where(torch.arange(count) % 2 == 0, uniform, high)
-
-
-def learning_rate(progress: float, peak: float) -> float:
-    """Linear warm-up, then half a cosine to zero; progress in 0..1 is elapsed time over the budget."""
-    if progress < WARM_UP:
-        return peak * (progress / WARM_UP + 0.01)
-    return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - WARM_UP) / (1 - WARM_UP))))
-
-
 @torch.no_grad()
 def generate(
     model: FluxTransformer2DModel, symbols: torch.Tensor, guidance: float, seed: int, mixed: bool, batch: int = 50
@@ -169,77 +142,16 @@ def judge(
     return float(right.mean())
 
 
-class Training:
-    """Model, averaged weights, optimiser and clock of one run; `step` is one update, `save` makes it resumable."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.generator = torch.Generator().manual_seed(args.seed)
-        torch.manual_seed(args.seed)
-        self.model = new_model()
-        self.average = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=args.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
-        )
-        self.steps = 0
-        self.before = 0.0  # seconds trained before this process
-        if args.resume:
-            self._load()
-        self.first = self.steps  # of this process
-        self.started = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Training time so far, of earlier processes too."""
-        return self.before + time.monotonic() - self.started
-
-    def _load(self) -> None:
-        state: dict[str, Any] = torch.load(self.args.out / "checkpoint.pt", weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.average = state["average"]
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.generator.set_state(state["generator"])
-        self.steps, self.before = state["steps"], state["seconds"]
-
-    def save(self) -> None:
-        """Write both files under temporary names and rename them, so that a reader never meets half a file."""
-        state = {
-            "model": self.model.state_dict(), "average": self.average, "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(), "steps": self.steps, "seconds": self.seconds,
-        }  # fmt: skip
-        torch.save(state, self.args.out / "checkpoint.pt.part")
-        save_file(self.average, self.args.out / "ema.safetensors.part")
-        for name in ("checkpoint.pt", "ema.safetensors"):
-            os.replace(self.args.out / f"{name}.part", self.args.out / name)
-
-    def step(self) -> float:
-        """One update on fresh pictures; returns the loss."""
-        size = self.args.batch
-        pictures, symbols = sample_pictures(size, self.generator, BLANK_SHARE)
-        dropped = torch.rand(size, generator=self.generator) < DROP_SHARE
-        symbols[dropped] = NULL
-        x0 = pack(codec.process_in(codec.encode(pictures)))
-        noise = torch.randn(x0.shape, generator=self.generator)
-        sigma = draw_sigmas(size, self.generator)
-        x = torch.lerp(x0, noise, sigma[:, None, None])
-        velocity = predict(self.model, x, symbols, sigma, mixed=True)
-        loss = (velocity - (noise - x0)).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.seconds / (60 * self.args.minutes), self.args.lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-        # Early weights are forgotten faster, or the average would start from noise.
-        keep = min(EMA_DECAY, (1 + self.steps) / (10 + self.steps))
-        with torch.no_grad():
-            parameters = self.model.state_dict()
-            torch._foreach_lerp_(list(self.average.values()), [parameters[name] for name in self.average], 1 - keep)
-        return loss.item()
-
-    def averaged_model(self) -> FluxTransformer2DModel:
-        return load_model(self.average, torch.float32)
+def loss(model: FluxTransformer2DModel, size: int, generator: torch.Generator) -> torch.Tensor:
+    """The mean squared error of the velocity on fresh pictures."""
+    pictures, symbols = sample_pictures(size, generator, BLANK_SHARE)
+    dropped = torch.rand(size, generator=generator) < DROP_SHARE
+    symbols[dropped] = NULL
+    x0 = pack(codec.process_in(codec.encode(pictures)))
+    noise = torch.randn(x0.shape, generator=generator)
+    sigma = draw_sigmas(size, generator)
+    x = torch.lerp(x0, noise, sigma[:, None, None])
+    return (predict(model, x, symbols, sigma, mixed=True) - (noise - x0)).square().mean()
 
 
 def load_model(state: dict[str, torch.Tensor], dtype: torch.dtype) -> FluxTransformer2DModel:
@@ -249,28 +161,9 @@ def load_model(state: dict[str, torch.Tensor], dtype: torch.dtype) -> FluxTransf
     return model.to(dtype).eval()
 
 
-def train(args: argparse.Namespace) -> None:
-    run = Training(args)
-    log.info("%.2f M parameters, budget %.1f min", sum(p.numel() for p in run.model.parameters()) / 1e6, args.minutes)
-    budget = 60 * args.minutes
-    saved = checked = run.seconds
-    mean = None
-    stopping = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    while run.seconds < budget and not stopping.is_set():
-        loss = run.step()
-        mean = loss if mean is None else 0.98 * mean + 0.02 * loss
-        if run.steps % 100 == 0:
-            log.info("step %d, %.1f of %.1f min, loss %.4f, %.2f s/step", run.steps, run.seconds / 60, args.minutes,
-                     mean, (run.seconds - run.before) / (run.steps - run.first))  # fmt: skip
-        if run.seconds - saved > 60 * args.save_minutes:
-            run.save()
-            saved = run.seconds
-        if run.seconds - checked > 60 * args.check_minutes and budget - run.seconds > 60 * args.check_minutes / 2:
-            judge(run.averaged_model(), 64, GUIDANCE, args.out / f"sheet-step{run.steps}.png", mixed=True)
-            checked = run.seconds
-    run.save()
-    log.info("end of training: %d steps, %.1f min, loss %.4f", run.steps, run.seconds / 60, mean or math.nan)
+def check(average: dict[str, torch.Tensor], sheet: Path) -> None:
+    """Judge the averaged weights of a training under way."""
+    judge(load_model(average, torch.float32), 64, GUIDANCE, sheet, mixed=True)
 
 
 def evaluate(args: argparse.Namespace) -> None:
@@ -281,31 +174,16 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=58, help="wall-clock budget, all resumes together")
-    parser.add_argument("--out", type=Path, default=Path("quickstart-training"))
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--batch", type=int, default=24)
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--save-minutes", type=float, default=3)
-    parser.add_argument("--check-minutes", type=float, default=14, help="judge 64 prompts this often")
-    parser.add_argument("--evaluate", action="store_true")
-    parser.add_argument("--weights", type=Path, help="diffusers key layout; default: OUT/ema.safetensors")
+    parser = options(__doc__, "quickstart-training", minutes=58, batch=24, threads=2)
     parser.add_argument("--prompts", type=int, default=400)
     parser.add_argument("--guidance", type=float, nargs="+", default=[3.0, 1.0, 2.0, 4.0])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    args.weights = args.weights or args.out / "ema.safetensors"
-    handlers = [logging.StreamHandler(), logging.FileHandler(args.out / "STATUS")]
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", handlers=handlers)
-    torch.set_num_threads(args.threads)
+    start(args)
     if args.evaluate:
         evaluate(args)
     else:
-        train(args)
+        Training(args, new_model, loss).run(check)
 
 
 if __name__ == "__main__":

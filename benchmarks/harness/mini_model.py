@@ -19,7 +19,7 @@ from parallel_backend.quickstart.codec import decode, process_out
 from parallel_backend.quickstart.digits import read_digits
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.quickstart.prompt import CELLS
-from parallel_backend.quickstart.sampling import digit_prompts, linear_sigmas, sample_in_bands, sample_whole
+from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
 
 CHUNK = 20  # pictures per request
 
@@ -43,19 +43,23 @@ def sample_latents(
     bands: int,
     cfg: float,
     threshold: float = 0.0,
+    prompt_of: Callable[[torch.Tensor, float], Prompt] = digit_prompts,
+    along: str = "rows",
+    start: float = 1.0,
 ) -> tuple[torch.Tensor, list[int]]:
-    """Latents [N, 16, 32, 32], and the calls computed by request of CHUNK pictures.
+    """Latents like `noise`, and the calls computed by request of CHUNK pictures (or videos).
 
-    `bands` 0 runs every call whole, 1 is for displaced patches. `threshold`: of the step cache, 0 for none.
+    `bands` 0 runs every call whole, 1 is for displaced patches. `threshold`: of the step cache, 0 for none. `prompt_of`:
+    `symbols` [N, ...] and cfg -> the prompt. `along`: the axis that bands cut. `start`: noise level of `noise`.
     """
     latents, computed = [], []
-    for part, start in zip(symbols.split(CHUNK), noise.split(CHUNK), strict=True):
-        prompt, sigmas = digit_prompts(part, cfg), linear_sigmas(steps)
+    for part, x in zip(symbols.split(CHUNK), noise.split(CHUNK), strict=True):
+        prompt, sigmas = prompt_of(part, cfg), start * linear_sigmas(steps)
         cache = StepCache(threshold, max(1, bands)) if threshold else None
         if bands:
-            latent, _ = sample_in_bands(model, start, sigmas, prompt, bands, warm_up=1, cache=cache)
+            latent, _ = sample_in_bands(model, x, sigmas, prompt, bands, warm_up=1, cache=cache, along=along)
         else:
-            latent = sample_whole(model, start, sigmas, prompt, cache=cache)
+            latent = sample_whole(model, x, sigmas, prompt, cache=cache)
         latents.append(latent)
         computed.append(steps if cache is None else cache.computed)
     return torch.cat(latents), computed
@@ -72,14 +76,18 @@ def sample(model: RemoteTransformer, symbols: torch.Tensor, noise: torch.Tensor,
 
 
 def judge(images: torch.Tensor, exact: torch.Tensor, symbols: torch.Tensor) -> dict[str, float]:
-    """`psnr_db`: mean over pictures; `pooled_psnr_db`: of the mean squared error over all pictures."""
-    error = (images - exact).square().flatten(1).mean(1)
+    """The share of digits that are read as asked for, and the closeness to `exact`."""
     read = 100 * (torch.as_tensor(read_digits(images)) == symbols).float().mean().item()
+    return {"digits_read_percent": round(read, 2), **closeness(images, exact)}
+
+
+def closeness(images: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
+    """`psnr_db`: mean over pictures; `pooled_psnr_db`: of the mean squared error over all pictures. Nothing if equal."""
+    error = (images - exact).square().flatten(1).mean(1)
     if error.max() == 0:
-        return {"digits_read_percent": round(read, 2)}
+        return {}
     psnr = -10 * error.clamp_min(1e-12).log10()
     return {
-        "digits_read_percent": round(read, 2),
         "psnr_db": round(psnr.mean().item(), 2),
         "pooled_psnr_db": round(-10 * error.mean().log10().item(), 2),
         "worst_psnr_db": round(psnr.min().item(), 2),
@@ -101,7 +109,10 @@ def parser(description: str, images: int) -> argparse.ArgumentParser:
 
 
 class Report:
-    """Rows, each shown at once and the file written anew with it, so that a run that is cut off leaves what it has."""
+    """Rows, each shown at once and the file written anew with it, so that a run that is cut off leaves what it has.
+
+    `about`: what else the file says in front of its rows.
+    """
 
     def __init__(self, options: argparse.Namespace, **about: str):
         self._out, self._rows, self._started = options.out, [], time.perf_counter()

@@ -1,0 +1,41 @@
+"""The trained mini video model: it shows what it is asked for, and bands are as close to whole calls as they should be."""
+
+import functools
+
+import pytest
+
+from benchmarks.harness import mini_video
+from parallel_backend.core.degrees import Degrees
+
+pytestmark = pytest.mark.threads
+STEPS, CFG = 8, 2.0
+LEAST, MOST = 50.0, 70.0
+"""dB. Bands as they are have 56 and 60; whole calls would be equal."""
+
+
+@pytest.fixture(scope="module")
+def videos(pools):
+    """`videos(degrees, bands, along)`: two, and what they were asked to show."""
+    prompts, noise = mini_video.requests(2)
+
+    @functools.cache
+    def make(pipe=1, bands=0, along="rows"):
+        model = pools.load(mini_video.WEIGHTS, Degrees(pipe=pipe))
+        return mini_video.sample(model, prompts, noise, STEPS, bands, CFG, along)[0], prompts
+
+    return make
+
+
+@pytest.mark.full
+def test_every_frame_shows_its_digit_where_it_should_be(videos):
+    shown, prompts = videos()
+    assert mini_video.judge(shown, shown, prompts) == {"frames_read_percent": 100.0}
+    assert mini_video.judge(shown.flip(1), shown, prompts)["frames_read_percent"] < 50
+
+
+@pytest.mark.parametrize("along", ["rows", "frames"])
+def test_bands_of_a_video_are_close_to_whole_calls(videos, along, measured):
+    (whole, prompts), (banded, _) = videos(), videos(2, 4, along)
+    found = mini_video.judge(banded, whole, prompts)
+    measured(f"PSNR of the mini video model in 4 bands of {along}, dB", found["psnr_db"])
+    assert LEAST <= found["psnr_db"] <= MOST
