@@ -20,9 +20,9 @@ def test_odd_sides_are_padded_with_the_first_rows_and_columns(sides):
 
 
 @pytest.mark.parametrize(
-    ("grid", "axis"), [((21, 30, 52), "rows"), ((40, 30, 52), "frames"), ((8, 8, 6), "rows"), ((1, 4, 6), "rows")]
+    ("grid", "axis"), [((21, 30, 52), "frames"), ((15, 45, 80), "frames"), ((14, 45, 80), "rows"), ((1, 4, 6), "rows")]
 )
-def test_bands_are_cut_along_the_longer_of_time_and_height(grid, axis):
+def test_bands_are_cut_along_time_unless_it_has_far_fewer_tokens_than_the_height(grid, axis):
     assert Patching(video=True).best_axis(grid) == axis
     assert Patching().best_axis(grid[1:]) == "rows"
 
