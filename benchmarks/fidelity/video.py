@@ -28,7 +28,10 @@ class Bench:
     """The videos asked for, their exact runs by number of steps, and the report."""
 
     def __init__(self, options):
-        self.options, self.report = options, mini.Report(options, images_are="videos of 8 frames, 8 x 8 x 4 tokens")
+        self.options, self.report = (
+            options,
+            mini.Report(options, images_are="videos of 8 frames, 8 x 8 x 4 tokens, from real ones with noise to 0.75"),
+        )
         self.prompts, self.noise = requests(options.images)
         self.exact: dict[int, torch.Tensor] = {}
 
