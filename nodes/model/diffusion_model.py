@@ -227,6 +227,9 @@ def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], unknown: list[
     found = []
     found += [f"model patch '{name}'" for name, patches in options.get("patches", {}).items() if patches]
     found += [f"attention replacement '{name}'" for name, by in options.get("patches_replace", {}).items() if by]
+    rope = options.get("rope_options") or {}
+    if any(value != (1.0 if name.startswith("scale") else 0.0) for name, value in rope.items()):
+        found.append("other positions (ScaleROPE)")
     kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
     if comfy.patcher_extension.get_all_wrappers(kind, options):
         found.append("a wrapper around the diffusion model")

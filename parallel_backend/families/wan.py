@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2: text to video, picture to video (pictures in its channels, CLIP's beside the text), and the 2.2 5B.
 
-References in context, as Bernini-R has them, are tokens behind the video's.
+References in context, as Bernini-R has them, and Fun Control's picture are tokens behind the video's.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes
+from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
 from parallel_backend.families.base.step_inputs import (
     REFERENCE_POSITIONS,
     REFERENCES,
@@ -25,24 +25,42 @@ VARIANTS = {  # see wan.kind: another class in ComfyUI, and another or none in d
     "s2v": "Wan S2V",
     "humo": "HuMo",
     "wandancer": "WanDancer",
-    "reference": "Wan Fun Control with a reference picture",
 }
 """Those that cannot run."""
+PICTURE = "reference_picture"
+"""Conditioning tensor [B, 2] int64: rows and columns, in latent pixels, of the picture that REFERENCES are of."""
 
 
 def _configure(shapes: Shapes) -> Config:
     if name := VARIANTS.get(wan.kind(shapes)):
         raise ValueError(f"model_name: this is {name}, which this version cannot run. Use a Wan T2V or I2V model.")
-    return wan.configure(shapes)
+    return wan.configure(shapes) | {"reference_channels": shapes.get("ref_conv.weight", (None, None))[1]}
+
+
+def _key_map(config: Config) -> dict[str, Source]:
+    keys = wan.key_map(config, "patch_embedding")
+    if config["reference_channels"] is not None:
+        keys.copy({"patch_embedding.reference": "ref_conv"})
+    return keys.sources
 
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """As wan.conditioning, with REFERENCES and REFERENCE_POSITIONS (frame, row, column, number of the source)."""
+    """As wan.conditioning, with REFERENCES and REFERENCE_POSITIONS (frame, row, column, number of the source), and PICTURE
+    if they are Fun Control's. Models without weights for that ignore it, as the native ones do."""
     tensors, latents = wan.conditioning(config, given), given.get("context_latents")
-    if not latents:
+    picture = None if config["reference_channels"] is None else given.get("reference_latent")
+    if not latents and picture is None:
         return tensors
+    if latents and picture is not None:
+        raise ValueError("positive, negative: references in context and a reference picture cannot be forwarded at once.")
     if given.get("denoise_mask") is not None:
-        raise ValueError("positive, negative: references in context cannot be forwarded together with a noise mask.")
+        raise ValueError("positive, negative: references cannot be forwarded together with a noise mask.")
+    if picture is not None:
+        packed, place = wan.packed(picture[:, :, None])
+        place = F.pad(place - torch.tensor((1.0, 0.0, 0.0)), (0, 1))  # it is the frame before the video
+        return (
+            tensors | wan.references([packed], [place]) | {PICTURE: torch.tensor(picture.shape[-2:]).expand(len(packed), -1)}
+        )
     tokens, places = [], []
     for number, latent in enumerate(latents, 1):
         if latent.shape[1] != config["in_channels"]:
@@ -56,8 +74,15 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
     return tensors | wan.references(tokens, places)
 
 
+def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
+    """See Inputs.check_grid."""
+    if PICTURE in tensors:
+        wan.check_sizes("the reference picture", (1, *grid[1:]), (1, *tensors[PICTURE][0].tolist()))
+
+
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    references = {"references": step.tensors.get(REFERENCES)}  # of the first stage
+    # Of the first stage.
+    references = {"references": step.tensors.get(REFERENCES), "own": PICTURE in step.tensors}
     return wan.arguments(step, config) | {"positions": step.tensors.get(REFERENCE_POSITIONS), "embedded": references}
 
 
@@ -67,10 +92,12 @@ WAN = Family(
     class_module="parallel_backend.families.models.wan",
     native_classes=("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
     file=FileLayout(
-        detect=lambda shapes: wan.kind(shapes) in ("", *VARIANTS),
+        detect=lambda shapes: wan.kind(shapes) in ("", "reference", *VARIANTS),
         configure=_configure,
-        key_map=lambda config: wan.key_map(config, "patch_embedding").sources,
-        header=wan.header("t2v", "i2v"),  # the same transformer
+        key_map=_key_map,
+        header=wan.header(
+            "t2v", "i2v", in_dim_ref_conv=lambda config: (config["reference_channels"],)
+        ),  # the same transformer
         ignored=(r".*\.norm_added_q\.weight",),
         max_settings={"rope_max_seq_len": 1 << 16},
     ),
@@ -95,7 +122,8 @@ WAN = Family(
     ),
     inputs=Inputs(
         conditioning=_conditioning,
-        accepts=(*wan.ACCEPTS, "context_latents"),
+        check_grid=_check_grid,
+        accepts=(*wan.ACCEPTS, "context_latents", "reference_latent"),
         vector_tensors=("context", "picture"),
         example=wan.example,
     ),

@@ -106,7 +106,8 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
     """See Inputs.check_grid."""
     if "pose" in tensors:
-        wan.check_video("the pose video", (tensors["pose"].shape[2], *grid[1:]), tensors["pose"])
+        sizes = tensors["pose"].shape[2:]
+        wan.check_sizes("the pose video", (sizes[0], *grid[1:]), sizes)
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:

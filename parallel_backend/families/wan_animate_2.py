@@ -44,9 +44,8 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
     """See Inputs.check_grid."""
     if "pose" in tensors:
-        wan.check_video(
-            "the pose video, and a frame for the reference image,", grid, F.pad(tensors["pose"], (0, 0, 0, 0, 1, 0))
-        )
+        frames, *sides = tensors["pose"].shape[2:]
+        wan.check_sizes("the pose video, with a frame for the reference image,", grid, (frames + 1, *sides))
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:

@@ -36,7 +36,8 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
     """See Inputs.check_grid."""
     if "camera" in tensors:
-        wan.check_video("the camera's path", grid, tensors["camera"][..., ::PIXELS, ::PIXELS])
+        frames, *sides = tensors["camera"].shape[2:]
+        wan.check_sizes("the camera's path", grid, (frames, *(side / PIXELS for side in sides)))
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:

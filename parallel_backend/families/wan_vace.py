@@ -61,7 +61,7 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
     """See Inputs.check_grid."""
     if "control" in tensors:
-        wan.check_video("the VACE control", grid, tensors["control"])
+        wan.check_sizes("the VACE control", grid, tensors["control"].shape[2:])
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:

@@ -19,6 +19,7 @@ SAID = {
     "other size": f"ValueError: {UNFIT}an output is [",
     "noise_refiner": "ValueError: model: model patch 'noise_refiner' cannot be forwarded",
     "double_block": "ValueError: model: model patch 'double_block' cannot be forwarded",
+    "other positions": "ValueError: model: other positions (ScaleROPE) cannot be forwarded",
     "Fun": "AttributeError: model: 'process_img' of the native model",
 }
 

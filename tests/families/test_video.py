@@ -171,3 +171,53 @@ def test_ltx_video_refuses_guides_with_an_attention_of_their_own(given, message)
     assert conditioning(config, whole).keys() == {"context", "frame_rate", "keyframes"}
     with pytest.raises(ValueError, match=f"^positive, negative: {message}"):
         conditioning(config, whole | given)
+
+
+@pytest.mark.parametrize(
+    ("family", "tensors"),
+    [
+        ("wan", {"reference_picture": torch.tensor([[12, 8]])}),
+        ("wan-vace", {"control": torch.zeros(1, 96, 3, 12, 10)}),
+        ("wan-animate", {"pose": torch.zeros(1, 16, 3, 10, 10)}),
+        ("wan-animate-2", {"pose": torch.zeros(1, 16, 4, 12, 10)}),  # as many frames as the video, whose first has none
+        ("wan-camera", {"camera": torch.zeros(1, 24, 4, 12, 10)}),  # of latent pixels
+        ("wan-scail", {"mask": torch.zeros(1, 28, 5, 12, 10)}),
+    ],
+)
+def test_what_is_not_of_the_latents_size_is_refused(family, tensors):
+    with pytest.raises(ValueError, match=r"^positive, negative: the .* is made for a latent of .*, the latent_image takes"):
+        FAMILIES[family].inputs.check_grid((4, 6, 5), tensors)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "given", "message"),
+    [
+        (
+            "wan-vace",
+            {},
+            {"vace_context": torch.zeros(1, 2, 96, 1, 2, 2), "vace_strength": [1.0, 1.0]},
+            "2 VACE controls at",
+        ),
+        (
+            "wan-animate",
+            {"motion_encoder_size": 512},
+            {"face_pixel_values": torch.zeros(1, 3, 1, 8, 8)},
+            "the face video is 8",
+        ),
+        (
+            "wan",
+            {"reference_channels": None},
+            {"context_latents": [torch.zeros(1, 48, 1, 2, 2)]},
+            "a reference in context has",
+        ),
+        (
+            "wan-scail",
+            {"mask_channels": 28},
+            {"pose_latents": torch.zeros(1, 20, 1, 3, 2)},
+            "'pose_latents' has an odd size",
+        ),
+    ],
+)
+def test_what_wans_relatives_cannot_forward_is_refused_by_its_name(family, config, given, message):
+    with pytest.raises(ValueError, match=f"^positive, negative: {message}"):
+        FAMILIES[family].inputs.conditioning(wan.WAN | config, {"context": torch.zeros(1, 7, 24)} | given)

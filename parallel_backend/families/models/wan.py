@@ -83,13 +83,16 @@ class WanVariant(diffusers.WanTransformer3DModel):
 
 
 class WanTransformer3DModel(WanVariant):
-    """diffusers' class of this name, with references in context (Bernini-R): latents of other videos and pictures."""
+    """diffusers' class of this name, with references in context (Bernini-R: latents of other videos and pictures).
+
+    `reference_channels`: of a picture that is embedded by weights of its own (Wan Fun Control). None: there are none.
+    """
 
     @register_variant
-    def __init__(self, **wan: Any):
+    def __init__(self, *, reference_channels: int | None = None, **wan: Any):
         super().__init__(**wan)
-        width = self.config.num_attention_heads * self.config.attention_head_dim
-        self.patch_embedding = Patches(self.config.in_channels, width, tuple(self.config.patch_size))
+        width, patch = self.config.num_attention_heads * self.config.attention_head_dim, tuple(self.config.patch_size)
+        self.patch_embedding = Patches(self.config.in_channels, reference_channels, width, patch)
 
 
 class Rope(WanRotaryPosEmbed):
@@ -122,18 +125,24 @@ def _frequencies(width: int, device: torch.device) -> torch.Tensor:
 class Patches(nn.Conv3d):
     """Patch embedding."""
 
-    def __init__(self, channels: int, width: int, patch: tuple[int, ...]):
+    def __init__(self, channels: int, reference_channels: int | None, width: int, patch: tuple[int, ...]):
         super().__init__(channels, width, kernel_size=patch, stride=patch)
+        self.reference = None
+        if reference_channels is not None:
+            self.reference = nn.Conv2d(reference_channels, width, kernel_size=patch[1:], stride=patch[1:])
 
-    def forward(self, video: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
-        """[b, C, T, H, W], and references packed in patches [b, R, values] -> [b, n + R, width]."""
+    def forward(self, video: torch.Tensor, references: torch.Tensor | None = None, own: bool = False) -> torch.Tensor:
+        """[b, C, T, H, W], and references packed in patches [b, R, values] -> [b, n + R, width].
+
+        `own`: by the weights that references have of their own.
+        """
         embedded = tokens(super().forward(video))
         if references is None:
             return embedded
-        return torch.cat((embedded, of_packed(self, references)), dim=1)
+        return torch.cat((embedded, of_packed(self.reference if own else self, references)), dim=1)
 
 
-def of_packed(patches: nn.Conv3d, packed: torch.Tensor) -> torch.Tensor:
+def of_packed(patches: nn.Conv2d | nn.Conv3d, packed: torch.Tensor) -> torch.Tensor:
     """[b, R, C pt ph pw], patches of a latent -> what the patch embedding makes of them, [b, R, width]."""
     return F.linear(packed, patches.weight.flatten(1), patches.bias)
 

@@ -172,12 +172,12 @@ def references(tokens: list[torch.Tensor], positions: list[torch.Tensor]) -> dic
     return {REFERENCES: packed, REFERENCE_POSITIONS: places.expand(len(packed), -1, -1).to(packed.device)}
 
 
-def check_video(what: str, grid: tuple[int, ...], video: torch.Tensor) -> None:
-    """ValueError if `video` [B, C, T, H, W], which is `what`, is not of the latent's grid, in whole patches."""
+def check_sizes(what: str, grid: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """ValueError if frames, rows and columns of a video, which is `what`, are not those of the grid, in whole patches."""
     frames, rows, columns = grid
     wanted = (frames, 2 * rows, 2 * columns)
-    if tuple(video.shape[2:]) != wanted:
-        found, wanted = (" x ".join(map(str, sizes)) for sizes in (video.shape[2:], wanted))
+    if tuple(sizes) != wanted:
+        found, wanted = (" x ".join(f"{side:g}" for side in each) for each in (sizes, wanted))
         raise ValueError(
             f"positive, negative: {what} is made for a latent of {found} (frames, rows, columns), the latent_image takes "
             f"{wanted}. Give both nodes the same length, width and height, and those in multiples of 16."

@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2: text to video, pictures as channels and by CLIP, first and last picture, a time for each frame."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import diffusers
 import torch
@@ -9,6 +9,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES
 from parallel_backend.families.parts.wan import PROMPT
+from parallel_backend.families.wan import PICTURE
 from parallel_backend.families.wan import WAN as WAN_FAMILY
 from tests.families.cases.case import Case, Native
 
@@ -70,8 +71,8 @@ def _reference(model, x, timestep, tensors):
         "return_dict": False,
     }
     if REFERENCES in tensors:  # diffusers has none: our own class, in one piece
-        references = {"positions": tensors[REFERENCE_POSITIONS], "embedded": {"references": tensors[REFERENCES]}}
-        out = model(**arguments, **references)[0]
+        embedded = {"references": tensors[REFERENCES], "own": PICTURE in tensors}
+        out = model(**arguments, positions=tensors[REFERENCE_POSITIONS], embedded=embedded)[0]
     else:
         out = of_diffusers(model)(**arguments)[0]
     return out[..., :height, :width]
@@ -84,7 +85,8 @@ def _in_context(generator, batch):
 
 def _with_references(generator, batch):
     text = {"context": torch.randn(batch, 7, WAN["text_dim"], generator=generator)}
-    return WAN_FAMILY.inputs.conditioning(WAN, text | {"context_latents": _in_context(generator, batch)})
+    config = WAN | {"reference_channels": None}
+    return WAN_FAMILY.inputs.conditioning(config, text | {"context_latents": _in_context(generator, batch)})
 
 
 def _conditioning(config, clip, masked, references):
@@ -97,6 +99,8 @@ def _conditioning(config, clip, masked, references):
             extras["concat_mask"] = torch.rand(1, 1, 3, 8, 6, generator=generator)
         if clip:
             extras["clip_vision_output.penultimate_hidden_states"] = torch.randn(1, clip, 1280, generator=generator)
+        if config.get("reference_channels"):
+            extras["reference_latents"] = [torch.randn(1, 16, 1, 8, 6, generator=generator)]
         if references:
             extras["context_latents"] = _in_context(generator, 1)
         if masked:
@@ -140,7 +144,19 @@ def _case(name, changes, latent=(4, 12, 10), clip=0, kind=Case, references=False
     )
 
 
+@dataclass(frozen=True)
+class Pictured(Case):
+    """The picture is as large as the latent, whose size a test may change."""
+
+    def inputs(self, batch=2, latent=None, seed=1):
+        x, timestep, tensors = super().inputs(batch, latent, seed)
+        picture = torch.randn(batch, 16, *x.shape[3:], generator=torch.Generator().manual_seed(seed))
+        given = {"context": tensors["context"], "reference_latent": picture}
+        return x, timestep, WAN_FAMILY.inputs.conditioning(self.config, given)
+
+
 I2V = {"in_channels": 36}
+FUN = {"in_channels": 52, "reference_channels": 16}
 CASES = (
     _case("wan-2.1-t2v", {}),
     _case("wan-2.1-one-frame", {}, latent=(1, 12, 10)),
@@ -149,5 +165,6 @@ CASES = (
     _case("wan-2.1-flf2v", I2V | CLIP | {"pos_embed_seq_len": 10}, clip=10),
     _case("wan-2.2-i2v", I2V),
     _case("wan-bernini", {}, references=True),
+    replace(_case("wan-2.2-fun-control", FUN, kind=Pictured), odd=None, convert=None, full=True),
     _case("wan-2.2-5b", {"in_channels": 48, "out_channels": 48}, kind=TimePerFrame),
 )
