@@ -156,7 +156,7 @@ class Pictured(Case):
 
 
 I2V = {"in_channels": 36}
-FUN = {"in_channels": 52, "reference_channels": 16}
+FUN = I2V | {"reference_channels": 16}
 CASES = (
     _case("wan-2.1-t2v", {}),
     _case("wan-2.1-one-frame", {}, latent=(1, 12, 10)),
