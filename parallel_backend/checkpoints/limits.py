@@ -74,12 +74,10 @@ def _plausible(value: Any, default: Any, most: int) -> bool:
         return False
     if value is None:
         return True
-    if isinstance(value, (list, tuple)):
-        items = len(value) <= MAX_LIST and all(_plausible(item, 0, most) and item is not None for item in value)
-        return items and (default is None or isinstance(default, (list, tuple)))
-    if isinstance(value, dict):
-        items = len(value) <= MAX_LIST and all(_plausible(item, 0, most) and item is not None for item in value.values())
-        return items and (default is None or isinstance(default, dict))
+    if isinstance(value, (list, tuple, dict)):
+        items, kind = (value.values(), dict) if isinstance(value, dict) else (value, (list, tuple))
+        fit = len(value) <= MAX_LIST and all(_plausible(item, 0, most) and item is not None for item in items)
+        return fit and (default is None or isinstance(default, kind))
     if isinstance(value, bool) or isinstance(default, bool):
         return isinstance(value, bool) and (default is None or isinstance(default, bool))
     if isinstance(value, (int, float)):

@@ -32,6 +32,8 @@ SETTINGS = {
 }
 SECONDS, RUN_SECONDS = 60, 300  # limits, for a machine whose cores are shared
 TABS = 40
+IN_VIEW = 8
+"""Templates whose pictures the dialog shows without scrolling."""
 READY = "() => window.app?.canvas && window.LiteGraph?.registered_node_types.ParallelDiTLoader && app.graph._nodes.length"
 CHINESE = json.loads((PACK / "locales" / "zh" / "nodeDefs.json").read_text())
 
@@ -208,11 +210,13 @@ def from_templates(editor, shoot) -> "Editor":
         card = page.get_by_test_id(f"template-workflow-{name}")
         card.wait_for()
         page.wait_for_function(
-            """count => {
-                const pictures = [...document.querySelectorAll('[data-testid^=template-workflow-] img')];
-                return pictures.length == count && pictures.every(picture => picture.naturalWidth == 512);
+            """([count, seen]) => {
+                const all = selector => [...document.querySelectorAll(`[data-testid^=template-workflow-]${selector}`)];
+                const pictures = all(' img');  // those below what the window shows come when it is scrolled to them
+                return all('').length == count && pictures.length >= seen
+                    && pictures.every(picture => picture.naturalWidth == 512);
             }""",
-            arg=len(GRAPHS),
+            arg=[len(GRAPHS), IN_VIEW],
         )
         shoot("templates")
         card.click()
