@@ -127,7 +127,7 @@ def test_how_frames_are_counted_comes_from_the_header_else_from_the_size(saved, 
 
 
 def wan_of(name):
-    return FAMILIES["wan"].inputs.conditioning, CASES[name].config
+    return FAMILIES["wan"].inputs.conditioning, CASES[name].config | {"reference_channels": None}
 
 
 def test_wan_says_what_its_text_and_picture_must_be():

@@ -29,7 +29,8 @@ def expanded(monkeypatch) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("file", "dtype", "kinds"), [("bf16", "fp32", set()), ("bf16", "fp8_e4m3fn", {"fp8_e4m3fn"}), ("Q8_0", "fp32", {"Q8_0"})]
+    ("file", "dtype", "kinds"),
+    [("bf16", "fp32", set()), ("bf16", "fp8_e4m3fn", {"fp8_e4m3fn"}), ("Q8_0", "fp32", {"Q8_0", "fp16"})],
 )
 def test_packed_weights_are_expanded_while_blocks_are_timed(flux_file, flux_model, tmp_path, expanded, file, dtype, kinds):
     path = flux_file
