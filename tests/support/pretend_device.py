@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 READS = ("item", "_local_scalar_dense", "is_nonzero", "equal", "allclose")
 SIZED_BY_VALUES = ("nonzero", "nonzero_numpy", "argwhere", "masked_select", "unique_dim", "_unique2", "bincount")
@@ -24,6 +24,15 @@ INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 _noting: list["Stops"] = []
 _lock = threading.Lock()
+
+
+class Module(_DummyBackendModule):
+    """`torch.pretend`: what `torch.random.fork_rng` asks every device for. This one draws from the host's numbers."""
+
+    def get_rng_state(self, _device: int) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, _state: torch.Tensor, _device: int) -> None: ...
 
 
 class Stops(list[str]):
@@ -150,7 +159,7 @@ def _note_transfer(here: bool, there: bool, non_blocking: bool) -> None:
 
 @functools.cache
 def _register() -> torch.library.Library:
-    _setup_privateuseone_for_python_backend("pretend")
+    _setup_privateuseone_for_python_backend("pretend", Module())
     library = torch.library.Library("aten", "IMPL")
 
     def empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
