@@ -18,8 +18,6 @@ REFINER = "txt_in.individual_token_refiner.blocks."
 MODULATION = {"norm1.linear": "img_mod.lin", "norm1_context.linear": "txt_mod.lin"}
 """Of a double block: diffusers' layer <- original layer."""
 SINGLE_MODULATION = {"norm.linear": "modulation.lin"}
-GLYPH_WIDTH = 1472
-"""Width of the ByT5 text for what is written in the picture."""
 _REFINER = {
     "norm1": "norm1",
     "norm2": "norm2",
