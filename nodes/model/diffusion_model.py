@@ -158,7 +158,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         options = transformer_options or {}
         family, config = self.checkpoint.family, self.checkpoint.config
         given = {name: value for name, value in extra.items() if value is not None}
-        refuse_what_does_not_reach_the_ranks(options, [name for name in given if name not in family.inputs.accepts])
+        refuse_what_does_not_reach_the_ranks(
+            options, [name for name in given if name not in family.inputs.accepts], family.inputs.options
+        )
         latents = latents_of(x)
         check_latents(family, config, latents)
         if not isinstance(timestep, torch.Tensor):
@@ -222,12 +224,17 @@ def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> N
             )
 
 
-def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], unknown: list[str]) -> None:
-    """ValueError for anything that changes the native model's inside: ignored silently, the picture would be wrong."""
+def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], unknown: list[str], read: Sequence[str] = ()) -> None:
+    """ValueError for anything that changes the native model's inside: ignored silently, the picture would be wrong.
+
+    `unknown`: arguments of the call that the family does not take. `read`: entries of `options` that it looks at itself.
+    """
     found = []
+    if options.get("optimized_attention_override") is not None:
+        found.append("an attention kernel set on the MODEL (Ulysses Config's widget attention chooses that of the ranks)")
     found += [f"model patch '{name}'" for name, patches in options.get("patches", {}).items() if patches]
     found += [f"attention replacement '{name}'" for name, by in options.get("patches_replace", {}).items() if by]
-    rope = options.get("rope_options") or {}
+    rope = {} if "rope_options" in read else options.get("rope_options") or {}
     if any(value != (1.0 if name.startswith("scale") else 0.0) for name, value in rope.items()):
         found.append("other positions (ScaleROPE)")
     kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL

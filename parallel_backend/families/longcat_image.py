@@ -75,6 +75,9 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
     words = text("LongCat-Image", config["joint_attention_dim"], given)
     behind = (1, words.shape[1], words.shape[1])
+    usual = dict(zip(("shift_t", "shift_y", "shift_x"), behind, strict=True))  # ComfyUI's BaseModel sets them in every call
+    if any(value != usual.get(name, 1) for name, value in (given.get("rope_options") or {}).items()):
+        raise ValueError("model: other positions (ScaleROPE) cannot be forwarded to Parallel DiT's ranks. Remove the node.")
     return {"context": words} | reference_tensors(Patching(), given, method="offset", shift=behind)
 
 
@@ -90,7 +93,7 @@ LONGCAT_IMAGE = Family(
         epilogue=("norm_out", "proj_out"),
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"] // 4),
-    inputs=Inputs(conditioning=_conditioning, accepts=ACCEPTS, token_tensors=("context",)),
+    inputs=Inputs(conditioning=_conditioning, accepts=ACCEPTS, options=("rope_options",), token_tensors=("context",)),
     forward=Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("time_embed", factor=1000.0),

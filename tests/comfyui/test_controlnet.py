@@ -20,6 +20,7 @@ SAID = {
     "noise_refiner": "ValueError: model: model patch 'noise_refiner' cannot be forwarded",
     "double_block": "ValueError: model: model patch 'double_block' cannot be forwarded",
     "other positions": "ValueError: model: other positions (ScaleROPE) cannot be forwarded",
+    "attention kernel": "ValueError: model: an attention kernel set on the MODEL (Ulysses Config's widget attention",
     "Fun": "AttributeError: model: 'process_img' of the native model",
 }
 
