@@ -102,6 +102,8 @@ def why_not_displaced(sampling: Sampling) -> str | None:
             for key in COND_KEYS_OF_A_REGION:
                 if cond.get(key) is not None and cond.get(key) is not False:
                     return f"the conditioning has its own {key}"
+    if sampling.guider.model_options.get("context_handler") is not None:
+        return "context windows call the model for one part of the latent after another"
     return None
 
 

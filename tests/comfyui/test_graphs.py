@@ -134,6 +134,14 @@ def adaptive(graph, model, start):
     return graph.ksampler(model, sampler_name="dpm_adaptive")
 
 
+def context_windows(graph, model, start):
+    """Windows of rows, which overlap: the model is called for each of them."""
+    widgets = {"context_schedule": "standard_static", "context_stride": 1, "closed_loop": False, "fuse_method": "pyramid"}
+    widgets |= {"context_length": 10, "context_overlap": 4, "dim": 2, "freenoise": False, "causal_window_fix": False}
+    widgets |= {"cond_retain_index_list": "", "latent_retain_index_list": "", "split_conds_to_windows": False}
+    return graph.ksampler(graph.add("ContextWindowsManual", model=model, **widgets))
+
+
 LOCAL = (
     *(shift, shift_sd3, custom_cfg, custom_basic, custom_dual, custom_inpaint, custom_denoised, inpaint, soft_inpaint),
     *(image_to_image, upscale_second_pass, batch, repeated_batch, two_samplers, timestep_ranges, combined),
@@ -144,6 +152,7 @@ WHOLE = {
     rescaled_cfg: "another node's sampler_cfg_function may look at the whole latent",
     cfg_zero_star: "another node's sampler_post_cfg_function may look at the whole latent",
     perpendicular_negative: "the guider Guider_PerpNeg may look at the whole latent",
+    context_windows: "context windows call the model for one part of the latent after another",
     adaptive: "dpm_adaptive sets its step size by the whole latent",
 }
 """Case -> what is said on the sampler: these run exact, one call after the other."""
