@@ -48,13 +48,13 @@ class MemoryGuard:
         self._found = None
         self._admitted.clear()
 
-    def admit(self, conditioning: Conditioning, poll: Poll) -> None:
-        """Before an exact call: ValueError if it cannot fit.
+    def admit(self, conditioning: Conditioning, poll: Poll, timed: bool = False) -> None:
+        """Before an exact call: ValueError if it cannot fit. `timed`: see memory_model.Request.
 
         The ranks are asked before the first one alone: they answer in turn, and a second prompt's call is made while the
         first one's is under way. Exact calls leave nothing behind.
         """
-        request = request_of(conditioning, self.family)
+        request = request_of(conditioning, self.family, timed=timed)
         if request in self._admitted:
             return
         if self._found is None:
@@ -67,15 +67,17 @@ class MemoryGuard:
         """A run in `bands` begins, whose calls `check` looks at."""
         self._runs[run] = _Run(self._device_memories(poll), bands, KV_COPIES if extrapolate else 1)
 
-    def check(self, run: int, conditioning: Conditioning) -> None:
+    def check(self, run: int, conditioning: Conditioning, timed: bool = False) -> None:
         """Before a call of a run: ValueError if what it keeps and computes with this conditioning too cannot fit.
+
+        `timed`: see memory_model.Request.
 
         Does not wait for ranks, since other calls may be under way.
         """
         known = self._runs.get(run)
         if known is None or conditioning.id in known.requests:
             return
-        known.requests[conditioning.id] = request_of(conditioning, self.family, known.kept, known.bands)
+        known.requests[conditioning.id] = request_of(conditioning, self.family, known.kept, known.bands, timed)
         for dropped in list(known.requests)[:-CONDITIONINGS_KEPT]:
             del known.requests[dropped]
         requests = tuple(known.requests.values())
@@ -114,8 +116,8 @@ class _Run:
         self.requests: dict[int, Request] = {}
 
 
-def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands: int = 1) -> Request:
-    """What memory goes by, for calls with this conditioning. `kept`, `bands`: see memory_model.Request."""
+def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands: int = 1, timed: bool = False) -> Request:
+    """What memory goes by, for calls with this conditioning. `kept`, `bands`, `timed`: see memory_model.Request."""
     return Request(
         conditioning.grid,
         conditioning.token_order.references,
@@ -126,6 +128,7 @@ def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands:
         max((tensor.shape[1] for name, tensor in conditioning.tensors.items() if _is_text(name, tensor, family)), default=0),
         kept,
         bands,
+        timed,
     )
 
 

@@ -177,7 +177,7 @@ class RemoteTransformer:
         entry = None if cache is None else cache.call(conditioning.id, float(timestep.max()), may_forecast)
         if isinstance(entry, Forecast):
             return answer(entry.output())
-        self._memory.admit(conditioning, poll)
+        self._memory.admit(conditioning, poll, _timed(timestep))
         tokens = patching.pack_all(tuple(latent.cpu() for latent in latents))
         call = self.call(tokens, timestep, conditioning, run=0, overlap=overlap, residuals=residuals)
         self.post(call)
@@ -215,7 +215,7 @@ class RemoteTransformer:
         assert x.shape[:2] == (conditioning.batch, len(conditioning.token_order.images(tokens)) + beside)
         assert not (run and self.degrees.naive), "naive patches keep nothing from call to call"
         check_latent(x, timestep)
-        self._memory.check(run, conditioning)
+        self._memory.check(run, conditioning, _timed(timestep))
         if not all(len(shard) for shard in self.cut.image(tokens)):
             degrees = " x ".join(f"{WIDGETS[axis]} {n}" for axis in SEQUENCE_AXES if (n := getattr(self.degrees, axis)) > 1)
             raise ValueError(
@@ -281,3 +281,8 @@ class RemoteTransformer:
     def _on_failure(self, error: Exception) -> None:
         """The ranks' model is this one no more, or the pool has failed: every call, waiting or to come, raises `error`."""
         self._posting.end(error if self._memory is None else self._memory.explained(error))
+
+
+def _timed(timestep: torch.Tensor) -> bool:
+    """Tokens have times of their own: timesteps [B, T], or more axes."""
+    return timestep.ndim > 1 and timestep.shape[1] > 1

@@ -31,6 +31,8 @@ from parallel_backend.rank.free_memory import group_limits, host_memory
 from parallel_backend.wire import messages as m
 from tests.campaigns.faults.census import settle
 from tests.families.cases import all_cases
+from tests.families.cases.ltx_video import WithKeyframes
+from tests.families.cases.wan import TimePerFrame
 from tests.rank.test_module_cache import Runs
 from tests.support import failing_rank, tiny
 
@@ -190,7 +192,8 @@ def peak_bytes(work) -> int:
     return max(itertools.accumulate(changes), default=0)
 
 
-ONE_OF_EACH = list({case.family: case for case in reversed(CASES)}.values())
+TIMES_OF_TOKENS = (TimePerFrame, WithKeyframes)
+ONE_OF_EACH = list({(case.family, isinstance(case, TIMES_OF_TOKENS)): case for case in reversed(CASES)}.values())
 
 
 @pytest.mark.slow
@@ -202,7 +205,8 @@ def test_activations(case, made, measured):
     sizes = model_sizes(checkpoint, "fp32", "cpu")
     grid, batch = runs.family.patching.grid(runs.shapes[0]), runs.shapes[0][0]
     words = runs.engine.conditionings[1].text_tokens
-    request = Request(grid, runs.token_order.references, words, runs.family.image_padding(grid), batch)
+    timed = runs.timestep.ndim > 1
+    request = Request(grid, runs.token_order.references, words, runs.family.image_padding(grid), batch, timed=timed)
     spans = even_stages(len(sizes.block_bytes), 1)
     estimate = memory_of(sizes, Degrees(), spans, 0, (request,))
     with runs.run():
@@ -213,6 +217,19 @@ def test_activations(case, made, measured):
     measured(f"activations over the estimate, {case.name}, joint {sizes.joint}", ratio)
     assert BELOW < ratio < ABOVE
     assert peak > estimate.least > 0
+
+
+def test_times_of_tokens_count(pools, made):
+    case = next(case for case in CASES if case.name == "wan-2.2-5b")
+    model = pools.load(made(case), Degrees())
+    x, timestep, tensors = case.inputs()
+    model.begin_timeline()
+    for times in (timestep, timestep[:, 0]):
+        model.predict(x, times, tensors, nobody)
+    one, several = sorted(model._memory._admitted, key=lambda request: request.timed)
+    assert several == replace(one, timed=True)
+    (little,), (much,) = (model._memory.memory_check.memory((request,)) for request in (one, several))
+    assert much.activations > little.activations
 
 
 # What is free.

@@ -33,6 +33,10 @@ blocks beside the image. Its input, normed and as queries, keys and values, atte
 feed-forward twice, rotary tables and norms in float32. Measured, 1,024 to 1,152 wide, fp32 and bf16, a whole call and a
 band: Flux 15 to 18, Qwen-Image 15 to 16, SD3 13 to 14, Z-Image 17 to 21, Lumina 2 19 to 20 (in bf16 28 to 30, as its
 rotary embedding is complex); PixArt 12 to 13, Wan 13 to 15, LTX-Video 12 to 17."""
+TIMED = {True: 3, False: 18}
+"""Further ones where tokens have times of their own, as those of a first frame that is given: each token's modulation.
+Measured, fp32 and bf16: Cosmos Predict2 11 and 11, LTX-Video 13 and 13, Wan 19 and 27; LTX-2, whose text stream makes it one
+of the former kind, 3 and 3."""
 LEAST = 1.0, 3.0
 """Hidden states that every block has at once, whatever else it does: its input, and queries, keys and values of the rank's
 heads."""
@@ -165,6 +169,8 @@ class Request:
     kept: int = 0
     """Sets of keys and values that a run keeps from call to call; 0 for exact calls."""
     bands: int = 1
+    timed: bool = False
+    """Tokens have times of their own."""
 
     @property
     def image(self) -> int:
@@ -288,9 +294,9 @@ def held_weights(
     return held + (first if span.start == 0 else 0) + (last if span.stop == len(blocks) else 0)
 
 
-def activation_bytes(tokens: float, token_bytes: int, joint: bool) -> int:
-    """The estimate for a micro-step of so many tokens on a rank, over all of its batch entries."""
-    return round(ACTIVATIONS[joint] * tokens * token_bytes)
+def activation_bytes(tokens: float, token_bytes: int, joint: bool, timed: bool = False) -> int:
+    """The estimate for a micro-step of so many tokens on a rank, over all of its batch entries. `timed`: see Request."""
+    return round((ACTIVATIONS[joint] + (TIMED[joint] if timed else 0)) * tokens * token_bytes)
 
 
 def step_tokens(image: int, text: int, entries: int, stages: int, bands: int) -> tuple[int, int]:
@@ -381,7 +387,7 @@ def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, 
     whole, band = _step_tokens(sizes, degrees, at, request)
     token_bytes = sizes.token_bytes
     least = min(whole, band) / degrees.sequence * token_bytes * (LEAST[0] + LEAST[1] / degrees.tensor)
-    estimate = activation_bytes(max(whole, band) / degrees.sequence, token_bytes, sizes.joint)
+    estimate = activation_bytes(max(whole, band) / degrees.sequence, token_bytes, sizes.joint, request.timed)
     estimate += sizes.expanded // degrees.tensor
     if request.kept and request.bands > 1:  # the text's keys are projected once for all bands of a call (module_cache.py)
         estimate += TEXT_KEYS * entries * request.looked_at * token_bytes * len(span)
