@@ -40,7 +40,7 @@ from parallel_backend.families.parts.ltx_patchifier import Patchifier
 HEADS = 32
 """Attention heads of both streams in every LTX-2. Nothing in the weights shows it."""
 BLOCKS = "transformer_blocks"
-NEEDED = {"rope_type": None, "causal_temporal_positioning": True, "use_middle_indices_grid": True}
+NEEDED = ("rope_type", "causal_temporal_positioning", "use_middle_indices_grid")
 """What a header must say. ComfyUI takes something else for granted that no LTX-2 was trained with."""
 ROPES = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
 ATTENTIONS = {

@@ -52,3 +52,15 @@ def test_text_without_connectors_to_go_through_is_refused():
     config = {"connector_num_attention_heads": 32, "audio_connector_num_attention_heads": None}
     with pytest.raises(ValueError, match=r"^model_name: this LTX-2 model comes without its connectors"):
         CASE.row.text_model.run(dict(CASE.model().config) | config, lambda _prefix: {}, torch.zeros(1, 7, 192), True)
+
+
+def test_guides_that_do_not_fit_the_latent_are_refused():
+    config, grid = dict(CASE.model().config), (6, 4, 3)
+    given = {"context": torch.zeros(1, 7, 192), "grid": grid} | ltx2.guides(*grid[1:]) | {"denoise_mask": ltx2.masks(*grid)}
+    assert "keyframes" in CASE.row.inputs.conditioning(config, given)
+    for change, words in (
+        ({"denoise_mask": None}, "^latent_image: the conditioning has guides, and this latent is without the mask"),
+        ({"grid": (6, 4, 4)}, "^positive, negative: the guides have 24 tokens, which is no whole number of frames"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            CASE.row.inputs.conditioning(config, given | change)

@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers import transformer_ltx2 as original
 
+from parallel_backend.families.parts.ltx2_inputs import UNSEEN
 from parallel_backend.families.parts.stream_times import Times
 
 QUERY_KEY_EPS = 1e-5
-UNSEEN = -30000.0
-"""Added to the score of a key that nothing looks at."""
 
 
 class Modulation(NamedTuple):

@@ -3,6 +3,7 @@
 The sound's tokens are those of the latent beside, behind them the ones of a reference voice, which are given.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
     [B, 3, K, 2], pixels of the last K tokens, `guide_weights` [B, K], logarithms, `left_out` [B, K] bool; `voice` [B, R, c];
     `perturbed` [B, blocks] bool; `apart_video`, `apart_sound` [B, 1], if that stream does not look at the other.
 
-    ValueError for text that has not been through the model's connectors.
+    ValueError for text that has not been through the model's connectors, and for guides that do not fit the latent.
     """
     widths = text_widths(config)
     context = text("LTX-2", sum(widths), given)
@@ -66,7 +67,20 @@ def text_widths(config: Config) -> tuple[int, int]:
 
 
 def _guides(tokens: int, batch: int, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """How much the guides' tokens are looked at, and which of them are left out: those with a mask below zero."""
+    """How much the guides' tokens are looked at, and which of them are left out: those with a mask below zero.
+
+    ValueError for guides of another size than the latent, and for a latent without their mask.
+    """
+    if given.get("denoise_mask") is None:
+        raise ValueError(
+            "latent_image: the conditioning has guides, and this latent is without the mask that belongs to them. Use the "
+            "latent that LTXVAddGuide gives."
+        )
+    if tokens % math.prod(given["grid"][1:]) or tokens > math.prod(given["grid"]):
+        raise ValueError(
+            f"positive, negative: the guides have {tokens} tokens, which is no whole number of frames of this latent_image. "
+            "They are of another size: crop them with LTXVCropGuides before the latent is made larger, and add them anew."
+        )
     mask = given["denoise_mask"].expand(batch, -1, *given["denoise_mask"].shape[2:])
     left_out = (mask < 0).any(1).flatten(1)[:, -tokens:].cpu()
     weights, start = torch.ones(tokens), 0

@@ -73,7 +73,7 @@ class WithSound(Case):
         video, timestep, _ = super().inputs(batch, latent, seed)
         sound = torch.randn(batch, 8, SOUND, 16, generator=torch.Generator().manual_seed(seed + 1))
         times = torch.cat((masks(*video.shape[2:]).flatten(1), torch.linspace(0.3, 1, SOUND).round(decimals=1)[None]), dim=1)
-        given = guides(*video.shape[3:], batch) | {"denoise_mask": masks(*video.shape[2:])}
+        given = guides(*video.shape[3:], batch) | {"denoise_mask": masks(*video.shape[2:]), "grid": tuple(video.shape[2:])}
         tensors = self.tensors(torch.Generator().manual_seed(seed), batch, given)
         return (video, sound), timestep[:, None] * times, tensors
 
