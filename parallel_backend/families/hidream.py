@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
 from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.patching import Patching
@@ -126,18 +125,11 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _within(span: Span, start: int, stop: int) -> Span:
-    """The part of `span` in [start, stop), counted from `start`."""
-    return Span(max(span.start, start), max(span.stop, start)).before(stop).shift(-start)
-
-
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     llama = step.tensors["llama"]
     words = llama.shape[2]
     of_t5 = step.text_tokens - 2 * words
-    t5, last, own = (
-        _within(step.text, *edges) for edges in ((0, of_t5), (of_t5, of_t5 + words), (of_t5 + words, step.text_tokens))
-    )
+    t5, last, own = step.text.before(of_t5), step.text.after(of_t5).before(words), step.text.after(of_t5 + words)
     context = step.tensors.get("context")
     if context is None:  # of a later stage, which looks at its shape
         context = llama.new_zeros(len(llama), 1, 1).expand(-1, len(step.text), llama.shape[-1])

@@ -11,12 +11,9 @@ from parallel_backend.families.parts import wan
 
 from .wan import WAN
 
-PIXELS = 8
-"""Of a latent's pixel along a side."""
-
 
 def _configure(shapes: Shapes) -> Config:
-    return wan.configure(shapes) | {"control_channels": shapes["control_adapter.conv.weight"][1] // PIXELS**2}
+    return wan.configure(shapes) | {"control_channels": shapes["control_adapter.conv.weight"][1] // wan.PIXELS**2}
 
 
 def _key_map(config: Config) -> dict[str, Source]:
@@ -37,7 +34,7 @@ def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None
     """See Inputs.check_grid."""
     if "camera" in tensors:
         frames, *sides = tensors["camera"].shape[2:]
-        wan.check_sizes("the camera's path", grid, (frames, *(side / PIXELS for side in sides)))
+        wan.check_sizes("the camera's path", grid, (frames, *(side / wan.PIXELS for side in sides)))
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3TransformerBlock
 from torch import nn
 
-KINDS = 3
-"""Kinds of tokens, each with a modulation of its own: video 0, text 1, sound 2."""
+from parallel_backend.families.parts.minimax_conditioning import KINDS
 
 
 class Block(MiniMaxH3TransformerBlock):

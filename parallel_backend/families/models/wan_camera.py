@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .wan import WanVariant, register_variant, tokens
+from parallel_backend.families.parts.wan import PIXELS
 
-PIXELS = 8
-"""Of a latent's pixel along a side."""
+from .wan import WanVariant, register_variant, tokens
 
 
 class WanCamera(WanVariant):

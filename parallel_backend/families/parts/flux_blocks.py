@@ -29,6 +29,7 @@ SCALE = {"weight": "scale"}
 """A norm's parameter: diffusers' name -> original name. Files that ComfyUI saved have diffusers' name: NORM_ALIASES."""
 NORM_ALIASES = {"_norm.weight": "_norm.scale"}
 Norms = Iterable[str] | Mapping[str, str]
+"""Parameters of a norm, as KeyMap.copy takes them."""
 
 PROJECTIONS = {"attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj"}
 FEED_FORWARD = {

@@ -18,7 +18,7 @@ from .minimax_layout import SOUND_TIME, VISUAL_TIME, References, place_reference
 SHIFTS = {"minimax_h3_sigma_shift_video": 12.0, "minimax_h3_sigma_shift_audio": 3.0}
 """Entries of ComfyUI's transformer_options: how far the schedules of video and sound are shifted -> the usual values."""
 KINDS = 3
-"""Of tokens: a video's, text, sound. Pictures in the text count as video."""
+"""Of tokens, each with a modulation of its own: a video's 0, text 1, sound 2. Pictures in the text count as video."""
 STEPS = 1000.0
 """The sampler's timestep of pure noise."""
 VECTORS = ("shifts", "begins", "levels", "reference_sound", "text_kinds", "video_levels", "sound_levels")

@@ -24,6 +24,8 @@ PATCHING = Patching(video=True)
 """In bands of rows or frames: a video of one frame, as Wan makes pictures, has some too."""
 HEAD = 128
 """Width of a head in every model of this family. Nothing in the weights shows it."""
+PIXELS = 8
+"""Of a latent's pixel along a side."""
 PROMPT = 512
 """Tokens of text that the class expects behind a picture's, to which ComfyUI's encoder for Wan pads."""
 ACCEPTS = ("clip_fea", "denoise_mask")
