@@ -54,7 +54,7 @@ def row(case, figures: dict[str, float]) -> str | None:
 
 def table(figures: dict[str, float]) -> str:
     head = (
-        "| family | modes | exact modes against diffusers | PipeFusion's warm-up | KSampler against ComfyUI's own model |",
+        "| family | modes | exact modes against the whole class | PipeFusion's warm-up | KSampler against ComfyUI's own model |",
         "|---|---|---|---|---|",
     )
     rows = [row(case, figures) for case in all_cases()]
