@@ -2,9 +2,10 @@
 
     python -m pytest tests/families/test_families.py tests/comfyui/test_families.py \\
         --figures benchmarks/results/families_DATE.json
-    python scripts/family_table.py benchmarks/results/families_DATE.json
+    python scripts/family_table.py benchmarks/results/families_*.json
 
-Writes the table between the markers of docs/models.md. A case without a figure has not been measured, and is left out.
+Writes the table between the markers of docs/models.md; where files have the same figure, the last one's. A case without a
+figure has not been measured, and is left out.
 """
 
 import json
@@ -54,7 +55,7 @@ def row(case, figures: dict[str, float]) -> str | None:
 
 def table(figures: dict[str, float]) -> str:
     head = (
-        "| family | modes | exact modes against the whole class | PipeFusion's warm-up | KSampler against ComfyUI's own model |",
+        "| family | modes | exact modes against the class | PipeFusion's warm-up | KSampler against ComfyUI's own model |",
         "|---|---|---|---|---|",
     )
     rows = [row(case, figures) for case in all_cases()]
@@ -65,7 +66,9 @@ def main() -> None:
     page = ROOT / "docs" / "models.md"
     before, rest = page.read_text().split(START)
     _, after = rest.split(END)
-    figures = json.loads(Path(sys.argv[1]).read_text())
+    figures = {}
+    for path in sys.argv[1:]:
+        figures |= json.loads(Path(path).read_text())
     page.write_text(f"{before}{START}\n{table(figures)}\n{END}{after}")
 
 

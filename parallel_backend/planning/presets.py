@@ -61,6 +61,8 @@ class Model:
     """Frames of a video's latent."""
     operations: int = 0
     """Those of a block's linear layers for a token, in hidden^2. 0: as many as are usual."""
+    key_heads: int | None = None
+    """Heads of keys and values, where several query heads share one."""
 
     def block(self, on: Hardware) -> BlockCost:
         # Cross attention has two more layers for each of the image's tokens.
@@ -87,7 +89,7 @@ class Model:
             attention=((JOINT if self.joint else IMAGE,),) * self.layers,
             prologue=(),
             heads=self.heads,
-            key_heads=None,
+            key_heads=self.key_heads,
             head_size=self.hidden // self.heads,
             hidden=self.hidden,
             itemsize=BF16,
@@ -122,7 +124,7 @@ MODELS = {
     "z-image": Model(30, 3840, 30, 5.4e9, 0.75e9, 256),
     "flux2-dev": Model(56, 6144, 48, 31.9e9, 0.4e9, 512),
     "qwen-image": Model(60, 3072, 24, 20.4e9, 0.04e9, 256, prompts=2),
-    "krea-2": Model(28, 6144, 48, 12.2e9, 0.66e9, 256, operations=23),
+    "krea-2": Model(28, 6144, 48, 12.2e9, 0.66e9, 256, operations=23, key_heads=12),
     "wan-2.2-14b": Model(40, 5120, 40, 14.2e9, 0.1e9, 512, joint=False, prompts=2, frames=21),
     "ltx-2.3": Model(48, 4096, 32, 20.6e9, 1.4e9, 1024, joint=False, side=32, frames=16),
     "minimax-h3": Model(50, 5376, 56, 18.2e9, 0.85e9, 512, side=32, frames=37, operations=27),

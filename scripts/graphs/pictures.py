@@ -270,8 +270,12 @@ def qwen_edit_2511() -> Graph:
         "vae/qwen_image_vae.safetensors",
     )
     text = (
-        "Made for **2 GPUs** of any kind and link, 16 GB each: each holds half of the 20 B model.\n"
-        "- **2 GPUs that hold all of it**: `split_batch_degree` 2, `pipefusion_degree` 1 and no Apply PipeFusion: exact.\n"
+        "Made for **2 GPUs** of any kind and link, 24 GB each: each holds half of the 20 B model, and 12 GB of keys "
+        "and values that PipeFusion keeps of the new picture and the given one; `extrapolate` off halves these.\n"
+        "- **2 GPUs of 16 GB with fast links**: `tensor_parallel_degree` 2, `pipefusion_degree` 1 and no Apply PipeFusion: "
+        "exact, and nothing is kept.\n"
+        "- **2 GPUs that hold all of it (24 GB)**: `split_batch_degree` 2, `pipefusion_degree` 1 and no Apply PipeFusion: "
+        "exact.\n"
         "- **4 GPUs**: `split_batch_degree` 2 times `pipefusion_degree` 2.\n"
         "- **1 GPU**: `pipefusion_degree` 1.\n"
         "- Up to three pictures: image2 and image3 of the two prompts. A Lightning LoRA goes behind the loader.\n"
