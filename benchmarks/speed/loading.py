@@ -2,6 +2,7 @@
 
     python -m benchmarks.speed.loading --gigabytes 2 --rounds 2 --out benchmarks/results/loading_NAME_DATE.json
     python -m benchmarks.speed.loading --model minimax-h3 --gigabytes 1.2 --out FILE
+    python -m benchmarks.speed.loading --model ltx-2 --gigabytes 1.3 --out FILE
     python -m benchmarks.speed.loading --formats fp32,bf16,fp8,int8 --gigabytes 1 --out FILE
 
 With `--formats` files of the same values (`--gigabytes` in fp32) in ComfyUI's formats, what is not quantised in bf16, and
@@ -66,6 +67,19 @@ MINIMAX_H3 = {
     "time_embed_hidden_dim": 768,
     "time_embed_dim": 384,
 }
+LTX2 = {
+    "num_attention_heads": 32,
+    "attention_head_dim": 16,
+    "cross_attention_dim": 512,
+    "audio_num_attention_heads": 32,
+    "audio_attention_head_dim": 8,
+    "audio_cross_attention_dim": 256,
+    "use_prompt_embeddings": False,
+    **dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True),
+}
+LTX2_CONNECTORS = {"video": 512, "audio": 256}
+"""Stream -> width."""
+CONNECTOR_LAYERS = 8
 INTERVAL = 0.05  # seconds between looks
 
 
@@ -88,7 +102,27 @@ def large_minimax_h3(gigabytes: float) -> Subject:
     return Subject("MiniMax-H3-like", "minimax-h3", config, side=32, text=32)
 
 
-LARGE = {"flux": large, "minimax-h3": large_minimax_h3}
+def large_ltx2(gigabytes: float) -> Subject:
+    """LTX-2.3 an eighth as wide, with as many blocks as it takes; 1.3 GB are the real one's 48."""
+    around, block = 145, 23  # in width^2 values: connectors and embeddings of the time; a block's two streams
+    layers = round((gigabytes * 1e9 / 4 / 512**2 - around) / block)
+    return Subject("LTX-2.3-like", "ltx-2", LTX2 | {"num_layers": layers}, side=32, text=32)
+
+
+def save_connectors(folder: Path) -> None:
+    """Those of LTX-2.3, a tenth of its file. ComfyUI's process reads them, and no rank has them."""
+    tensors, generator = {}, torch.Generator().manual_seed(0)
+    for stream, width in LTX2_CONNECTORS.items():
+        sizes = {f"attn1.to_{part}": (width, width) for part in ("q", "k", "v", "out.0")}
+        sizes |= {"ff.net.0.proj": (4 * width, width), "ff.net.2": (width, 4 * width)}
+        for layer in range(CONNECTOR_LAYERS):
+            block = f"{stream}_embeddings_connector.transformer_1d_blocks.{layer}."
+            for name, shape in sizes.items():
+                tensors[f"{block}{name}.weight"] = torch.randn(shape, generator=generator)
+    save_file(tensors, folder / "connectors.safetensors")
+
+
+LARGE = {"flux": large, "minimax-h3": large_minimax_h3, "ltx-2": large_ltx2}
 
 
 def memory(pids: tuple[int, ...]) -> tuple[int, int]:
@@ -185,7 +219,10 @@ def by_mode(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     path, small = (directory / name for name in ("large", "small"))
     path.mkdir()
     small.mkdir()
-    size = subject.bytes(subject.save(path))
+    subject.save(path)
+    if given.model == "ltx-2":
+        save_connectors(path)
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     with closing(Pool(("cpu",) * RANKS, threads=1)) as pool:
         pool.ready.result()
         RemoteTransformer(pool, open_checkpoint(FLUX_LIKE.save(small)), MODES["tensor 4"], "fp32", "sdpa", lambda: None)

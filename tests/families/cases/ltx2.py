@@ -193,7 +193,7 @@ def _times(times):
     return Times(times.flatten(), torch.arange(times.numel()).view(times.shape), times.amax(1))
 
 
-def _native(config) -> Native:
+def native(config) -> Native:
     """ComfyUI 0.33 itself fails where the prompt is modulated by a table alone, as in 2.5."""
     width = config["caption_channels"] if config["use_prompt_embeddings"] else sum(_connector_widths(config))
 
@@ -213,7 +213,7 @@ def _case(name, config, **others):
         odd=(128, 5, 3, 5),
         tensors=_of(config),
         reference=_reference,
-        native=_native(config),
+        native=native(config),
         **others,
     )
 
