@@ -53,8 +53,10 @@ class AttentionStep:
 
     def over(self, tokens: str) -> "AttentionStep":
         """The micro-step as layers see it that mix these of ATTENTIONS."""
+        if tokens in (JOINT, PAIRED):
+            return self  # kept in itself it would hold the K/V buffer until Python looks for cycles
         if tokens not in self._over:
-            self._over[tokens] = self if tokens in (JOINT, PAIRED) else self._of_streams(tokens)
+            self._over[tokens] = self._of_streams(tokens)
         return self._over[tokens]
 
     def _of_streams(self, tokens: str) -> "AttentionStep":
