@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,12 @@ from PIL import Image
 from scripts.comfyui_server import PACK, ComfyUIServer
 from scripts.make_workflows import GRAPHS
 from tests.comfyui.conftest import FOLDER
+from tests.support import chromium
 from tests.support.requirements import missing
 
 pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SETTINGS = {
-    "Comfy.TutorialCompleted": True,  # its dialog would cover the canvas
-    "Comfy.Workflow.Persist": False,
-    "Comfy.Minimap.Visible": False,
-    "Comfy.Graph.CanvasInfo": False,
-}
+SETTINGS = chromium.SETTINGS | {"Comfy.Graph.CanvasInfo": False}
 SECONDS, RUN_SECONDS = 60, 300  # limits, for a machine whose cores are shared
 TABS = 40
 IN_VIEW = 8
@@ -48,11 +42,10 @@ def server(session_server, bundled_workflows_models) -> ComfyUIServer:
 def browser(comfyui) -> Iterator[Any]:
     from playwright import sync_api
 
-    chromium = next(filter(None, map(shutil.which, CHROMIUM)), None)
-    if chromium is None:
-        missing(f"no Chromium: none of {', '.join(CHROMIUM)} is on the path", expected=False)
+    if (path := chromium.find()) is None:
+        missing(f"no Chromium: none of {', '.join(chromium.NAMES)} is on the path", expected=False)
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
 

@@ -9,6 +9,8 @@ from tests.campaigns.templates.conversion import Template, convert
 from tests.campaigns.templates.report import END, START, replace_table, summary
 from tests.campaigns.templates.runner import DIFFERS, EQUAL, FAILED, NOT_OURS, NOT_RUN, REFUSED, judge, run_all
 from tests.comfyui.conftest import Inside, comfyui  # noqa: F401 (a fixture)
+from tests.support import chromium
+from tests.support.requirements import missing
 
 ABOUT = ("name", "title", 10, ("file",))
 
@@ -51,6 +53,8 @@ def test_a_template_of_no_family_is_not_started_and_counts_in_the_shares():
 @pytest.mark.comfyui
 @pytest.mark.browser
 def test_templates_give_what_comfyuis_own_loaders_give(comfyui, tmp_path):  # noqa: F811
+    if chromium.find() is None:
+        missing("no Chromium, whose editor makes a template's prompt", expected=False)
     for name in ("models/diffusion_models", "models/loras", "input", "output"):
         (tmp_path / name).mkdir(parents=True)
     wanted = ("image_z_image_turbo", "image_krea2_turbo_t2i")

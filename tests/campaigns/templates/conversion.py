@@ -1,17 +1,15 @@
 """Templates of the installed package -> prompts in API form, made by ComfyUI's own editor in a browser."""
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts.comfyui_server import ComfyUIServer
+from tests.support import chromium
 
 from .files import is_helper
 
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Workflow.Persist": False, "Comfy.Minimap.Visible": False}
 READY = "() => window.app?.canvas && window.LiteGraph?.registered_node_types.KSampler && app.graph._nodes.length"
 CONVERT = "async graph => { await app.loadGraphData(graph, true, false); return (await app.graphToPrompt()).output }"
 LOADERS = ("UNETLoader", "CheckpointLoaderSimple", "ImageOnlyCheckpointLoader")
@@ -45,22 +43,21 @@ def convert(checkout: Path, python: Path, base: Path) -> list[Template]:
     """Every template with a local diffusion model, the most used first. RuntimeError without a browser."""
     from playwright import sync_api
 
-    chromium = next(filter(None, map(shutil.which, CHROMIUM)), None)
-    if chromium is None:
-        raise RuntimeError(f"no Chromium: none of {', '.join(CHROMIUM)} is on the path")
+    if (path := chromium.find()) is None:
+        raise RuntimeError(f"no Chromium: none of {', '.join(chromium.NAMES)} is on the path")
     folder, found = templates_folder(python), []
     known = {
         entry["name"]: entry for group in json.loads((folder / "index.json").read_text()) for entry in group["templates"]
     }
     with ComfyUIServer(checkout, base, python) as server, sync_api.sync_playwright() as playwright:
-        server.post("/settings", SETTINGS)
-        page = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
+        server.post("/settings", chromium.SETTINGS)
+        page = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"]).new_page()
         page.set_default_timeout(MILLISECONDS)
         page.goto(f"http://127.0.0.1:{server.port}/")
         page.wait_for_function(READY)
         for name, entry in known.items():
-            path = folder / f"{name}.json"
-            if path.exists() and any(loader in (text := path.read_text()) for loader in LOADERS):
+            graph = folder / f"{name}.json"
+            if graph.exists() and any(loader in (text := graph.read_text()) for loader in LOADERS):
                 prompt = page.evaluate(CONVERT, json.loads(text))
                 prompt = {number: node for number, node in prompt.items() if node["class_type"]}
                 template = Template(name, entry["title"], entry.get("usage") or 0, prompt)
