@@ -6,6 +6,7 @@ from .checkpoint_loader import ParallelCheckpointLoader
 from .doctor import ParallelDoctor
 from .loader import ParallelDiTLoader
 from .parallel_config import UlyssesConfig
+from .parallelize import ParallelizeModel
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
 from .sampling.auto_degrees import log_folder
@@ -31,6 +32,7 @@ NODE_CLASS_MAPPINGS = {
     "ParallelDoctor": ParallelDoctor,
     "ParallelStepCache": ParallelStepCache,
     "ParallelSelfTest": ParallelSelfTest,
+    "ParallelizeModel": ParallelizeModel,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",
@@ -46,4 +48,5 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDoctor": "Parallel Doctor",
     "ParallelStepCache": "Parallel Step Cache",
     "ParallelSelfTest": "Parallel Self-Test",
+    "ParallelizeModel": "Parallelize Model",
 }

@@ -47,6 +47,12 @@ def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapola
     return patched, wrapper
 
 
+def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:
+    """Whether PipeFusion is applied to the MODEL."""
+    kind = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
+    return bool(model.get_wrappers(kind, WRAPPER_KEY))
+
+
 log = logging.getLogger(__name__)
 
 

@@ -1,0 +1,54 @@
+"""What nodes have put on a MODEL, put on another MODEL of the same weights: ModelPatcher.clone() across two models."""
+
+import comfy.hooks
+import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.utils
+
+from ..ui.host import refuse
+from .patcher import RemoteModelPatcher
+
+MULTIGPU = "multigpu"
+"""ComfyUI's key for copies of a MODEL on other GPUs."""
+
+
+def carry_over(source: comfy.model_patcher.ModelPatcher, target: RemoteModelPatcher, without: tuple[str, ...] = ()) -> None:
+    """Put on `target`, which is new, all that stands on `source`, in the order of ModelPatcher.clone().
+
+    `without`: keys of wrappers that stay behind. ValueError, as from the node itself behind Parallel DiT Loader, for what
+    cannot reach the ranks.
+    """
+    check = target.model.diffusion_model.weights.check
+    for key, patches in source.patches.items():
+        for patch in patches:
+            check(key, patch)
+        target.patches[key] = patches[:]
+    target.patches_uuid = source.patches_uuid  # what ranks have of them is known by it
+    for name, value in source.object_patches.items():
+        target.add_object_patch(name, value)
+    for name, functions in source.weight_wrapper_patches.items():
+        for function in functions:
+            target.add_weight_wrapper(name, function)
+    target.model_options = comfy.utils.deepcopy_list_dict(source.model_options)
+    for key, value in source.attachments.items():
+        copied = value.on_model_patcher_clone() if hasattr(value, "on_model_patcher_clone") else value
+        target.set_attachments(key, copied)
+    for key, models in source.additional_models.items():
+        if key == MULTIGPU and models:
+            refuse("ComfyUI's MultiGPU CFG Split", "Remove that node: Parallelize Model takes its place.")
+        target.set_additional_models(key, [model.clone() for model in models])
+    for kind, by_key in source.callbacks.items():
+        for key, functions in by_key.items():
+            for function in functions:
+                target.add_callback_with_key(kind, key, function)
+    for kind, by_key in source.wrappers.items():
+        for key, functions in by_key.items():
+            if key not in without:
+                for function in functions:
+                    target.add_wrapper_with_key(kind, key, function)
+    for key, injections in source.injections.items():
+        target.set_injections(key, injections)
+    target.forced_hooks = source.forced_hooks.clone() if source.forced_hooks else source.forced_hooks
+    target.hook_mode = source.hook_mode
+    for callback in source.get_all_callbacks(comfy.patcher_extension.CallbacksMP.ON_CLONE):
+        callback(source, target)

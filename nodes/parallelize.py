@@ -1,0 +1,143 @@
+"""Parallelize Model: the MODEL of any loader -> the same one on several GPUs, with all that nodes have put on it."""
+
+from dataclasses import replace
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.dtypes import storage_name
+from parallel_backend.planning.named_modes import AUTO, MODES, degrees_of, ranks_of
+
+from .loader import LoadSettings, load_model
+from .model.carry_over import carry_over
+from .model.concurrent_conds import WRAPPER_KEY as CONDS_KEY
+from .model.diffusion_model import RemoteDiffusionModel
+from .model.native_source import NativeSource, native_source
+from .parallel_config import ParallelConfig
+from .sampling.auto_degrees import AS_SET, AUTO_KEY
+from .sampling.pipefusion import WRAPPER_KEY as PIPEFUSION_KEY
+from .sampling.pipefusion import apply_pipefusion, has_pipefusion
+from .ui.devices import possible_devices, why_hidden
+from .ui.input_checks import validate
+from .ui.node_text import say
+from .ui.widgets import CATEGORY, MAX_DEGREE
+
+
+@validate()
+class ParallelizeModel:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "parallelize"
+    DESCRIPTION = (
+        "Runs the MODEL of any loader on several GPUs. LoRA, model sampling and other nodes may stand before or after; the "
+        "weights are read from the loader's file by the GPUs' processes."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "model": (
+                    "MODEL",
+                    {
+                        "tooltip": "From Load Diffusion Model, Load Checkpoint or another loader; other nodes may stand "
+                        "between."
+                    },
+                ),
+                "gpus": (
+                    "INT",
+                    {
+                        "default": 0,
+                        "min": 0,
+                        "max": MAX_DEGREE,
+                        "tooltip": "How many GPUs, the first ones; 0 for all. Under --cpu: CPU processes, and 0 is one.",
+                    },
+                ),
+                "mode": (
+                    list(MODES),
+                    {
+                        "default": AUTO,
+                        "tooltip": "auto: the fastest way is worked out at the first picture; an exact one, or PipeFusion "
+                        "if Apply PipeFusion stands behind. pipefusion: for slow links, approximate. ulysses, ring, tensor: "
+                        "exact, for fast links. split batch: positive and negative prompt side by side, exact.",
+                    },
+                ),
+            },
+            "optional": {
+                "parallel_config": (
+                    "PARALLEL_CONFIG",
+                    {
+                        "tooltip": "From Ulysses Config or Parallel Doctor: its degrees are taken as they are. It may stay "
+                        "open."
+                    },
+                ),
+            },
+        }
+
+    def parallelize(self, model, gpus, mode, parallel_config=None):
+        stub = getattr(getattr(model, "model", None), "diffusion_model", None)
+        ours = stub if isinstance(stub, RemoteDiffusionModel) else None
+        source = native_source(model) if ours is None else NativeSource(ours.checkpoint.path, storage_name(ours.key.dtype))
+        config = parallel_config if parallel_config is not None else _config_of(ours)
+        try:
+            parallel, degrees = _parallel(source, gpus, mode, config, ours is not None and ours.key.compile)
+        except ValueError as error:  # as Parallel DiT Loader words it, by the name of its own input
+            if not str(error).startswith("model_name: "):
+                raise
+            raise ValueError(str(error).replace("model_name: ", "model: ", 1)) from error
+        displaced = ours is not None and ours.key.degrees.displaced  # its run in one band is no choice of the user's
+        stays = (AUTO_KEY, CONDS_KEY, *([PIPEFUSION_KEY] if displaced else []))
+        carry_over(model, parallel, stays)
+        if degrees is not None:
+            if degrees.pipe > 1 and not has_pipefusion(parallel):
+                parallel, _ = apply_pipefusion(parallel, 0, 1, True, True)
+            say(f"Parallel DiT: {degrees} on {', '.join(parallel.model.diffusion_model.key.devices)}")
+        return (parallel,)
+
+
+def _config_of(ours: RemoteDiffusionModel | None) -> ParallelConfig:
+    """What a MODEL that is parallel already computes with, but for its degrees."""
+    if ours is None:
+        return ParallelConfig()
+    return ParallelConfig(
+        attention=ours.key.attention, comm_overlap=ours.comm_overlap, transfer_dtype=ours.key.transfer_dtype
+    )
+
+
+def _parallel(source: NativeSource, gpus: int, mode: str, config: ParallelConfig, compiled: bool):
+    """The MODEL of the file on its ranks, and its degrees; None where they are worked out at the first picture."""
+    if not isinstance(config, ParallelConfig):
+        raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
+    given = Degrees(
+        patch=config.patch_degree, patch_mode=config.patch_mode, ring=config.ring_degree, ulysses=config.ulysses_degree
+    )
+    possible = possible_devices("auto")
+    on_gpus = possible[0] != "cpu"
+    ranks = ranks_of(mode, gpus, len(possible), given)
+    if on_gpus and ranks > len(possible):
+        raise ValueError(
+            f"gpus: {ranks} are needed, this machine has {len(possible)} that ComfyUI shows.{why_hidden()} Set gpus to 0."
+        )
+    devices = possible[:ranks] if on_gpus else ("cpu",) * ranks
+    degrees = None
+    if mode != AUTO:
+        checkpoint = open_checkpoint(source.path)
+        degrees = degrees_of(mode, ranks, given, checkpoint.family.sizes.heads(checkpoint.config))
+        try:
+            checkpoint.check_degrees(degrees)
+        except ValueError as error:
+            raise ValueError(f"mode: {mode} on {ranks} GPUs: {error}") from error
+    elif given.world > 1:
+        degrees = given
+    set_degrees = degrees or Degrees()
+    settings = LoadSettings(
+        weight_dtype=source.weight_dtype,
+        pipefusion_degree=set_degrees.pipe,
+        tensor_parallel_degree=set_degrees.tensor,
+        split_batch_degree=set_degrees.batch,
+        devices=",".join(devices),
+        parallel_config=replace(config, ring_degree=set_degrees.ring, ulysses_degree=set_degrees.ulysses),
+        stage_split="auto",
+        compile=compiled,
+        degrees=AUTO if degrees is None else AS_SET,
+    )
+    return load_model(source.path, settings), degrees
