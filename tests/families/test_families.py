@@ -179,6 +179,7 @@ def test_bands_with_old_keys_depend_on_the_schedule_alone(case, degrees, pools, 
     assert 10 * TOLERANCE < tiny.relative(alone, reference_run(case, model, x, tensors, 4)) < 0.5
 
 
+@pytest.mark.slow
 @every_case
 def test_the_comparison_sees_every_input(case, pools, made):
     model, file, _ = made(case)

@@ -181,6 +181,7 @@ def test_each_is_computed_once(runs, monkeypatch):
         assert number == whole[name] * {CacheScope.CALL: 3, CacheScope.PROMPT: 1, CacheScope.BAND: 1 + BANDS}[per], name
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_another_call_s_modulation(runs, monkeypatch):
     """The control: with all calls taken for one, outputs differ."""
     expected, begin = runs.everything((1,)), runs.engine.stage.module_cache.begin_step
