@@ -11,10 +11,14 @@ from ..ui.host import refuse
 
 
 class NativeNames:
-    """Attributes as a native module would have them, down to its tensors, which have a shape and no values."""
+    """Attributes as a native module would have them, down to its tensors, which have a shape and no values.
+
+    A list of blocks has a length and members, as nodes that compile each block ask for. Nothing can be put into any of it:
+    nobody would ever look there.
+    """
 
     def __init__(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], prefix: str):
-        self._checkpoint, self._tensors, self._prefix = checkpoint, tensors, prefix
+        vars(self).update(_checkpoint=checkpoint, _tensors=tensors, _prefix=prefix)
 
     def at(self, name: str) -> Any:
         """The tensor or module of that name. AttributeError if the native model has none."""
@@ -30,6 +34,9 @@ class NativeNames:
 
     __getattr__ = at
 
+    def __setattr__(self, name: str, _value: Any) -> NoReturn:
+        refuse(f"another '{self._prefix}{name}' in the native model", "Remove the node that puts it there.")
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The checkpoint's own values: ControlNets for SD3.5 begin with a copy of the model's first layer."""
         return original_values(self._checkpoint, self._prefix)
@@ -37,5 +44,11 @@ class NativeNames:
     def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         refuse("computing with its layers (some ControlNets do)", "Use another ControlNet, or a native loader.")
 
-    def __getitem__(self, index: int) -> NoReturn:
-        refuse("looking into its blocks (a LoRA in bypass mode does)", "Use a plain LoRA loader.")
+    def __len__(self) -> int:
+        names = {key.removeprefix(self._prefix).partition(".")[0] for key in self._tensors if key.startswith(self._prefix)}
+        return sum(name.isdecimal() for name in names)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.at(str(index))

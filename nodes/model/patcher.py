@@ -1,6 +1,7 @@
 """The native MODEL without weights: ComfyUI's own BaseModel for the family, whose diffusion_model asks the ranks."""
 
 import json
+import logging
 import weakref
 
 import comfy.model_detection
@@ -12,13 +13,25 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.registry import ModelKey, registry
 
 from ..ui.host import refuse
+from ..ui.node_text import say
 from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
 from .lora import NativeWeights
 from .step_cache import begin_cache
 
+log = logging.getLogger(__name__)
+
 ALL = 1e32
 """Bytes without a limit, as ComfyUI writes it."""
+
+
+COMPILE_WRAPPER = "torch.compile"
+"""Key of ComfyUI's wrapper around a model call (comfy_api/torch_helpers), and of KJNodes'."""
+OF_COMPILED = ("_orig_mod", "_torchdynamo_orig_callable")
+"""Attributes of what torch.compile gives for a module, and for anything else that can be called."""
+COMPILE_SKIPPED = (
+    "torch.compile is skipped: this MODEL's layers are on its ranks. To have them compiled there, set compile on the loader."
+)
 
 
 class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
@@ -26,6 +39,8 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
 
     on_ranks = True
     """What a run takes room for (room.py)."""
+
+    _told_of_compile = False
 
     def __init__(self, model, load_device, *arguments, **named):
         self.load_device = load_device  # ComfyUI 0.3.64 asks for `model_size` before it sets this
@@ -96,6 +111,26 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
 
     def _expected_bytes(self) -> int:
         return 0 if self._on_cpu() else self.model.diffusion_model.share_of(self.load_device)
+
+    def add_wrapper_with_key(self, wrapper_type, key, wrapper):
+        """As ComfyUI's. A wrapper that puts compiled modules in place is left out, with a word."""
+        if key == COMPILE_WRAPPER:
+            self._skip_compile()
+        else:
+            super().add_wrapper_with_key(wrapper_type, key, wrapper)
+
+    def add_object_patch(self, name, obj):
+        """As ComfyUI's. A compiled module is left out, with a word."""
+        if any(hasattr(obj, attribute) for attribute in OF_COMPILED):
+            self._skip_compile()
+        else:
+            super().add_object_patch(name, obj)
+
+    def _skip_compile(self) -> None:
+        if not self._told_of_compile:  # a node may come with each block
+            self._told_of_compile = True
+            log.warning("Parallel DiT: %s", COMPILE_SKIPPED)
+            say(f"Parallel DiT: {COMPILE_SKIPPED}")
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
         refuse("a LoRA in the conditioning (a hook, scheduled or not)", "Use a LoRA loader on the MODEL.")

@@ -45,7 +45,8 @@ class MicroSteps:
         self._width: int | None = None  # of an output's tokens, as the first of them has it
 
     def post(self, call: Call) -> None:
-        """Queue the call's micro-steps, and send what the window allows."""
+        """Queue the call's micro-steps, and send what the window allows. What `send` raises is raised: then of the call
+        nothing more is sent."""
         assembly = PartialOutput(call)
         assembly.first_seq = self._newest + 1
         whole = call.tokens == call.conditioning.token_order.span
@@ -54,8 +55,12 @@ class MicroSteps:
                 self._newest += 1
                 assembly.missing += self._degrees.sequence
                 self._waiting[replica].append(PostedStep(self._newest, assembly, part, part.shift(-entries.start)))
-        for replica in range(self._degrees.batch):
-            self._fill(replica)
+        try:
+            for replica in range(self._degrees.batch):
+                self._fill(replica)
+        except BaseException:
+            self.forget(lambda other: other is call)
+            raise
 
     def forget(self, which: Callable[[Call], bool]) -> None:
         """Of these calls nothing more is sent; what is under way finishes."""
@@ -107,9 +112,9 @@ class MicroSteps:
         waiting, flying = self._waiting[replica], self._in_flight[replica]
         while waiting and len(flying) < self._window:
             step = waiting.popleft()
+            self._send(replica, step)
             flying[step.seq] = step
             self._awaited_ranks[step.seq] = set(self._output_ranks[replica])
-            self._send(replica, step)
 
     def _check(self, value: torch.Tensor, entries: int, tokens: int) -> None:
         """BadMessage unless it is [entries, tokens, c] of numbers, c being the same for all outputs of the model."""

@@ -107,7 +107,11 @@ class Posting:
 
     def _send_step(self, replica: int, step: PostedStep) -> None:
         self._pool.newest_step = max(self._pool.newest_step, step.seq)
-        self._scatter.step(replica, step)
+        try:
+            self._scatter.step(replica, step)
+        except BaseException:
+            self.shared.done(step.seq)
+            raise
 
     def _rows(self, call: Call, index: int) -> tuple[Span, ...]:
         """Rows of the call's output that sequence rank `index` computes."""

@@ -43,6 +43,7 @@ class Scatter:
         entries = step.entries.slice
         parts = [tensor[entries, images.slice] for tensors in added for images, _ in shards for tensor in tensors]
         placed = iter(self._shared.place(replica, step.seq, parts))
+        messages: list[tuple[int, m.Step]] = []
         for stage, blocks in enumerate(stages):
             numbers = {id(tensor): number for number, tensor in enumerate(added[stage])}
             for index, (images, beside) in enumerate(shards):
@@ -63,8 +64,10 @@ class Scatter:
                     added=tuple(next(placed) for _ in added[stage]),
                     x=x,
                 )
-                for rank in self._degrees.ranks(replica, stage, index):
-                    self._pool.send(rank, message)
+                messages += [(rank, message) for rank in self._degrees.ranks(replica, stage, index)]
+        with self._pool.together():
+            for rank, message in messages:
+                self._pool.send(rank, message)
 
     def _residuals(self, stage: int, residuals: Residuals) -> Residuals:
         """Those of the stage's own blocks."""

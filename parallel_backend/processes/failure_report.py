@@ -88,6 +88,11 @@ class FailureReport:
         text = f"{self._name(rank)} sent what cannot be: {why}. All ranks were ended; the next use starts new ones."
         return self._error(text, "", self._ranks.log_tail(rank))
 
+    def cut_short(self, error: BaseException) -> RankError:
+        """The error for messages of which an error in this process let some ranks have a part alone."""
+        text = f"what was being sent to the ranks was cut short by {type(error).__name__}: {error}"
+        return self._error(f"{text}. All ranks were ended; the next use starts new ones.", "")
+
     def hang(self, verdict: Verdict) -> RankError:
         """The error for ranks that the watchdog found to hang or to be stopped."""
         names = " and ".join(map(self._name, verdict.ranks))

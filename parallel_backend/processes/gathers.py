@@ -41,6 +41,11 @@ class Gathers:
                 gather.future.set_exception(again(self._error))
         return request_id, gather.future
 
+    def drop(self, request_id: int) -> None:
+        """Wait for that request's replies no more: it did not go out."""
+        with self._lock:
+            self._open.pop(request_id, None)
+
     def add(self, request_id: int | None, rank: int, reply: Any) -> None:
         """A rank's reply. One that nobody waits for is dropped. BadMessage for one of another type than was asked for."""
         with self._lock:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -120,8 +120,29 @@ class Pool:
         """
         self._raise_error()
         self.watchdog.sent(message)
-        with contextlib.suppress(OSError):
-            self.ranks.channels[rank].send(message, request_id)
+        try:
+            with self.together(), contextlib.suppress(OSError):
+                self.ranks.channels[rank].send(message, request_id)
+        except BaseException:
+            self.watchdog.not_sent(message)
+            raise
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around messages that the ranks need all of, or none: they would wait for each other. An error between them, or in
+        the middle of one, ends the pool at once, and the next prompt has nothing to do with it."""
+        before = self._begun
+        try:
+            yield
+        except BaseException as error:
+            if self.error is None and self._begun != before:
+                self._fail(self._failures.cut_short(error))
+            raise
+
+    @property
+    def _begun(self) -> int:
+        """Messages of which at least a part was written, to whichever rank."""
+        return sum(channel.begun for channel in self.ranks.channels)
 
     def lends_to(self, rank: int) -> bool:
         """Whether tensors for the rank can lie in memory that it shares with this process."""
@@ -130,13 +151,13 @@ class Pool:
     def lend(self, rank: int, segment: Segment) -> None:
         """See Channel.lend. Raises as `send`."""
         self._raise_error()
-        with contextlib.suppress(OSError):
+        with self.together(), contextlib.suppress(OSError):
             self.ranks.channels[rank].lend(segment)
 
     def take_back(self, rank: int, segment: Segment) -> None:
         """See Channel.take_back. Raises as `send`."""
         self._raise_error()
-        with contextlib.suppress(OSError):
+        with self.together(), contextlib.suppress(OSError):
             self.ranks.channels[rank].take_back(segment.number)
 
     def forget(self, rank: int, segment: Segment) -> None:
@@ -146,14 +167,20 @@ class Pool:
     def ask(self, message: Any, reply: type) -> Future:
         """Send to every rank; the future gives their replies of type `reply`, in rank order."""
         request_id, future = self._gathers.open(reply)
-        for rank in range(len(self.devices)):
-            self.send(rank, message, request_id)
+        try:
+            with self.together():
+                for rank in range(len(self.devices)):
+                    self.send(rank, message, request_id)
+        except BaseException:
+            self._gathers.drop(request_id)
+            raise
         return future
 
     def tell(self, message: Any) -> None:
         """Send to every rank; whatever they reply is dropped."""
-        for rank in range(len(self.devices)):
-            self.send(rank, message)
+        with self.together():
+            for rank in range(len(self.devices)):
+                self.send(rank, message)
 
     def refuse(self, rank: int, why: str) -> Exception:
         """End the pool: what the rank sent cannot be, and nothing else from it is to be trusted. The error, to be raised."""

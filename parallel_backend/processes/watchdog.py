@@ -86,6 +86,12 @@ class Watchdog:
                 case m.DropConditioning():
                     self._largest.pop(message.id, None)
 
+    def not_sent(self, message: Any) -> None:
+        """It was to be sent and was not: no answer to it is to come."""
+        with self._lock:
+            if isinstance(message, m.Step):
+                self._steps.pop(message.seq, None)
+
     def heard(self, rank: int, message: Any) -> None:
         """`rank`: by the channel that it came over."""
         with self._lock:

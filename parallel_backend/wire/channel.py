@@ -3,9 +3,10 @@
 On one machine that is an inherited pipe, so only the pool's own children are at the other end. Ranks elsewhere: tcp.py.
 """
 
+import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from .encoding import MAX_HEADER_BYTES, BadMessage, Envelope
 from .messages import decode_header, encode
 from .shared_memory import MAX_SEGMENT_BYTES, MAX_SEGMENTS, CloseSegment, OpenSegment, Segment, open_segment
-from .tcp import socket_of
+from .tcp import socket_of, stop_sending
 
 CLOSE_SECONDS = 1.0
 FRAME_BYTES = 1 << 20
@@ -40,6 +41,8 @@ class Channel:
 
     def __init__(self, connection: Connection, lends: bool = False, borrowed: Borrowed | None = None):
         self.connection, self.lends = connection, lends
+        self.begun = 0
+        """Messages whose writing has begun, and that may thus have been cut short."""
         self._sending = threading.Lock()
         self._lent: dict[int, Segment] = {}
         self._borrowed: dict[int, Segment] = {}
@@ -47,7 +50,11 @@ class Channel:
         self._let_go: dict[int, Callable[[], None]] = {}  # by segment that is borrowed
 
     def send(self, message: Any, request_id: int | None = None) -> None:
-        """Raises OSError when the other end is gone, AssertionError for what is no message. `request_id`: see Envelope."""
+        """Raises OSError when the other end is gone, AssertionError for what is no message. `request_id`: see Envelope.
+
+        Nothing is written before all of the message is ready to be. If an error cuts the writing short, the other end hears
+        no more: the rest of the message would be taken from the next one.
+        """
         with self._sending:
             self._send(message, request_id)
 
@@ -58,10 +65,11 @@ class Channel:
         """
         assert self.lends, "the other end is not on this machine"
         with self._sending:
-            self._send(OpenSegment(segment.number, segment.nbytes, segment.name), None)
-            if segment.handle is not None:
-                with socket_of(self.connection) as ours:
-                    socket.send_fds(ours, [HANDLE_FOLLOWS], [segment.handle])
+            with self._whole():  # the other end takes the handle for a part of the message
+                self._send(OpenSegment(segment.number, segment.nbytes, segment.name), None)
+                if segment.handle is not None:
+                    with socket_of(self.connection) as ours:
+                        socket.send_fds(ours, [HANDLE_FOLLOWS], [segment.handle])
             self._lent[segment.number] = segment
 
     def take_back(self, number: int) -> None:
@@ -76,11 +84,22 @@ class Channel:
 
     def _send(self, message: Any, request_id: int | None) -> None:
         header, tensors = encode(message, request_id, self._lent.values())
-        self.connection.send_bytes(header)
-        for tensor in tensors:
-            content = _bytes(tensor)
-            for start in range(0, len(content), FRAME_BYTES):
-                self.connection.send_bytes(content[start : start + FRAME_BYTES])
+        contents = [_bytes(tensor) for tensor in tensors]  # all of them now: some tensors have no bytes to give
+        with self._whole():
+            self.begun += 1
+            self.connection.send_bytes(header)
+            for content in contents:
+                for start in range(0, len(content), FRAME_BYTES):
+                    self.connection.send_bytes(content[start : start + FRAME_BYTES])
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Within it one message is written. Cut short, it ends what the other end hears."""
+        try:
+            yield
+        except BaseException:  # a KeyboardInterrupt too
+            stop_sending(self.connection)
+            raise
 
     def receive(self) -> Envelope:
         """Blocks. Raises EOFError or OSError when the other end is gone, BadMessage for bytes that are no message.

@@ -132,6 +132,12 @@ def shutdown(connection: Connection) -> None:
         ours.shutdown(socket.SHUT_RDWR)
 
 
+def stop_sending(connection: Connection) -> None:
+    """Have the other end read an end, after what it has been sent. What it sends still arrives."""
+    with contextlib.suppress(OSError), socket_of(connection) as ours:  # or it has ended by itself, or is no socket
+        ours.shutdown(socket.SHUT_WR)
+
+
 @contextlib.contextmanager
 def socket_of(connection: Connection) -> Iterator[socket.socket]:
     """The socket under a connection. The connection still owns it. OSError if it is closed."""

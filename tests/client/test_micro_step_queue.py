@@ -53,6 +53,26 @@ def test_entries_of_an_exact_call_fill_a_pipeline_in_order_a_window_at_a_time():
     assert assembly.value[:, 0, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
+def test_of_a_call_that_cannot_be_sent_nothing_is_left():
+    queue = Queue(Degrees(batch=2))
+    send = queue.steps._send
+
+    def send_to_the_first(replica, step):
+        if replica:
+            raise RuntimeError("no storage")
+        send(replica, step)
+
+    queue.steps._send = send_to_the_first
+    with pytest.raises(RuntimeError):
+        queue.steps.post(call(4))
+    queue.steps._send = send
+    queue.steps.post(call(2))
+    assert [(replica, seq) for replica, seq, _ in queue.sent] == [(0, 1), (0, 3), (1, 4)]
+    for seq, rank in ((1, 0), (3, 0), (4, 1)):  # the first is what was under way
+        _, complete, _ = queue.answer(seq, rank, 2 if seq == 1 else 1, 1.0)
+    assert complete
+
+
 def test_calls_go_out_one_after_the_other():
     queue = Queue(Degrees())
     calls = [call(2) for _ in range(4)]

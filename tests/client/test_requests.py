@@ -1,12 +1,14 @@
 """A request never depends on the one before it: not its result, not its sizes, not its keys and values."""
 
 import functools
+import threading
 
 import pytest
 import torch
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.wire import channel
 from tests.support import tiny
 
 pytestmark = pytest.mark.threads
@@ -42,6 +44,27 @@ def test_calls_of_any_size_in_any_order_without_a_restart(remote, flux_model, de
             output = model.predict(*given(SIZES[index]), lambda: None)
             assert tiny.relative(output, expected[index]) <= 1e-5, SIZES[index]
     assert remote(degrees).pool is model.pool
+
+
+def test_a_call_that_cannot_be_sent_costs_the_next_one_nothing(remote, flux_model, monkeypatch):
+    """Of two replicas the second one's latent has no bytes, as a tensor that torch.compile traces has none."""
+    model, bytes_of = remote(Degrees(batch=2)), channel._bytes
+    x, timestep, tensors = given(SIZES[0])
+    expected = tiny.reference(flux_model, x, timestep, tensors)
+    model.predict(x, timestep, tensors, lambda: None)  # the ranks have its conditioning
+
+    def bytes_but_of_large_values(tensor):
+        here = threading.current_thread() is threading.main_thread()  # the ranks are other threads
+        if here and tensor.is_floating_point() and tensor.numel() and tensor.abs().max() > 1e6:
+            raise RuntimeError("no storage")
+        return bytes_of(tensor)
+
+    monkeypatch.setattr(channel, "_bytes", bytes_but_of_large_values)
+    unsendable = x.clone()
+    unsendable[1] = 1e7
+    with pytest.raises(RuntimeError, match="no storage"):
+        model.predict(unsendable, timestep, tensors, lambda: None)
+    assert tiny.relative(model.predict(x, timestep, tensors, lambda: None), expected) <= 1e-5
 
 
 @pytest.mark.slow

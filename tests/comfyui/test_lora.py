@@ -24,7 +24,7 @@ SAID = {
     "factor": "a factor on the weight itself,",
     "merge of ours": "a merge or an extraction of weights",
     "save": "saving the model",
-    "bypass": "looking into its blocks (a LoRA in bypass mode does)",
+    "bypass": "what another node injects into the model ('bypass_lora')",
     "bypass of one layer": "what another node injects into the model ('bypass_lora')",
     "weight wrapper": "a wrapper around the weight a",
     "hook": "a LoRA in the conditioning (a hook, scheduled or not)",

@@ -378,6 +378,35 @@ def test_a_connection_that_ends_is_an_error_even_of_a_process_that_does_not(pipe
     assert "rank 1 (cpu) closed its connection, last seen in micro-step 7." in error_of(future)
 
 
+def test_a_request_that_reaches_some_ranks_alone_ends_the_pool_at_once(pipe_pool, monkeypatch):
+    pool, ranks = pipe_pool
+    failures, frame = [], type(ranks.channels[1].connection).send_bytes
+    pool.take_over(lambda output: None, lambda loading: None, failures.append)
+
+    def send_bytes(connection, content):
+        if connection is ranks.channels[1].connection:
+            raise KeyboardInterrupt
+        frame(connection, content)
+
+    monkeypatch.setattr(type(ranks.channels[1].connection), "send_bytes", send_bytes)
+    with pytest.raises(KeyboardInterrupt):
+        pool.ask(m.Unload(), m.Unloaded)
+    assert str(pool.error).startswith("Parallel DiT: what was being sent to the ranks was cut short by KeyboardInterrupt")
+    assert len(failures) == 1
+
+
+def test_a_request_that_reaches_no_rank_leaves_nothing_to_wait_for(pipe_pool):
+    pool, _ = pipe_pool
+    step = m.Step(1, 0, 7, Span(0, 8), True, False, True, Span(0, 1), torch.ones(1), {}, (), torch.ones(1).to_sparse())
+    pool.watchdog.first = pool.watchdog.stall = 0.5
+    with pytest.raises(RuntimeError):
+        pool.ask(step, m.Output)
+    assert not pool._gathers.awaited
+    assert not pool.watchdog._steps
+    pool.tell(m.Unload())
+    assert pool.error is None
+
+
 def test_a_rank_that_takes_nothing_does_not_hold_the_pool(pipe_pool):
     """A sender holds the client's lock, the pool's thread waits for it, and the rank that blocks both is the one named."""
     pool, ranks = pipe_pool

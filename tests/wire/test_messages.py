@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.core.spans import Span
-from parallel_backend.wire import encoding
+from parallel_backend.wire import channel, encoding
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import FRAME_BYTES, Channel
 from tests.campaigns.fuzz import messages
@@ -132,6 +132,52 @@ def test_what_is_no_request_id_is_refused(request_id):
 
 def test_many_in_a_row_stay_in_step():
     assert equal(tuple(through_a_pipe(*MESSAGES)), tuple(MESSAGES))
+
+
+def test_a_message_whose_tensor_has_no_bytes_is_not_begun(monkeypatch):
+    """Such as one of torch.compile's while it traces: were the header sent before, it would take its bytes from the next."""
+    whole, bytes_of = m.Output(1, 5, TENSORS["fp32"]), channel._bytes
+
+    def bytes_but_of_integers(tensor):
+        if not tensor.is_floating_point():
+            raise RuntimeError("no storage")
+        return bytes_of(tensor)
+
+    monkeypatch.setattr(channel, "_bytes", bytes_but_of_integers)
+    ours, theirs = Pipe(duplex=True)
+    sender, receiver = Channel(ours), Channel(theirs)
+    with pytest.raises(RuntimeError, match="no storage"):
+        sender.send(m.PutConditioning(7, (8, 6), 0, 3, 2, {"a": TENSORS["fp32"], "b": TENSORS["int64"]}))
+    assert sender.begun == 0
+    sender.send(whole)
+    assert equal(receiver.receive().message, whole)
+    sender.close()
+    receiver.close()
+
+
+def test_nothing_follows_a_message_that_was_cut_short(monkeypatch):
+    ours, theirs = Pipe(duplex=True)
+    sender, receiver = Channel(ours), Channel(theirs)
+    frames, write = [], ours.send_bytes
+
+    def send_bytes(frame):
+        if frames:
+            raise KeyboardInterrupt
+        frames.append(frame)
+        write(frame)
+
+    monkeypatch.setattr(type(ours), "send_bytes", lambda _self, frame: send_bytes(frame))
+    with pytest.raises(KeyboardInterrupt):
+        sender.send(m.Output(1, 5, TENSORS["fp32"]))
+    monkeypatch.undo()
+    with pytest.raises(OSError):
+        sender.send(m.Unload())
+    with pytest.raises(EOFError):
+        receiver.receive()
+    theirs.send_bytes(b"still heard")
+    assert ours.recv_bytes() == b"still heard"
+    sender.close()
+    receiver.close()
 
 
 def test_every_type_is_tried():
