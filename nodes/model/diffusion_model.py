@@ -24,6 +24,7 @@ from parallel_backend.processes.pool import Poll
 
 from ..ui.host import check_cancelled
 from ..ui.loading_bar import LoadingBar
+from .block_patches import block_changes
 from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .controlnet import residuals
 from .lora import PREFIX, NativeWeights, Patch
@@ -159,10 +160,11 @@ class RemoteDiffusionModel(torch.nn.Module):
         options = transformer_options or {}
         family, config = self.checkpoint.family, self.checkpoint.config
         given = {name: value for name, value in extra.items() if value is not None}
-        refuse_what_does_not_reach_the_ranks(
-            options, [name for name in given if name not in family.inputs.accepts], family.inputs.options
-        )
         latents = latents_of(x)
+        changes, patches = block_changes(family, config, options, len(latents[0]))
+        refuse_what_does_not_reach_the_ranks(
+            options | patches, [name for name in given if name not in family.inputs.accepts], family.inputs.options
+        )
         check_latents(family, config, latents)
         if not isinstance(timestep, torch.Tensor):
             timestep = torch.cat([each.reshape(len(each), -1) for each in timestep], dim=1)
@@ -176,7 +178,11 @@ class RemoteDiffusionModel(torch.nn.Module):
         along = "rows" if band is None else band.run.patching.along
         added = residuals(family, config, control, tuple(latents[0].shape), along)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
-        turn = {"first_replica": evaluation.first_replica(len(latents[0])), "on_posted": evaluation.start_next}
+        turn = {
+            "first_replica": evaluation.first_replica(len(latents[0])),
+            "on_posted": evaluation.start_next,
+            "changes": changes,
+        }
         allowed = self.cache is not None and self.cache.may_forecast(options)
         if band is None:
             cache = None if self.cache is None else self.cache.cache

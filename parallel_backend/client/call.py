@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.token_order import TokenOrder
@@ -15,7 +16,7 @@ from parallel_backend.processes.pool import again
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Tensors that a set of calls shares, as the ranks know them by `id`. Batch is the first axis of each.
+    """What a set of calls shares, as the ranks know it by `id`: tensors, whose first axis is the batch, and `changes`.
 
     `first_replica`: the replica that has the first of their entries; its K/V buffers are there. `beside`: the first of the
     text tokens that are of a latent beside the picture's.
@@ -29,10 +30,17 @@ class Conditioning:
     tensors: dict[str, torch.Tensor]
     first_replica: int = 0
     beside: int = 0
+    changes: BlockChanges = UNCHANGED
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
-        """Its entries by replica: consecutive ones, the larger shares from `first_replica` on."""
-        parts = split(Span(0, self.batch), replicas)
+        """Its entries by replica: consecutive ones, the larger shares from `first_replica` on.
+
+        All are `first_replica`'s where they must stay together.
+        """
+        whole = Span(0, self.batch)
+        parts = (
+            (whole, *[Span(self.batch, self.batch)] * (replicas - 1)) if self.changes.together else split(whole, replicas)
+        )
         return tuple(parts[(replica - self.first_replica) % replicas] for replica in range(replicas))
 
     def matches(
@@ -42,10 +50,11 @@ class Conditioning:
         unsure: Collection[str] | None = None,
         along: str = "rows",
         beside: int = 0,
+        changes: BlockChanges = UNCHANGED,
     ) -> bool:
         """Whether a call with these tensors is one for this conditioning. Only those named in `unsure` are compared."""
-        own = self.grid, self.token_order.along, self.beside
-        if own != (grid, along, beside) or self.tensors.keys() != tensors.keys():
+        own = self.grid, self.token_order.along, self.beside, self.changes
+        if own != (grid, along, beside, changes) or self.tensors.keys() != tensors.keys():
             return False
         return same_values([(self.tensors[name], tensors[name]) for name in (tensors if unsure is None else unsure)])
 

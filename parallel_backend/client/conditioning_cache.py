@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.sampling import DropConditioning
@@ -56,8 +57,9 @@ class ConditioningCache:
         first_replica: int,
         along: str = "rows",
         beside: int = 0,
+        changes: BlockChanges = UNCHANGED,
     ) -> Conditioning:
-        """The ranks' own copy of these tensors, sent now if it is not there yet. `beside`: see Conditioning.
+        """The ranks' own copy of these tensors, sent now if it is not there yet. `beside`, `changes`: see Conditioning.
 
         A sampler passes the same values again at each step, mostly in new tensors: those are compared. Bands pass the same
         tensors (nodes/sampling/host_sampling.py), which are known if nobody has written to them since.
@@ -65,11 +67,11 @@ class ConditioningCache:
         held = [known for known in reversed(self._held) if known.first_replica == first_replica]
         unsure = {known.id: self._unsure(known, tensors) for known in held}
         for known in sorted(held, key=lambda known: len(unsure[known.id])):
-            if known.matches(grid, tensors, unsure[known.id], along, beside):
+            if known.matches(grid, tensors, unsure[known.id], along, beside, changes):
                 self._seen[known.id] = _seen_now(tensors)
                 return known
         check_conditioning(tensors)
-        conditioning = self._make(grid, tensors, first_replica, along, beside)
+        conditioning = self._make(grid, tensors, first_replica, along, beside, changes)
         self._scatter.conditioning(conditioning)
         self._held.append(conditioning)
         self._seen[conditioning.id] = _seen_now(tensors)
@@ -107,7 +109,13 @@ class ConditioningCache:
         return [name for name, tensor in tensors.items() if name not in seen or not seen[name].is_still(tensor)]
 
     def _make(
-        self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int, along: str, beside: int
+        self,
+        grid: tuple[int, ...],
+        tensors: dict[str, torch.Tensor],
+        first_replica: int,
+        along: str,
+        beside: int,
+        changes: BlockChanges,
     ) -> Conditioning:
         family = self._family
         references = tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0
@@ -120,4 +128,5 @@ class ConditioningCache:
             tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
             first_replica=first_replica,
             beside=beside,
+            changes=changes,
         )

@@ -129,6 +129,7 @@ def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands:
         kept,
         bands,
         timed,
+        conditioning.changes.together,
     )
 
 

@@ -50,8 +50,9 @@ class MicroSteps:
         assembly = PartialOutput(call)
         assembly.first_seq = self._newest + 1
         whole = call.tokens == call.conditioning.token_order.span
+        apart = whole and not call.conditioning.changes.together
         for replica, entries in enumerate(call.conditioning.shares(self._degrees.batch)):
-            for part in entry_parts(entries, whole, self._degrees.pipe):
+            for part in entry_parts(entries, apart, self._degrees.pipe):
                 self._newest += 1
                 assembly.missing += self._degrees.sequence
                 self._waiting[replica].append(PostedStep(self._newest, assembly, part, part.shift(-entries.start)))

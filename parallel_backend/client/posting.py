@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.finite import all_finite
 from parallel_backend.core.sequence import SequenceCut
@@ -61,12 +62,18 @@ class Posting:
             raise again(self._error)
 
     def conditioning(
-        self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int, along: str, beside: int
+        self,
+        grid: tuple[int, ...],
+        tensors: dict[str, torch.Tensor],
+        first_replica: int,
+        along: str,
+        beside: int,
+        changes: BlockChanges,
     ) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet. Errors as of ConditioningCache."""
         self._conditionings.check_size(grid, tensors)
         with self.in_order():
-            return self._conditionings.find(grid, tensors, first_replica % self._degrees.batch, along, beside)
+            return self._conditionings.find(grid, tensors, first_replica % self._degrees.batch, along, beside, changes)
 
     def post(self, call: Call) -> None:
         """Queue the call's micro-steps; `call.future` gives tokens [B, n + a, c] on the CPU."""

@@ -16,6 +16,7 @@ from parallel_backend.client.placement.balance import balance, even_stages
 from parallel_backend.client.placement.memory_check import MemoryCheck, devices_for
 from parallel_backend.client.placement.memory_model import Request
 from parallel_backend.client.placement.pipeline_model import StageCost
+from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.degrees import SEQUENCE_AXES, WIDGETS, Degrees
 from parallel_backend.core.devices import on_ray
 from parallel_backend.core.sequence import SequenceCut
@@ -158,17 +159,19 @@ class RemoteTransformer:
         may_forecast: bool = True,
         first_replica: int = 0,
         on_posted: Callable[[], None] = lambda: None,
+        changes: BlockChanges = UNCHANGED,
     ) -> torch.Tensor | Latents:
         """Model output for the whole latent `x` [B, C, H, W] at `timestep` [B]; same shape and device as `x`. With a latent
         beside the picture's `x` and the output are both.
 
-        Exact, but in naive patch mode, and where the run's `cache` forecasts it. `first_replica`: see `conditioning`.
+        Exact, but in naive patch mode, and where the run's `cache` forecasts it. `first_replica`, `changes`: see
+        `conditioning`.
         `on_posted` is called once the call is on its way, before it is waited for: it may make other calls.
         """
         latents, patching = latents_of(x), self.family.patching
         shapes = [tuple(latent.shape) for latent in latents]
         beside = patching.beside_tokens(shapes)
-        conditioning = self.conditioning(patching.grid(shapes[0]), tensors, first_replica, beside=beside)
+        conditioning = self.conditioning(patching.grid(shapes[0]), tensors, first_replica, beside=beside, changes=changes)
 
         def answer(outputs: Latents) -> torch.Tensor | Latents:
             return like(x, tuple(output.to(latents[0].device, non_blocking=True) for output in outputs))
@@ -231,15 +234,16 @@ class RemoteTransformer:
         first_replica: int = 0,
         along: str = "rows",
         beside: int = 0,
+        changes: BlockChanges = UNCHANGED,
     ) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet (see ConditioningCache).
 
-        `beside`: tokens of the latent beside the picture's.
+        `beside`: tokens of the latent beside the picture's. `changes`: what the calls change inside the blocks.
         `first_replica`: first replica to receive entries, modulo the replica count. The first ones get the larger shares.
         `along`: axis by which its calls' tokens are ordered first (Patching.along).
         ValueError if the model has no positions for so large a `grid`.
         """
-        return self._posting.conditioning(grid, tensors, first_replica, along, beside)
+        return self._posting.conditioning(grid, tensors, first_replica, along, beside, changes)
 
     def open_run(self, extrapolate: bool = True) -> int:
         """A number for a run, under which its calls keep their K/V buffers. See Runs.open, also for errors."""

@@ -100,6 +100,7 @@ class Scatter:
                         tensors,
                         conditioning.token_order.along,
                         conditioning.beside,
+                        conditioning.changes,
                     )
                     for rank in degrees.ranks(replica, stage, index):
                         self._pool.send(rank, message)

@@ -42,7 +42,7 @@ def micro_steps(exact: Sequence[bool], bands: int) -> list[MicroStep]:
 
 
 def entry_parts(entries: Span, exact: bool, stages: int) -> tuple[Span, ...]:
-    """Batch entries that go through the stages together.
+    """Batch entries that go through the stages together. `exact`: the call is, and its entries do not depend on each other.
 
     An exact call fills a pipeline with its batch entries one by one: nothing else could overlap in it.
     """

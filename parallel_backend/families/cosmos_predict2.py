@@ -109,6 +109,7 @@ COSMOS_PREDICT2 = Family(
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("patch_embed",),
         epilogue=("norm_out", "proj_out"),
+        native_patches=("attn1_patch", "attn2_patch", "mlp_patch", "post_input"),
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"], max_side=lambda config: config["max_size"][-1] // 2),
     inputs=Inputs(

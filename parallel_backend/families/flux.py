@@ -19,6 +19,8 @@ from parallel_backend.families.parts.flux_blocks import (
     DOUBLE_MODULATION,
     DOUBLE_PLAN,
     FEED_FORWARD,
+    NATIVE_BLOCKS,
+    NATIVE_PATCHES,
     NORM_ALIASES,
     SINGLE,
     SINGLE_PLAN,
@@ -105,6 +107,8 @@ FLUX = Family(
         prologue=("x_embedder", "context_embedder"),
         epilogue=("norm_out", "proj_out"),
         residuals={"input": DOUBLE, "output": SINGLE},
+        native=NATIVE_BLOCKS,
+        native_patches=NATIVE_PATCHES,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"] // 4),
     inputs=Inputs(

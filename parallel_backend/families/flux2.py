@@ -20,6 +20,8 @@ from parallel_backend.families.parts.flux_blocks import (
     ATTENTION_PLAN,
     BOTH_ROWS,
     DOUBLE,
+    NATIVE_BLOCKS,
+    NATIVE_PATCHES,
     NORM_ALIASES,
     SCALE,
     SINGLE,
@@ -115,6 +117,8 @@ FLUX2 = Family(
         counts=block_counts,
         prologue=("x_embedder", "context_embedder"),
         epilogue=("norm_out", "proj_out"),
+        native=NATIVE_BLOCKS,
+        native_patches=NATIVE_PATCHES,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(

@@ -176,6 +176,7 @@ HUNYUAN_DIT = Family(
         counts=lambda config: {"blocks": config["num_layers"]},
         # No prologue: the class asks its small patch embedding for the patch size at the end.
         epilogue=("norm_out", "proj_out"),
+        native={"double_block": "blocks"},
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(

@@ -18,6 +18,7 @@ from parallel_backend.families.parts.flux_blocks import (
     DOUBLE,
     DOUBLE_PLAN,
     FEED_FORWARD,
+    NATIVE_BLOCKS,
     SINGLE,
     SINGLE_PLAN,
     block_counts,
@@ -107,6 +108,8 @@ HUNYUAN_IMAGE = Family(
         epilogue=("norm_out", "proj_out"),
         text_first=False,
         residuals={"input": DOUBLE, "output": SINGLE},
+        native=NATIVE_BLOCKS,
+        native_patches=("attn1_patch", "attn1_output_patch"),
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(

@@ -106,6 +106,8 @@ HUNYUAN_VIDEO_15 = Family(
         epilogue=("norm_out", "proj_out"),
         text_first=False,
         residuals={"input": DOUBLE},
+        native={"double_block": DOUBLE},
+        native_patches=("attn1_patch", "attn1_output_patch"),
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(

@@ -161,6 +161,7 @@ def _family(name: str, native: str, video: bool) -> Family:
             counts=lambda config: {VISUAL: config["num_visual_blocks"]},
             prologue=("visual_embeddings",),
             epilogue=("out_layer",),
+            native={"double_block": VISUAL},
         ),
         sizes=Sizes(
             latent_channels=lambda config: (

@@ -161,6 +161,7 @@ KREA2 = Family(
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("img_in", "text_fusion", "txt_in"),
         epilogue=("final_layer",),
+        native_patches=("attn1_patch", "attn1_output_patch", "post_input"),
     ),
     sizes=Sizes(
         latent_channels=lambda config: config["in_channels"] // 4,

@@ -219,6 +219,7 @@ LTX2 = Family(
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("proj_in", "audio_proj_in"),
         epilogue=("norm_out", "proj_out", "audio_norm_out", "audio_proj_out"),
+        native={"double_block": BLOCKS},
     ),
     sizes=Sizes(
         latent_channels=lambda config: config["in_channels"],

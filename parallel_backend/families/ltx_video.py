@@ -194,6 +194,7 @@ LTX_VIDEO = Family(
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("proj_in",),
         epilogue=("norm_out", "proj_out"),
+        native={"double_block": BLOCKS},
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(

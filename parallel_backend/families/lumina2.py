@@ -128,6 +128,7 @@ LUMINA2 = Family(
         counts=lambda config: {MODULATED: config["num_layers"]},
         prologue=("x_embedder", CONTEXT),
         epilogue=("norm_out",),
+        native_patches=("noise_refiner", "double_block"),
     ),
     sizes=Sizes(
         latent_channels=lambda config: config["in_channels"],

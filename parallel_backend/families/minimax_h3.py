@@ -157,6 +157,7 @@ MINIMAX_H3 = Family(
         counts=lambda config: {BLOCKS: config["num_layers"]},
         prologue=("proj_in", "audio_proj_in", "context_embedder", "token_refiner"),
         epilogue=("norm_out", "proj_out", "audio_proj_out"),
+        native={"double_block": BLOCKS},
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"], hidden=lambda config: config["hidden_size"]),
     inputs=Inputs(

@@ -136,6 +136,8 @@ QWEN_IMAGE = Family(
         prologue=("img_in", "txt_norm", "txt_in"),
         epilogue=("norm_out", "proj_out"),
         residuals={"input": BLOCKS},
+        native={"double_block": BLOCKS},
+        native_patches=("attn1_patch", "post_input", "double_block"),
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"] // 4),
     inputs=Inputs(

@@ -117,6 +117,7 @@ SD3 = Family(
         epilogue=("norm_out", "proj_out"),
         text_first=False,
         residuals={"output": BLOCKS},
+        native={"double_block": BLOCKS},
     ),
     sizes=Sizes(
         latent_channels=lambda config: config["in_channels"],

@@ -115,6 +115,8 @@ WAN = Family(
         counts=lambda config: {"blocks": config["num_layers"]},
         prologue=("patch_embedding",),
         epilogue=("norm_out", "proj_out"),
+        native={"double_block": "blocks"},
+        native_patches=("attn1_patch", "attn2_patch", "double_block"),
     ),
     sizes=Sizes(
         latent_channels=lambda config: config["in_channels"],

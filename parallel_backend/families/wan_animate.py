@@ -141,6 +141,7 @@ WAN_ANIMATE = replace(
                 WAN.blocks.lists[0], cuts=WAN.blocks.lists[0].cuts | {"seen": lambda seen, rows: rows.of_image(seen, 0)}
             ),
         ),
+        native=None,  # the look at faces would be skipped too
     ),
     inputs=replace(
         WAN.inputs,

@@ -87,6 +87,7 @@ WAN_ANIMATE_2 = replace(
                 | {"pose_rotary_emb": image_tables(1), "reference": lambda table, rows: rows.of_image(table, 1)},
             ),
         ),
+        native=None,  # the pose would be skipped too
     ),
     sizes=replace(WAN.sizes, hidden=lambda config: 2 * hidden(config)),
     inputs=replace(

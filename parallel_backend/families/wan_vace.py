@@ -102,6 +102,7 @@ WAN_VACE = replace(
     blocks=replace(
         WAN.blocks,
         lists=(replace(WAN.blocks.lists[0], attention={"attn1": JOINT, "vace.attn1": JOINT}),),
+        native=None,  # the control block would be skipped too
     ),
     sizes=replace(WAN.sizes, hidden=lambda config: 2 * hidden(config)),
     inputs=replace(

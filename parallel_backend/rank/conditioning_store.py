@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
@@ -27,6 +28,7 @@ class RankConditioning:
     batch: int
     tensors: dict[str, torch.Tensor]
     beside: int = 0
+    changes: BlockChanges = UNCHANGED
     kept: defaultdict[Span, dict[Any, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # see StepInputs
 
     def is_whole(self, step: Step) -> bool:
@@ -52,7 +54,7 @@ class ConditioningStore:
         }
         token_order = self._family.token_order(message.grid, message.references, message.along)
         self._held[message.id] = RankConditioning(
-            message.grid, token_order, message.text_tokens, message.batch, tensors, message.beside
+            message.grid, token_order, message.text_tokens, message.batch, tensors, message.beside, message.changes
         )
 
     def drop(self, conditioning: int) -> None:

@@ -23,6 +23,7 @@ from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.linear import PackedLinear
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
+from parallel_backend.rank.stage.skipped_blocks import SkippableBlocks
 from parallel_backend.rank.stage.stand_ins import own_blocks
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
 from parallel_backend.wire.heartbeat import Heartbeat
@@ -87,6 +88,7 @@ class LoadedStage:
         install_parallel_attention(stage.attention, self.attention)
         install_linear(stage.attention, self.attention)
         self.module_cache = ModuleCache(self.model, family.forward.cached_modules)
+        self.skippable = SkippableBlocks(self.model, family.blocks.lists, self.flow)
         self.compiler = self._compile(checkpoint, degrees.world) if load.compile else None
         for block in own_blocks(self.model, family.blocks.lists).values():
             block.register_forward_hook(lambda *_: heartbeat.done())

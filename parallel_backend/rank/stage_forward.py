@@ -62,6 +62,7 @@ class StageForward:
             image_padding=self._family.image_padding(conditioning.grid),
             row=token_order.row,
             frames=self._frame_rows(conditioning),
+            guidance=conditioning.changes.guidance,
         )
         timestep = to_device(step.timestep, stage.device)
         rows = self._rows(conditioning, own_image, own_text)
@@ -87,7 +88,8 @@ class StageForward:
         self._timestep, stage.flow.inputs = inputs.times, inputs
         stage.module_cache.begin_step(step, whole=conditioning.is_whole(step))
         try:
-            out = self._family.run(stage.model, inputs)
+            with stage.skippable.skipping(conditioning.changes.skipped):
+                out = self._family.run(stage.model, inputs)
             return out if stage.cut.gives_beside(stage.place) else out[:, : len(token_order.images(own_image))]
         except StageDone as done:
             return stage.flow.outgoing(done)

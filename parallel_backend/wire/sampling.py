@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.spans import Span
 
 
@@ -26,6 +27,8 @@ class PutConditioning:
     """Patching.along of the calls: which axis tokens are ordered by first."""
     beside: int = 0
     """Tokens of the whole text stream, the first of it, that are of a latent beside the picture's (patching.Beside)."""
+    changes: BlockChanges = UNCHANGED
+    """What these calls change inside the blocks."""
 
 
 @dataclass(frozen=True)

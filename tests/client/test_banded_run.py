@@ -16,6 +16,7 @@ from parallel_backend.client.call import Call, Conditioning
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.step_cache import StepCache
+from parallel_backend.core.block_changes import UNCHANGED
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.spans import Span
@@ -60,7 +61,7 @@ class FakeModel:
     def watch_memory(self, run, bands, extrapolate, poll) -> None:
         pass
 
-    def conditioning(self, grid, tensors, first_replica=0, along="rows", beside=0) -> Conditioning:
+    def conditioning(self, grid, tensors, first_replica=0, along="rows", beside=0, changes=UNCHANGED) -> Conditioning:
         for known in self._known:
             if known.matches(grid, tensors, beside=beside):
                 return known

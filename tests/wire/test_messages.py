@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
 from parallel_backend.core.spans import Span
 from parallel_backend.wire import channel, encoding
 from parallel_backend.wire import messages as m
@@ -49,6 +50,17 @@ MESSAGES = [
     m.Adapted(1, 2**40),
     m.PutConditioning(7, (8, 6), 0, 3, 2, TENSORS),
     m.PutConditioning(8, (8, 6), 12, 0, 1, {}),
+    m.PutConditioning(
+        9,
+        (8, 6),
+        0,
+        3,
+        2,
+        {},
+        "frames",
+        4,
+        BlockChanges(("a.1",), NormalizedGuidance(5.0, 1.5, 0.5, Span(1, 2), Span(0, 1))),
+    ),
     m.DropConditioning(7),
     m.Step(1, 2, 7, Span(4, 8), False, True, False, Span(0, 1), TENSORS["fp32"], {}, (), None),
     m.Step(

@@ -15,6 +15,7 @@ import torch
 from parallel_backend.client.call import Conditioning, Residuals
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import Computed, Forecast, StepCache
+from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.pipefusion_order import MicroStep, call_steps
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families.base.patching import Latents, Patching, latents_of, like
@@ -52,6 +53,7 @@ class _Request:
     residuals: Residuals
     may_forecast: bool
     first_replica: int
+    changes: BlockChanges
     future: Future = field(default_factory=Future)
 
 
@@ -119,16 +121,17 @@ class BandedRun:
         may_forecast: bool = True,
         first_replica: int = 0,
         on_posted: Callable[[], None] = lambda: None,
+        changes: BlockChanges = UNCHANGED,
     ) -> torch.Tensor | Latents:
         """The model's output for the band's latent `x`, or its latents (Patching.band). Blocks; raises what `abort` or
         `poll` raised, or RankError.
 
         Bands need no `poll`: each of them waking up many times a second would take the cores that CPU ranks compute on, and
-        whoever looks for Cancel aborts them. `first_replica`, `on_posted`: see RemoteTransformer.predict. All bands give the
-        same `first_replica` in the same call.
+        whoever looks for Cancel aborts them. `first_replica`, `on_posted`, `changes`: see RemoteTransformer.predict. All
+        bands give the same `first_replica` and `changes` in the same call.
         """
         here = x, tuple(latent.cpu() for latent in latents_of(x)), timestep.cpu()
-        request = _Request(band, *here, tensors, exact, residuals or {}, may_forecast, first_replica)
+        request = _Request(band, *here, tensors, exact, residuals or {}, may_forecast, first_replica, changes)
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -208,7 +211,7 @@ class BandedRun:
 
     def _conditioning(self, request: _Request) -> Conditioning:
         along, beside = self.patching.along, self.beside
-        return self.model.conditioning(self.grid, request.tensors, request.first_replica, along, beside)
+        return self.model.conditioning(self.grid, request.tensors, request.first_replica, along, beside, request.changes)
 
     def _answer_forecasts(self) -> None:
         """Answer every band that asks for a call that is forecast: it waits for no other band, and no other for it."""

@@ -171,6 +171,8 @@ class Request:
     bands: int = 1
     timed: bool = False
     """Tokens have times of their own."""
+    together: bool = False
+    """All entries are the first replica's."""
 
     @property
     def image(self) -> int:
@@ -178,7 +180,10 @@ class Request:
 
     def entries_on(self, degrees: Degrees, at: Coordinate) -> int:
         """As call.Conditioning.shares has them."""
-        return len(split(Span(0, self.entries), degrees.batch)[(at.batch - self.first_replica) % degrees.batch])
+        number = (at.batch - self.first_replica) % degrees.batch
+        if self.together:
+            return 0 if number else self.entries
+        return len(split(Span(0, self.entries), degrees.batch)[number])
 
 
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
@@ -376,7 +381,8 @@ def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: R
     """`step_tokens` of the rank's share of the batch."""
     entries = request.entries_on(degrees, at)
     text = request.text if sizes.joint else request.padding
-    return step_tokens(request.image, text, entries, degrees.pipe, request.bands if request.kept else 1)
+    stages = 1 if request.together else degrees.pipe
+    return step_tokens(request.image, text, entries, stages, request.bands if request.kept else 1)
 
 
 def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> tuple[int, int]:

@@ -89,6 +89,13 @@ class Blocks:
     residuals: Mapping[str, str] = field(default_factory=dict)
     """ControlNet: kind of output as ComfyUI names it ("input", "output") -> list behind whose blocks it is added."""
 
+    native: Mapping[str, str] | None = field(default_factory=dict)
+    """Kind of block under which ComfyUI's native model lets other nodes replace its blocks ("double_block",
+    "single_block") -> list. None: it does, but blocks of these lists do more than those."""
+
+    native_patches: tuple[str, ...] = ()
+    """Patches of other nodes that ComfyUI's native model runs ("attn1_patch"). It takes no notice of others."""
+
     def total(self, config: Config) -> int:
         """Number of the model's blocks."""
         return sum(self.counts(config).values())

@@ -24,6 +24,9 @@ from .conditioning import count_blocks, hidden
 from .key_map import BOTH, KeyMap
 
 DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
+NATIVE_BLOCKS = {"double_block": DOUBLE, "single_block": SINGLE}
+NATIVE_PATCHES = ("attn1_patch", "attn1_output_patch", "post_input")
+"""See Blocks, for what ComfyUI's Flux class computes. Its HunyuanVideo class has the same but for "post_input"."""
 QKV, ADDED_QKV = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 SCALE = {"weight": "scale"}
 """A norm's parameter: diffusers' name -> original name. Files that ComfyUI saved have diffusers' name: NORM_ALIASES."""

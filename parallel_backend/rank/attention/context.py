@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 
+from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, PAIRED, TEXT, TEXT_TO_IMAGE
@@ -48,6 +49,8 @@ class AttentionStep:
     """Query tokens by sequence rank. None: the tokens that keys are made of."""
     frames: FrameRows | None = None
     """Of a video. None for pictures."""
+    guidance: NormalizedGuidance | None = None
+    """Of the layers that mix text and image."""
     _masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     _over: dict[str, "AttentionStep"] = field(default_factory=dict)
 
@@ -125,7 +128,7 @@ class AttentionContext:
         sharing: int = 1,
     ):
         """`sharing`: query heads in a row that share keys and values, which the class repeats for each of them."""
-        self.patch, self.ring, self.ulysses = axes["patch"], axes["ring"], axes["ulysses"]
+        self.patch, self.ring, self.ulysses, self.tensor = axes["patch"], axes["ring"], axes["ulysses"], axes["tensor"]
         self.naive = degrees.naive
         self.drops_mask = drops_mask  # see Family
         self.kernel, self.traffic, self.codec, self.sharing = kernel, traffic, codec, sharing

@@ -12,10 +12,11 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import ATTENTIONS, JOINT, PAIRED
-from parallel_backend.rank.comm.collectives import start_gather
+from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 
 from .context import AttentionContext, AttentionStep
 from .kv_buffer import Arriving
+from .normalized_guidance import guide
 from .paired_attention import paired_attention
 from .ring import ring_attention
 from .sdpa_redirect import SdpaProcessor
@@ -58,10 +59,15 @@ class ParallelAttention:
 
         Masks come with the micro-step: the model's own `mask` covers this rank's keys only.
         """
-        context, step = self.context, self.context.step
+        step = self.context.step
         assert step is not None, "attention outside of a micro-step"
-        assert mask is None or context.drops_mask, "this family's own forward passes an attention mask"
-        step = step.over(self.over)
+        assert mask is None or self.context.drops_mask, "this family's own forward passes an attention mask"
+        out = self._attend(step.over(self.over), query, key, value, scale)
+        return out if step.guidance is None or self.over != JOINT else self._guided(step, out)
+
+    def _attend(self, step: AttentionStep, query, key, value, scale) -> torch.Tensor:
+        """As `attend`, without guidance."""
+        context = self.context
         if not any(step.query_lengths) and (step.buffer is None or not any(step.lengths)):
             return torch.empty_like(query)  # its tokens do not run in this micro-step, on no rank
         axis, heads = context.ulysses, query.shape[2]
@@ -70,7 +76,7 @@ class ParallelAttention:
         if (surplus := query.shape[1] - lengths[axis.index]) > 0:  # the token in the place of no text (BlockList.needs_text)
             sides = (surplus, 0) if step.text_first else (0, surplus)
             kept = slice(sides[0], query.shape[1] - sides[1])
-            return F.pad(self.attend(*(x[:, kept] for x in (query, key, value)), scale, mask), (0, 0, 0, 0, *sides))
+            return F.pad(self._attend(step, *(x[:, kept] for x in (query, key, value)), scale), (0, 0, 0, 0, *sides))
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
         if axis.size == 1:
             return attend(step, query, key, value, scale, Span(0, heads))
@@ -86,6 +92,17 @@ class ParallelAttention:
             finishing.append(start_heads_to_sequence(attend(step, *own), out, lengths, group, *shared))
         for finish in finishing:
             finish()
+        return out
+
+    def _guided(self, step: AttentionStep, out: torch.Tensor) -> torch.Tensor:
+        """Guides the image's tokens of `out` [B, q, H, D], in place. See normalized_guidance.py."""
+        context = self.context
+        place = context.ulysses_ranks(context.patch.index, context.ring.index)[context.ulysses.index]
+        tokens = len(step.image[place])
+        image = out[:, out.shape[1] - tokens :] if step.text_first else out[:, :tokens]
+        add_up = (lambda sums: all_reduce(sums, context.tensor, context.traffic)) if context.tensor.size > 1 else lambda x: x
+        guided = guide(image, step.guidance, add_up)
+        image[step.guidance.positive.slice] = image[step.guidance.negative.slice] = guided
         return out
 
     def _groups(self, step: AttentionStep, query: torch.Tensor) -> int:

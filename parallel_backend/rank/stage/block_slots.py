@@ -165,6 +165,10 @@ class BlockSlot:
         out = tuple(text if name == "text" else image for name in self.spec.returns)
         return out if len(out) > 1 else out[0]
 
+    def unchanged(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block returns if it changes nothing, for the arguments of its `forward`."""
+        return self.results(*self.streams(self.named(args, kwargs)))
+
     def emit_whole(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
         """Results of the list's last slot as whole tensors. `text` is None if the block returns none."""
         rows = self.flow.rows

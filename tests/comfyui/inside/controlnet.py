@@ -323,8 +323,8 @@ def refusals(results: Results) -> None:
         getattr(model, f"set_model_{name}_patch")(lambda arguments: arguments)
         return ksampler(model, both, empty)
 
-    # What ComfyUI's nodes for Z-Image's and Qwen-Image's other ControlNets put on the MODEL.
-    for name in ("noise_refiner", "double_block"):
+    # As ComfyUI's node for USO's style puts on the MODEL.
+    for name in ("post_input", "attn1"):
         results.case(f"refusal {name}", partial(patched, name))
     scaled, kernel = exact.clone(), exact.clone()
     scaled.set_model_rope_options(scale_x=2.0, shift_x=0.0, scale_y=1.0, shift_y=0.0, scale_t=1.0, shift_t=0.0)
