@@ -5,23 +5,18 @@ of every band: band 0's latent of this step, and those of the step before of the
 that PipeFusion's bands see of each other, and is moved on as they are. At exact steps it waits for all bands, and is exact.
 """
 
-import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.device_copies import to_device, to_host
-from parallel_backend.core.extrapolation import step_ratio
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import Patching
 
 from ..model.controlnet import Control
-
-REACH = 3
-"""How many turns back the latest latent at another time may be: heun asks twice at each."""
+from .band_exchange import REACH, BandExchange, moved
 
 
 @dataclass
@@ -40,12 +35,12 @@ class _Calls:
             past.pop(turn - REACH - 1, None)
 
 
-class BandedControl:
+class BandedControl(BandExchange):
     """A ControlNet shared by the bands of a run. Every band makes the same calls in the same order.
 
     `rows`: each band's latent rows (or frames) of a latent of `shape`; `exact_above`: see Band. `extrapolate`: latents of
     the step before are moved on to this step's time along the line through the last two, as keys are (kv_buffer.py).
-    `device`: where the ControlNet computes; bands are on the host. `close` ends the waiting of all bands.
+    `device`: where the ControlNet computes; bands are on the host.
     """
 
     def __init__(
@@ -58,29 +53,15 @@ class BandedControl:
         extrapolate: bool,
         device: torch.device,
     ):
+        super().__init__()
         self.device = device
         self.control, self.patching, self.exact_above, self.extrapolate = control, patching, exact_above, extrapolate
         self.grid, patch = patching.grid(shape), patching.band_size
         self._rows = [Span(band.start // patch, -(-band.stop // patch)) for band in rows]
-        self._changed = threading.Condition()
         self._calls: dict[tuple, _Calls] = defaultdict(lambda: _Calls([{} for _ in rows], [0 for _ in rows]))
-        self._finished: set[int] = set()
-        self._error: BaseException | None = None
 
     def band(self, index: int) -> "BandControl":
         return BandControl(self, index)
-
-    def close(self, error: BaseException) -> None:
-        """Make every band that waits, or will wait, raise `error`."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    def finish(self, index: int) -> None:
-        """Band `index` will make no more calls."""
-        with self._changed:
-            self._finished.add(index)
-            self._changed.notify_all()
 
     def control_of(
         self, index: int, x: torch.Tensor, t: torch.Tensor, cond: Any, batched: int, options: Any
@@ -139,11 +120,7 @@ class BandedControl:
 
     def _moved(self, latents: dict[int, torch.Tensor], times: dict[int, float], last: int, turn: int) -> torch.Tensor:
         """A band's latent of turn `last`, as it should be at the time of `turn`."""
-        earlier = range(last - 1, turn - REACH - 1, -1)
-        before = next((at for at in earlier if at in latents and times[at] != times[last]), None)
-        if not self.extrapolate or last == turn or before is None:
-            return latents[last]
-        return latents[before].lerp(latents[last], 1 + step_ratio(times[before], times[last], times[turn]))
+        return moved(latents, times, last, turn) if self.extrapolate else latents[last]
 
     def _cut(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """The band's part of an output. One of another model's size stays as it is: `residuals` refuses it."""
@@ -151,14 +128,6 @@ class BandedControl:
             return whole
         rows = self._rows[index]
         return whole.unflatten(1, self.grid).narrow(self.patching.band_dim - 1, rows.start, len(rows)).flatten(1, -2)
-
-    def _wait_for(self, band: int, made: dict[int, Any], turn: int) -> None:
-        """Wait until `band` has put its part of that turn into `made`."""
-        self._changed.wait_for(lambda: self._error is not None or turn in made or band in self._finished)
-        if self._error is not None:
-            raise self._error
-        if turn not in made:
-            raise NotLocal("the bands did not make the same number of model calls")
 
 
 class BandControl:

@@ -6,7 +6,7 @@ A video model's mask of what is given stays whole: the timesteps made from it ar
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import comfy.conds
@@ -14,10 +14,12 @@ import comfy.samplers
 import torch
 
 from parallel_backend.client.pipefusion.band_cut import BandCut
+from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import Patching
 
 from .band_controlnet import BandedControl
+from .band_exchange import BandExchange
 
 VIDEO_VALUES = "_v_numel"
 """Attribute of ComfyUI's Guider_LTXAVDualCFG: values of the video in what it sees, behind which are those of the sound."""
@@ -41,16 +43,16 @@ def banded_controls(
 
 
 @contextmanager
-def releasing_waiters(controls: dict[int, BandedControl], index: int) -> Iterator[None]:
-    """Around the sampler of band `index`. However it ends, bands that wait for its ControlNet latents go on or fail."""
+def releasing_waiters(exchanges: Sequence[BandExchange], index: int) -> Iterator[None]:
+    """Around the sampler of band `index`. However it ends, bands that wait for what it would have given go on or fail."""
     try:
         yield
     except BaseException as error:
-        for control in controls.values():
-            control.close(error)
+        for exchange in exchanges:
+            exchange.close(error)
         raise
-    for control in controls.values():
-        control.finish(index)
+    for exchange in exchanges:
+        exchange.finish(index)
 
 
 def band_guider(
@@ -76,6 +78,18 @@ def _cut(cond: dict, cut: BandCut, index: int, controls: dict) -> dict:
     for name, value in values.items():
         if isinstance(value, comfy.conds.CONDNoiseShape) and name not in WHOLE:
             values[name] = value._copy_with(cut.patching.rows(value.cond, cut.rows[index]))
+    if cond.get("mask") is not None:
+        own["mask"] = cut_mask(cond["mask"], cut, index)
     if "latent_shapes" in values:
         values["latent_shapes"] = comfy.conds.CONDConstant(list(cut.shapes_of(index)))
     return own | {"model_conds": values}
+
+
+def cut_mask(mask: torch.Tensor, cut: BandCut, index: int) -> torch.Tensor:
+    """The band's part of a conditioning's mask [B, (T,) H, W], which may be the same for all frames: T = 1."""
+    dim, size = cut.patching.band_dim, cut.shapes[0][cut.patching.band_dim]
+    if mask.shape[dim] == 1 and mask.ndim == len(cut.shapes[0]) - 1:
+        return mask
+    if mask.shape[dim] != size:
+        raise NotLocal("the conditioning's mask is not of the latent's size")
+    return cut.patching.rows(mask, cut.rows[index])

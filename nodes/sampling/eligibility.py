@@ -1,7 +1,7 @@
 """Whether a sampling can be cut into bands, and if not, why."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,22 +13,20 @@ import torch
 from parallel_backend.client.pipefusion.band_cut import BandCut
 
 from ..model.concurrent_conds import evaluate_concurrently
+from .known_local import PIXEL_WISE_GUIDANCE, PIXEL_WISE_GUIDERS, PIXEL_WISE_MASKS, WHOLE_GUIDANCE, WHOLE_GUIDERS, name_of
 from .noise import WholeNoise
 
-LOCAL_GUIDERS = {"CFGGuider", "Guider_Basic", "Guider_DualCFG", "Guider_LTXAVDualCFG"}
-"""Guiders whose result at a pixel depends on nothing but the predictions at that pixel."""
+REGIONS = ("area", "gligen", "hooks", "default")
+"""Keys of a conditioning that make ComfyUI evaluate it for a part of the latent, or by itself."""
 
-COND_KEYS_OF_A_REGION = ("area", "mask", "gligen", "hooks", "default")
-"""Keys of a conditioning that make ComfyUI evaluate it for a region, or by itself."""
-
-GLOBAL_OPTIONS = (
+FUNCTIONS = (
     "sampler_cfg_function",
     "sampler_pre_cfg_function",
     "sampler_post_cfg_function",
     "sampler_calc_cond_batch_function",
     "model_function_wrapper",
 )
-"""Entries of model_options that hold other nodes' functions, which may look at the whole latent (norms, projections)."""
+"""Entries of model_options that hold other nodes' functions, one or a list."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +93,17 @@ class Sampling:
         return sampler.sample(guider, self.sigmas, extra_args, callback, noise.clone(), latent, mask, True)
 
 
+def region_of(cond: dict[str, Any]) -> str | None:
+    """The key of REGIONS that this conditioning has."""
+    return next((key for key in REGIONS if cond.get(key) is not None and cond.get(key) is not False), None)
+
+
 def why_not_displaced(sampling: Sampling) -> str | None:
     """Reason for the user why keys cannot be kept from call to call, as patches and bands need. None: they can."""
     for conds in sampling.guider.conds.values():
         for cond in conds or ():
-            for key in COND_KEYS_OF_A_REGION:
-                if cond.get(key) is not None and cond.get(key) is not False:
-                    return f"the conditioning has its own {key}"
+            if (key := region_of(cond)) is not None:
+                return f"the conditioning has its own {key}"
     if sampling.guider.model_options.get("context_handler") is not None:
         return "context windows call the model for one part of the latent after another"
     return None
@@ -113,7 +115,9 @@ def why_not_banded(sampling: Sampling) -> str | None:
     options = guider.model_options
     if (reason := why_not_displaced(sampling)) is not None:
         return reason
-    if type(guider).__name__ not in LOCAL_GUIDERS:
+    if len(sampling.shapes) > 1 and any("mask" in cond for conds in guider.conds.values() for cond in conds or ()):
+        return "the conditioning has its own mask"
+    if name_of(type(guider)) not in PIXEL_WISE_GUIDERS | WHOLE_GUIDERS:
         return f"the guider {type(guider).__name__} may look at the whole latent"
     if type(sampler) is not comfy.samplers.KSAMPLER:
         return f"{type(sampler).__name__} is not one of ComfyUI's samplers"
@@ -124,12 +128,29 @@ def why_not_banded(sampling: Sampling) -> str | None:
         return "dpm_adaptive sets its step size by the whole latent"
     if sampling.denoise_mask is not None and sampler.inpaint_options.get("random"):
         return "random inpaint noise is drawn for the whole latent"
-    for name in GLOBAL_OPTIONS:
-        if options.get(name):
-            return f"another node's {name} may look at the whole latent"
+    for kind, function in functions_of(options):
+        if name_of(function) not in PIXEL_WISE_GUIDANCE | WHOLE_GUIDANCE.keys():
+            return f"another node's {kind} may look at the whole latent"
+    made = options.get("denoise_mask_function")
+    if sampling.denoise_mask is not None and made is not None and name_of(made) not in PIXEL_WISE_MASKS:
+        return "another node's denoise_mask_function may look at the whole latent"
+    return None
+
+
+def needs_the_whole(sampling: Sampling) -> bool:
+    """True if guidance needs the whole latent, of which BandedGuidance gives bands the latest."""
+    functions = functions_of(sampling.guider.model_options)
+    return name_of(type(sampling.guider)) in WHOLE_GUIDERS or any(
+        name_of(function) in WHOLE_GUIDANCE for _, function in functions
+    )
+
+
+def functions_of(options: dict[str, Any]) -> Iterator[tuple[str, Callable]]:
+    """(kind, function) for other nodes' functions around the model call and the guidance."""
+    for kind in FUNCTIONS:
+        value = options.get(kind) or ()
+        yield from ((kind, function) for function in (value if isinstance(value, (list, tuple)) else (value,)))
     wrappers = comfy.patcher_extension.WrappersMP
     for kind in (wrappers.PREDICT_NOISE, wrappers.CALC_COND_BATCH, wrappers.APPLY_MODEL):
         found = comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options=True)
-        if any(wrapper is not evaluate_concurrently for wrapper in found):
-            return f"another node's {kind} wrapper may look at the whole latent"
-    return None
+        yield from ((f"{kind} wrapper", wrapper) for wrapper in found if wrapper is not evaluate_concurrently)

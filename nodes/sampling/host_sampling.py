@@ -98,7 +98,8 @@ def _host_cond(cond: dict, dtype: torch.dtype, made: dict[int, comfy.conds.CONDR
         if id(value) not in made:
             made[id(value)] = _host_value(value, None if controlled or name == "c_concat" else dtype)
         values[name] = made[id(value)]
-    return {**cond, "model_conds": values}
+    mask = {} if cond.get("mask") is None else {"mask": cond["mask"].cpu()}
+    return {**cond, **mask, "model_conds": values}
 
 
 def _host_value(value: comfy.conds.CONDRegular, dtype: torch.dtype | None) -> comfy.conds.CONDRegular:

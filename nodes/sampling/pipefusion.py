@@ -28,8 +28,9 @@ from parallel_backend.families.base.patching import Patching
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
 from ..ui.host import check_cancelled
 from ..ui.node_text import say
+from .band_guidance import BandedGuidance
 from .band_guider import band_guider, banded_controls, releasing_waiters
-from .eligibility import Sampling, why_not_banded, why_not_displaced
+from .eligibility import Sampling, needs_the_whole, why_not_banded, why_not_displaced
 from .host_sampling import on_host
 from .noise import takes_noise_sampler, whole_noise
 
@@ -221,13 +222,17 @@ class PipeFusion:
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         steps = StepCallbacks(cut, sampling.steps, sampling.callback, sampling.disable_pbar, device)
         controls = banded_controls(sampling.guider, patching, rows, sampling.shapes[0], limit, extrapolate, device)
+        guidance = BandedGuidance(cut, limit, extrapolate) if needs_the_whole(sampling) else None
+        exchanges = [*controls.values(), *([guidance] if guidance else ())]
 
         def sample(band: int) -> torch.Tensor:
-            guider = band_guider(sampling.guider, cut, band, controls)
-            options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
-            for_calls = options["transformer_options"]
-            for_calls[BAND_KEY], for_calls["sample_sigmas"] = Band(run, band, limit), sampling.sigmas
-            with releasing_waiters(controls, band):
+            with releasing_waiters(exchanges, band):
+                guider = band_guider(sampling.guider, cut, band, controls)
+                options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
+                for_calls = options["transformer_options"]
+                for_calls[BAND_KEY], for_calls["sample_sigmas"] = Band(run, band, limit), sampling.sigmas
+                if guidance is not None:
+                    guidance.give_to(guider, band, options)
                 return sampling.band(cut, band, guider, options, draws, steps.band(band))
 
         try:
@@ -238,6 +243,8 @@ class PipeFusion:
             raise
         finally:
             steps.close()
+        if guidance is not None:
+            guidance.keep()
         return cut.whole(parts).to(device), run
 
 

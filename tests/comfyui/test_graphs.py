@@ -144,14 +144,11 @@ def context_windows(graph, model, start):
 
 LOCAL = (
     *(shift, shift_sd3, custom_cfg, custom_basic, custom_dual, custom_inpaint, custom_denoised, inpaint, soft_inpaint),
-    *(image_to_image, upscale_second_pass, batch, repeated_batch, two_samplers, timestep_ranges, combined),
+    *(image_to_image, upscale_second_pass, batch, repeated_batch, two_samplers, timestep_ranges, combined, masked_text),
+    *(rescaled_cfg, cfg_zero_star, perpendicular_negative),
 )
 WHOLE = {
     area: "the conditioning has its own area",
-    masked_text: "the conditioning has its own mask",
-    rescaled_cfg: "another node's sampler_cfg_function may look at the whole latent",
-    cfg_zero_star: "another node's sampler_post_cfg_function may look at the whole latent",
-    perpendicular_negative: "the guider Guider_PerpNeg may look at the whole latent",
     context_windows: "context windows call the model for one part of the latent after another",
     adaptive: "dpm_adaptive sets its step size by the whole latent",
 }

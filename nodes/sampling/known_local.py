@@ -1,0 +1,92 @@
+"""Functions of ComfyUI's nodes and of other packs of which it is known how much of the latent they look at.
+
+A function is known by `name_of` it: its module, without the path by which a pack was found, and its qualified name. Whoever
+adds a row adds it to a test that cuts and compares: tests/comfyui/inside/guidance_parts.py.
+"""
+
+import functools
+import re
+from typing import Any
+
+PIXEL_WISE_GUIDANCE = frozenset(
+    {
+        "nodes_cfg.CFGNorm.execute.<locals>.cfg_norm",
+        "nodes_cfg.CFGNorm.execute.<locals>.cfg_norm_pre",
+        "nodes_custom_sampler.CFGOverride.execute.<locals>.predict_noise_wrapper",
+        "nodes_eps.EpsilonScaling.execute.<locals>.epsilon_scaling_function",
+        "nodes_eps.TemporalScoreRescaling.execute.<locals>.temporal_score_rescaling",
+        "nodes_video_model.VideoLinearCFGGuidance.patch.<locals>.linear_cfg",  # along the batch, which is not cut
+        "nodes_video_model.VideoTriangleCFGGuidance.patch.<locals>.linear_cfg",
+        # Skimmed CFG: all its modes but those of Difference CFG
+        "skimmed_CFG.CFG_skimming_single_scale_pre_cfg_node.patch.<locals>.pre_cfg_patch",
+        "skimmed_CFG.skimReplacePreCFGNode.patch.<locals>.pre_cfg_patch",
+        "skimmed_CFG.SkimmedCFGLinInterpCFGPreCFGNode.patch.<locals>.pre_cfg_patch",
+        "skimmed_CFG.SkimmedCFGLinInterpDualScalesCFGPreCFGNode.patch.<locals>.pre_cfg_patch",
+        # essentials
+        "sampling.GuidanceTimestepping.execute.<locals>.apply_apg",
+    }
+)
+"""Options and wrappers of a MODEL whose result at a pixel depends on nothing but what they are given at that pixel.
+Norms over channels are of one pixel."""
+
+WHOLE_GUIDANCE = {
+    "nodes_apg.APG.execute.<locals>.pre_cfg_function": (),
+    "nodes_cfg.CFGZeroStar.execute.<locals>.cfg_zero_star": (),
+    "nodes_fresca.FreSca.execute.<locals>.custom_cfg_function": (),
+    "nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function": (),
+    "nodes_lumina2.RenormCFG.execute.<locals>.renorm_cfg_func": (),
+    "nodes_mahiro.Mahiro.execute.<locals>.mahiro_normd": (),
+    "nodes_model_advanced.RescaleCFG.patch.<locals>.rescale_cfg": (),
+    "nodes_perpneg.PerpNeg.execute.<locals>.cfg_function": (),
+    "nodes_tcfg.TCFG.execute.<locals>.tangential_damping_cfg": (),
+    # Skimmed CFG
+    "skimmed_CFG.differenceCFGPreCFGNode.patch.<locals>.pre_cfg_patch": (),
+    # Dynamic Thresholding
+    "dynthres_comfyui.DynamicThresholdingComfyNode.patch.<locals>.sampler_dyn_thresh": ("dynamic_thresh",),
+    "dynthres_comfyui.DynamicThresholdingSimpleComfyNode.patch.<locals>.sampler_dyn_thresh": ("dynamic_thresh",),
+    # KJNodes
+    "model_optimization_nodes.CFGZeroStarAndInit.patch.<locals>.cfg_zerostar": (),
+    "model_optimization_nodes.PiDColorBiasCorrection.patch.<locals>.pid_bias_post_cfg": (),
+    # Inspire
+    "regional_nodes.RegionalCFG.doit.<locals>.regional_cfg": (),
+    # bleh
+    "misc.ContrastiveOrthoCFG.precfg_patch": (),
+    "misc.ContrastiveOrthoCFG.postcfg_patch": (),
+}
+"""Options of a MODEL that need the whole latent, but no more of the sampling than its present step and what they keep in
+their closures -> names of variables of their closures whose objects they change (what they rebind needs no name)."""
+
+PIXEL_WISE_GUIDERS = frozenset(
+    {
+        "samplers.CFGGuider",
+        "nodes_custom_sampler.Guider_Basic",
+        "nodes_custom_sampler.Guider_DualCFG",
+        "nodes_lt.Guider_LTXAVDualCFG",
+        "nodes.Guider_ScheduledCFG",  # KJNodes
+        "sampler_nodes.Guider_scheduled",  # Inspire
+    }
+)
+"""Classes of guiders whose result at a pixel depends on nothing but the predictions at that pixel."""
+
+WHOLE_GUIDERS = frozenset({"nodes_perpneg.Guider_PerpNeg", "sampler_nodes.Guider_PerpNeg_scheduled"})
+"""Classes of guiders that need the predictions for the whole latent."""
+
+PIXEL_WISE_MASKS = frozenset(
+    {
+        "nodes_differential_diffusion.DifferentialDiffusion.execute.<locals>.<lambda>",
+        "nodes.DifferentialDiffusionAdvanced.forward",  # KJNodes
+    }
+)
+"""Functions that make a step's denoise mask pixel by pixel."""
+
+
+def name_of(function: Any) -> str:
+    """Name of a function, a method, a partial or a class, or of the class of another callable.
+
+    Of its module only the last part is in it: ComfyUI names a pack's modules by the folder that it is in.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    module = re.split(r"[./\\]", named.__module__)[-1]
+    return f"{module}.{named.__qualname__}"

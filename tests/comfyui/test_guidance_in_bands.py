@@ -1,0 +1,93 @@
+"""What is known of nodes' guidance (nodes/sampling/known_local.py): each row is cut and compared with the whole latent."""
+
+import os
+
+import pytest
+
+from tests.support.requirements import missing
+
+pytestmark = pytest.mark.comfyui
+
+PIXEL_WISE = (
+    *("CFGNorm", "CFGNorm before", "CFG Override", "Epsilon Scaling", "Temporal Score Rescaling", "Video Linear CFG"),
+    "Video Triangle CFG",
+)
+WHOLE = (
+    *("APG", "CFG-Zero*", "FreSca", "Latent Sharpen", "Latent Tonemap", "Mahiro", "Perp-Neg", "RenormCFG", "RescaleCFG"),
+    *("TCFG", "PerpNegGuider"),
+)
+PACKS_PIXEL_WISE = (
+    *("Skimmed CFG", "Skimmed CFG replace", "Skimmed CFG linear", "Skimmed CFG dual", "Skimmed CFG flip"),
+    *("Guidance Timestepping", "ScheduledCFGGuidance", "ScheduledCFGGuider"),
+)
+PACKS_WHOLE = (
+    *("Difference CFG", "Difference CFG sum", "Dynamic Thresholding", "Dynamic Thresholding full", "CFG-Zero* (KJ)"),
+    *("Regional CFG", "Contrastive CFG", "Contrastive CFG after", "ScheduledPerpNegCFGGuider"),
+)
+ON_RANKS = (
+    *("CFG Override", "APG under a sampler that reads the unconditional prediction"),
+    *("APG under a sampler of two calls a step", "Perp-Neg, which calls the model itself"),
+)
+
+
+@pytest.fixture(scope="module")
+def found(inside):
+    return inside.run("guidance_in_bands", packs=None)[0]
+
+
+@pytest.fixture(scope="module")
+def of_packs(inside):
+    folder = os.environ.get("PARALLEL_DIT_PACKS")
+    if folder is None:
+        missing("PARALLEL_DIT_PACKS does not name a folder of custom node packs", expected=False)
+    return inside.run("guidance_in_bands", packs=folder)[0]
+
+
+def check_pixel_wise(got):
+    assert got.get("moved", 0) > 1e-3, got
+    assert got["cut"] == 0
+
+
+def check_whole(got):
+    assert got.get("moved", 0) > 1e-3, got
+    assert got["cut"] > 1e-3  # the test would notice
+    assert got["exact"] == got["continued"] == 0
+
+
+@pytest.mark.parametrize("name", PIXEL_WISE)
+def test_pixel_wise_guidance_of_bands_is_that_of_the_whole(found, name):
+    check_pixel_wise(found[name])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_guidance_of_the_whole_latent_is_the_same_for_bands_at_exact_steps(found, name):
+    check_whole(found[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PACKS_PIXEL_WISE)
+def test_pixel_wise_guidance_of_packs(of_packs, name):
+    check_pixel_wise(of_packs[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PACKS_WHOLE)
+def test_guidance_of_packs_that_needs_the_whole_latent(of_packs, name):
+    check_whole(of_packs[name])
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_guidance_of_a_pipelined_model(found, measured, name):
+    got = found[f"{name}, on ranks"]
+    assert got.get("moved", 0) > 1e-3, got
+    assert not got["warnings"]
+    assert got["repeat"] == 0
+    measured("guidance in bands, all steps warm-up", got["warm"])
+    assert got["warm"] <= 1e-5
+    assert got["stale"] > 1e-3
+
+
+def test_a_function_that_is_not_known_runs_whole_and_says_so(found):
+    got = found["unknown, on ranks"]
+    assert "may look at the whole latent" in got["warnings"][0]
+    assert got["stale"] == 0
