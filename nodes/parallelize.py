@@ -12,6 +12,7 @@ from .model.carry_over import carry_over
 from .model.concurrent_conds import WRAPPER_KEY as CONDS_KEY
 from .model.diffusion_model import RemoteDiffusionModel
 from .model.native_source import NativeSource, native_source
+from .model.native_weights import check_not_rewritten, give_back_memory, unload
 from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import AS_SET, AUTO_KEY
 from .sampling.pipefusion import WRAPPER_KEY as PIPEFUSION_KEY
@@ -76,7 +77,12 @@ class ParallelizeModel:
     def parallelize(self, model, gpus, mode, parallel_config=None):
         stub = getattr(getattr(model, "model", None), "diffusion_model", None)
         ours = stub if isinstance(stub, RemoteDiffusionModel) else None
-        source = native_source(model) if ours is None else NativeSource(ours.checkpoint.path, storage_name(ours.key.dtype))
+        if ours is None:
+            source = native_source(model)
+            unload(model)
+            check_not_rewritten(model)
+        else:
+            source = NativeSource(ours.checkpoint.path, storage_name(ours.key.dtype))
         config = parallel_config if parallel_config is not None else _config_of(ours)
         try:
             parallel, degrees = _parallel(source, gpus, mode, config, ours is not None and ours.key.compile)
@@ -87,6 +93,8 @@ class ParallelizeModel:
         displaced = ours is not None and ours.key.degrees.displaced  # its run in one band is no choice of the user's
         stays = (AUTO_KEY, CONDS_KEY, *([PIPEFUSION_KEY] if displaced else []))
         carry_over(model, parallel, stays)
+        if ours is None:
+            give_back_memory(model, source.path)
         if degrees is not None:
             if degrees.pipe > 1 and not has_pipefusion(parallel):
                 parallel, _ = apply_pipefusion(parallel, 0, 1, True, True)
