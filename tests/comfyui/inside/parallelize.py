@@ -1,0 +1,251 @@
+"""Parallelize Model against Parallel DiT Loader with the same degrees, and against the native MODEL. Run by serve.py."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from unittest.mock import patch
+
+import comfy.model_management
+import controlnet
+from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
+from safetensors.torch import load_file, save_file
+
+import folder_paths
+
+FLUX, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
+LAYERS = ("double_blocks.0.img_attn.proj", "single_blocks.1.linear2")
+LATENT = torch.zeros(1, 16, 8, 12)
+
+
+def prompts(*lengths: int) -> list:
+    g = torch.Generator().manual_seed(0)
+    return [
+        [[torch.randn(1, length, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for length in lengths
+    ]
+
+
+def taken(model, mode: str = "ulysses", gpus: int = 2, config=None):
+    return node("ParallelizeModel", model, gpus, mode, config)
+
+
+def sampled(model, texts=None, **settings) -> torch.Tensor:
+    return ksampler(model, prompts(9, 5) if texts is None else texts, LATENT, **({"steps": 2} | settings))
+
+
+def mapped(model, name: str) -> float:
+    """Share of the native weights' bytes that lie in the map of the file."""
+    spans = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if line.rstrip().endswith(name):
+                spans.append([int(end, 16) for end in line.split()[0].split("-")])
+    weights = list(model.model.diffusion_model.parameters())
+    inside = [each for each in weights if any(start <= each.data_ptr() < stop for start, stop in spans)]
+    return sum(each.nbytes for each in inside) / sum(each.nbytes for each in weights)
+
+
+def two_loras(model):
+    for number, layer in enumerate(LAYERS):
+        g = torch.Generator().manual_seed(number)
+        weight = load_file(BASE / "models" / "diffusion_models" / FLUX)[f"{layer}.weight"]
+        up, down = torch.randn(len(weight), 4, generator=g), 0.05 * torch.randn(4, weight.shape[1], generator=g)
+        tensors = {f"diffusion_model.{layer}.lora_B.weight": up, f"diffusion_model.{layer}.lora_A.weight": down}
+        save_file(tensors, BASE / "models" / "loras" / f"parallelize {number}.safetensors")
+        folder_paths.filename_list_cache.clear()
+        model = node("LoraLoaderModelOnly", model, f"parallelize {number}.safetensors", 1.0 - 0.3 * number)
+    return model
+
+
+def wrapped(model):
+    """With a wrapper that scales each call's output, a callback, an attachment and an option of a call."""
+    clone, kinds = model.clone(), comfy.patcher_extension.WrappersMP
+    clone.add_wrapper_with_key(kinds.APPLY_MODEL, "half", lambda executor, *args, **named: 0.5 * executor(*args, **named))
+    clone.add_callback(comfy.patcher_extension.CallbacksMP.ON_PRE_RUN, lambda patcher: patcher.set_attachments("ran", True))
+    clone.set_attachments("mine", [1])
+    clone.set_model_sampler_post_cfg_function(lambda args: 1.1 * args["denoised"])
+    return clone
+
+
+WRAPS: dict[str, Callable] = {
+    "nothing": lambda model: model,
+    "two LoRAs": two_loras,
+    "ModelSamplingFlux": lambda model: node("ModelSamplingFlux", model, 1.5, 0.6, 1024, 768),
+    "RescaleCFG": lambda model: node("RescaleCFG", model, 0.6),
+    "wrappers and options": wrapped,
+    "step cache": lambda model: node("ParallelStepCache", model, 0.3, 0.0, 1.0),
+    "PipeFusion": lambda model: node("ApplyPipeFusion", model, 2, 1, True),
+}
+OURS_ONLY = ("step cache", "PipeFusion")
+"""Nodes that stand behind Parallelize Model only."""
+
+
+def main(results: Results) -> None:
+    pack = nodes.NODE_CLASS_MAPPINGS["ParallelizeModel"].__module__.rpartition(".")[0]
+    NativeWeights = sys.modules[f"{pack}.model.lora"].NativeWeights
+    native = node("UNETLoader", FLUX, "default")
+    loaded, given = [], comfy.model_management.load_models_gpu
+
+    def load_models_gpu(models, *arguments, **named):
+        loaded.extend(model.model for model in models)
+        return given(models, *arguments, **named)
+
+    def compare(wrap: Callable, before: bool = True) -> dict:
+        ours = sampled(wrap(parallel(FLUX, pipe=1, config=sequence(ulysses=2))))
+        loaded.clear()
+        with patch.object(comfy.model_management, "load_models_gpu", load_models_gpu):
+            behind = difference(ours, sampled(wrap(taken(native))))
+            ahead = difference(ours, sampled(taken(wrap(native)))) if before else 0.0
+        return {"behind": behind, "ahead": ahead, "native loaded": any(model is native.model for model in loaded)}
+
+    for name, wrap in WRAPS.items():
+        results.case(name, partial(compare, wrap, name not in OURS_ONLY))
+
+    def with_controlnet() -> dict:
+        kind = controlnet.Kind(FLUX, partial(controlnet.flux, False), (1, 16, 8, 12), None)
+        texts = kind.apply(prompts(9, 5), kind.control_net(kind.module()))
+        ours = sampled(parallel(FLUX, pipe=1, config=sequence(ulysses=2)), texts)
+        return {"behind": difference(ours, sampled(taken(native), texts)), "moved": difference(ours, sampled(taken(native)))}
+
+    results.case("ControlNet", with_controlnet)
+
+    def stands() -> dict:
+        """What is on a MODEL before is on it behind, and there once."""
+        before = two_loras(wrapped(native))
+        model = taken(before)
+        sampled(model)
+        twice = taken(model, "ring")
+        return {
+            "uuid": [each.patches_uuid == before.patches_uuid for each in (model, twice)],
+            "attachments": [model.attachments, twice.attachments, before.attachments],
+            "wrappers": [sum(map(len, each.wrappers["apply_model"].values())) for each in (before, model, twice)],
+            "again": difference(sampled(model), sampled(two_loras(wrapped(parallel(FLUX, pipe=1, config=sequence(ulysses=2)))))),
+        }
+
+    results.case("what stands on it", stands)
+
+    def not_sent_again() -> list[int]:
+        """LoRA layers sent for two MODELs of the same patches."""
+        before = two_loras(native)
+        sent, delta = [], NativeWeights._delta
+        with patch.object(NativeWeights, "_delta", lambda *arguments: sent.append(1) or delta(*arguments)):
+            sampled(taken(before))
+            first = len(sent)
+            sampled(taken(before))
+        return [first, len(sent) - first]
+
+    results.case("LoRA sent", not_sent_again)
+
+    def pipelined() -> dict:
+        """`mode` pipefusion is Apply PipeFusion with its defaults, and one behind replaces its settings."""
+        model, ours = taken(native, "pipefusion"), parallel(FLUX)
+        few = {"steps": 4}
+        default = sampled(node("ApplyPipeFusion", ours, 0, 1, True), **few)
+        warmed = sampled(node("ApplyPipeFusion", ours, 2, 3, True), **few)
+        return {
+            "behind": difference(default, sampled(model, **few)),
+            "replaced": difference(warmed, sampled(node("ApplyPipeFusion", model, 2, 3, True), **few)),
+            "apart": difference(default, warmed),
+        }
+
+    results.case("pipefusion", pipelined)
+
+    def checkpoint() -> dict:
+        """Load Checkpoint's MODEL, of an all-in-one file without other parts."""
+        folder = BASE / "models" / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        tensors = load_file(BASE / "models" / "diffusion_models" / SD3)
+        save_file(
+            {f"model.diffusion_model.{key.removeprefix('model.diffusion_model.')}": value for key, value in tensors.items()},
+            folder / "parallelize.safetensors",
+        )
+        folder_paths.filename_list_cache.clear()
+        model = node("CheckpointLoaderSimple", "parallelize.safetensors")
+        shifted = partial(node, "ModelSamplingSD3")
+        expected = sampled(shifted(parallel(SD3, pipe=1, config=sequence(ulysses=2)), 2.0))
+        own = sampled(model)
+        found = sampled(taken(shifted(model, 2.0)))
+        return {
+            "behind": difference(expected, found),
+            "mapped": mapped(model, "parallelize.safetensors"),
+            "native": difference(own, sampled(model)),
+        }
+
+    results.case("CheckpointLoaderSimple", checkpoint)
+
+    def memory() -> dict:
+        """A MODEL that was sampled natively, with LoRAs in its weights, and is again after the ranks took its place."""
+        own = node("UNETLoader", FLUX, "default")
+        patched = two_loras(own)
+        before = sampled(patched)
+        loaded, copies = own.model.model_loaded_weight_memory, mapped(own, FLUX)
+        taken(patched)
+        found = {"loaded": [loaded, own.model.model_loaded_weight_memory], "mapped": [copies, mapped(own, FLUX)]}
+        return found | {"again": difference(before, sampled(patched)), "mapped at last": mapped(own, FLUX)}
+
+    results.case("memory", memory)
+
+    def chosen() -> dict[str, list]:
+        """(degrees, devices) by mode and numbers."""
+        asked = {
+            "auto, all": ("auto", 0, None),
+            "tensor": ("tensor", 2, None),
+            "split batch": ("split batch", 3, None),
+            "ulysses, more than heads": ("ulysses", 4, None),
+            "config": ("auto", 0, sequence(ulysses=2)),
+            "config and pipefusion": ("pipefusion", 4, sequence(ring=2)),
+        }
+        keys = {name: taken(native, *how).model.diffusion_model.key for name, how in asked.items()}
+        return {name: [str(key.degrees), len(key.devices)] for name, key in keys.items()}
+
+    results.case("degrees", chosen)
+
+    def fp8() -> list[str]:
+        own = node("UNETLoader", FLUX, "fp8_e4m3fn")
+        return [taken(own).model.diffusion_model.key.dtype, str(mapped(own, FLUX))]
+
+    results.case("fp8", fp8)
+
+    def edited(change: Callable) -> None:
+        own = node("UNETLoader", FLUX, "default")
+        taken(change(own) or own)
+
+    def written(model) -> None:
+        model.model.diffusion_model.double_blocks[1].img_mlp[0].weight.mul_(1.1)
+
+    def other_forward(model) -> None:
+        block = model.model.diffusion_model.single_blocks[0]
+        block.forward = MethodType(lambda self, *_arguments, **_named: None, block)
+
+    def other_class(model) -> None:
+        block = model.model.diffusion_model.single_blocks[0]
+        block.__class__ = type("OtherBlock", (type(block),), {"__module__": "some.pack"})
+
+    def inner_patch(model):
+        clone = model.clone()
+        clone.add_object_patch("diffusion_model.single_blocks.0", torch.nn.Identity())
+        return clone
+
+    def other_gpus(model):
+        clone = model.clone()
+        clone.set_additional_models("multigpu", [model.clone()])
+        return clone
+
+    def unknown(model) -> None:
+        model.cached_patcher_init = None
+
+    def made_elsewhere(model) -> None:
+        model.cached_patcher_init = (unknown, ("file",))
+
+    def second_file(model) -> None:
+        def _load_diffusion_model_kj(unet_path, model_options=None, extra_state_dict=None, disable_dynamic=False):
+            """KJNodes' loader."""
+
+        model.cached_patcher_init = (_load_diffusion_model_kj, (model.cached_patcher_init[1][0], {}, "vace.safetensors"))
+
+    for change in (written, other_forward, other_class, inner_patch, other_gpus, unknown, made_elsewhere, second_file):
+        results.case(change.__name__, partial(edited, change))
+    results.case("fp8_e5m2", lambda: taken(node("UNETLoader", FLUX, "fp8_e5m2")) and None)
+    results.case("too many for tensor", lambda: taken(native, "tensor", 5) and None)
+    results.case("no multiple", lambda: taken(native, "pipefusion", 3, sequence(ulysses=2)) and None)
+    results.case("no config", lambda: taken(native, "auto", 2, {}) and None)

@@ -1,0 +1,82 @@
+"""Parallelize Model behind ComfyUI's loaders gives Parallel DiT Loader's MODEL, and leaves the native one as it was."""
+
+import pytest
+
+pytestmark = pytest.mark.comfyui
+
+SAME = ("nothing", "two LoRAs", "ModelSamplingFlux", "RescaleCFG", "wrappers and options", "step cache", "PipeFusion")
+SAID = {
+    "written": "a node has written into the native model's weights (double_blocks.1.img_mlp.0.weight)",
+    "other_forward": "main.<locals>.other_forward.<locals>.<lambda> in the place of the native model's 'single_blocks.0'",
+    "other_class": "a node has put some.pack.OtherBlock in the place of the native model's 'single_blocks.0'",
+    "inner_patch": "model: what another node puts in the place of 'diffusion_model.single_blocks.0'",
+    "other_gpus": "model: ComfyUI's MultiGPU CFG Split",
+    "unknown": "model: which file this MODEL is from is not known",
+    "made_elsewhere": "model: this MODEL is made by parallelize.main.<locals>.unknown, which is not known here",
+    "second_file": "model: its loader adds weights of a second file (vace.safetensors)",
+    "fp8_e5m2": "model: its loader keeps weights in float8_e5m2, which ranks do not",
+    "too many for tensor": "mode: tensor on 5 GPUs: tensor_parallel_degree is 5, but this model has 2 attention heads",
+    "no multiple": "gpus is 3, but parallel_config has ulysses_degree 2, for 2 or a multiple of it",
+    "no config": "parallel_config: this is not from Ulysses Config",
+}
+
+
+@pytest.fixture(scope="module")
+def found(inside):
+    return inside.run("parallelize")[0]
+
+
+def result(found, case):
+    assert "error" not in found[case], found[case].get("traceback")
+    return found[case]
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_nodes_before_and_behind_it_do_what_they_do_behind_the_loader(found, case):
+    assert result(found, case) == {"behind": 0.0, "ahead": 0.0, "native loaded": False}
+
+
+def test_controlnet_and_load_checkpoint(found):
+    control, checkpoint = result(found, "ControlNet"), result(found, "CheckpointLoaderSimple")
+    assert control["behind"] == 0.0 < control["moved"]
+    assert checkpoint == {"behind": 0.0, "mapped": 1.0, "native": 0.0}
+
+
+def test_what_stands_on_a_model_stands_on_it_once(found):
+    on = result(found, "what stands on it")
+    assert on["uuid"] == [True, True]
+    assert on["attachments"] == [{"mine": [1], "ran": True}, {"mine": [1], "ran": True}, {"mine": [1]}]
+    assert on["wrappers"] == [1, 1, 1]
+    assert on["again"] == 0.0
+    assert result(found, "LoRA sent") == [2, 0]
+
+
+def test_mode_pipefusion_is_apply_pipefusion(found):
+    got = result(found, "pipefusion")
+    assert got["behind"] == got["replaced"] == 0.0 < got["apart"]
+
+
+def test_the_native_model_is_unloaded_needs_no_memory_and_is_right_afterwards(found):
+    got = result(found, "memory")
+    assert got["loaded"][0] > 0 == got["loaded"][1]
+    assert got["mapped"] == [0.0, 1.0]
+    assert got["again"] == 0.0
+    assert result(found, "fp8") == ["fp8_e4m3fn", "0.0"]
+
+
+def test_degrees_of_a_mode(found):
+    assert result(found, "degrees") == {
+        "auto, all": ["one rank", 1],
+        "tensor": ["tensor_parallel_degree 2", 2],
+        "split batch": ["split_batch_degree 3", 3],
+        "ulysses, more than heads": ["ring_degree 2 x ulysses_degree 2", 4],
+        "config": ["ulysses_degree 2", 2],
+        "config and pipefusion": ["pipefusion_degree 2 x ring_degree 2", 4],
+    }
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_cannot_be_is_refused_by_name(found, case):
+    assert found[case] is not None, "it was taken"
+    assert found[case]["error"].startswith("ValueError: ")
+    assert SAID[case] in found[case]["error"]
