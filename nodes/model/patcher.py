@@ -16,7 +16,7 @@ from ..ui.host import refuse
 from ..ui.node_text import say
 from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
-from .lora import NativeWeights
+from .lora import PREFIX, NativeWeights
 from .step_cache import begin_cache
 
 log = logging.getLogger(__name__)
@@ -120,9 +120,13 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
             super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
     def add_object_patch(self, name, obj):
-        """As ComfyUI's. A compiled module is left out, with a word."""
+        """As ComfyUI's. A compiled module is left out, with a word. ValueError for another part of the native model."""
         if any(hasattr(obj, attribute) for attribute in OF_COMPILED):
             self._skip_compile()
+        elif f"{name}.".startswith(PREFIX):
+            kind = obj if hasattr(obj, "__qualname__") else type(obj)
+            maker = f"{kind.__module__}.{kind.__qualname__}"
+            refuse(f"what another node puts in the place of '{name}' ({maker})", "Remove that node.")
         else:
             super().add_object_patch(name, obj)
 

@@ -4,7 +4,9 @@ import pytest
 
 pytestmark = pytest.mark.comfyui
 
-SAME = ("nothing", "two LoRAs", "ModelSamplingFlux", "RescaleCFG", "wrappers and options", "step cache", "PipeFusion")
+SAME = ("nothing", "two LoRAs", "ModelSamplingFlux", "RescaleCFG", "wrappers and options")
+LIMIT = 2e-5
+"""fp32 rounding of a whole run: weights in a file's map may begin at other addresses, for which a CPU has other kernels."""
 SAID = {
     "written": "a node has written into the native model's weights (double_blocks.1.img_mlp.0.weight)",
     "other_forward": "main.<locals>.other_forward.<locals>.<lambda> in the place of the native model's 'single_blocks.0'",
@@ -12,7 +14,7 @@ SAID = {
     "inner_patch": "model: what another node puts in the place of 'diffusion_model.single_blocks.0'",
     "other_gpus": "model: ComfyUI's MultiGPU CFG Split",
     "unknown": "model: which file this MODEL is from is not known",
-    "made_elsewhere": "model: this MODEL is made by parallelize.main.<locals>.unknown, which is not known here",
+    "made_elsewhere": "model: this MODEL is made by parallelize.unknown, which is not known here",
     "second_file": "model: its loader adds weights of a second file (vace.safetensors)",
     "fp8_e5m2": "model: its loader keeps weights in float8_e5m2, which ranks do not",
     "too many for tensor": "mode: tensor on 5 GPUs: tensor_parallel_degree is 5, but this model has 2 attention heads",
@@ -39,7 +41,8 @@ def test_nodes_before_and_behind_it_do_what_they_do_behind_the_loader(found, cas
 def test_controlnet_and_load_checkpoint(found):
     control, checkpoint = result(found, "ControlNet"), result(found, "CheckpointLoaderSimple")
     assert control["behind"] == 0.0 < control["moved"]
-    assert checkpoint == {"behind": 0.0, "mapped": 1.0, "native": 0.0}
+    assert (checkpoint["behind"], checkpoint["mapped"]) == (0.0, 1.0)
+    assert checkpoint["native"] <= LIMIT
 
 
 def test_what_stands_on_a_model_stands_on_it_once(found):
@@ -47,6 +50,7 @@ def test_what_stands_on_a_model_stands_on_it_once(found):
     assert on["uuid"] == [True, True]
     assert on["attachments"] == [{"mine": [1], "ran": True}, {"mine": [1], "ran": True}, {"mine": [1]}]
     assert on["wrappers"] == [1, 1, 1]
+    assert on["around a run"] == [["parallel_dit_auto_degrees", "mine"], []]
     assert on["again"] == 0.0
     assert result(found, "LoRA sent") == [2, 0]
 
@@ -60,7 +64,7 @@ def test_the_native_model_is_unloaded_needs_no_memory_and_is_right_afterwards(fo
     got = result(found, "memory")
     assert got["loaded"][0] > 0 == got["loaded"][1]
     assert got["mapped"] == [0.0, 1.0]
-    assert got["again"] == 0.0
+    assert got["again"] <= LIMIT
     assert result(found, "fp8") == ["fp8_e4m3fn", "0.0"]
 
 

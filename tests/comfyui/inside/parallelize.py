@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import comfy.model_management
 import controlnet
-from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
-from safetensors.torch import load_file, save_file
-
 import folder_paths
+from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
+from comfy_extras import nodes_model_advanced
+from safetensors.torch import load_file, save_file
 
 FLUX, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
 LAYERS = ("double_blocks.0.img_attn.proj", "single_blocks.1.linear2")
@@ -70,14 +70,10 @@ def wrapped(model):
 WRAPS: dict[str, Callable] = {
     "nothing": lambda model: model,
     "two LoRAs": two_loras,
-    "ModelSamplingFlux": lambda model: node("ModelSamplingFlux", model, 1.5, 0.6, 1024, 768),
-    "RescaleCFG": lambda model: node("RescaleCFG", model, 0.6),
+    "ModelSamplingFlux": lambda model: nodes_model_advanced.ModelSamplingFlux().patch(model, 1.5, 0.6, 1024, 768)[0],
+    "RescaleCFG": lambda model: nodes_model_advanced.RescaleCFG().patch(model, 0.6)[0],
     "wrappers and options": wrapped,
-    "step cache": lambda model: node("ParallelStepCache", model, 0.3, 0.0, 1.0),
-    "PipeFusion": lambda model: node("ApplyPipeFusion", model, 2, 1, True),
 }
-OURS_ONLY = ("step cache", "PipeFusion")
-"""Nodes that stand behind Parallelize Model only."""
 
 
 def main(results: Results) -> None:
@@ -90,16 +86,16 @@ def main(results: Results) -> None:
         loaded.extend(model.model for model in models)
         return given(models, *arguments, **named)
 
-    def compare(wrap: Callable, before: bool = True) -> dict:
+    def compare(wrap: Callable) -> dict:
         ours = sampled(wrap(parallel(FLUX, pipe=1, config=sequence(ulysses=2))))
         loaded.clear()
         with patch.object(comfy.model_management, "load_models_gpu", load_models_gpu):
             behind = difference(ours, sampled(wrap(taken(native))))
-            ahead = difference(ours, sampled(taken(wrap(native)))) if before else 0.0
+            ahead = difference(ours, sampled(taken(wrap(native))))
         return {"behind": behind, "ahead": ahead, "native loaded": any(model is native.model for model in loaded)}
 
     for name, wrap in WRAPS.items():
-        results.case(name, partial(compare, wrap, name not in OURS_ONLY))
+        results.case(name, partial(compare, wrap))
 
     def with_controlnet() -> dict:
         kind = controlnet.Kind(FLUX, partial(controlnet.flux, False), (1, 16, 8, 12), None)
@@ -115,11 +111,19 @@ def main(results: Results) -> None:
         model = taken(before)
         sampled(model)
         twice = taken(model, "ring")
+        planned, kind = taken(native, "auto"), comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
+        native_wrapper = native.clone()
+        native_wrapper.add_wrapper_with_key(kind, "mine", lambda executor, *arguments: executor(*arguments))
         return {
+            "around a run": [
+                list(each.wrappers.get(kind, ())) for each in (taken(native_wrapper, "auto"), taken(planned, "ring"))
+            ],
             "uuid": [each.patches_uuid == before.patches_uuid for each in (model, twice)],
             "attachments": [model.attachments, twice.attachments, before.attachments],
             "wrappers": [sum(map(len, each.wrappers["apply_model"].values())) for each in (before, model, twice)],
-            "again": difference(sampled(model), sampled(two_loras(wrapped(parallel(FLUX, pipe=1, config=sequence(ulysses=2)))))),
+            "again": difference(
+                sampled(model), sampled(two_loras(wrapped(parallel(FLUX, pipe=1, config=sequence(ulysses=2)))))
+            ),
         }
 
     results.case("what stands on it", stands)
@@ -161,7 +165,10 @@ def main(results: Results) -> None:
         )
         folder_paths.filename_list_cache.clear()
         model = node("CheckpointLoaderSimple", "parallelize.safetensors")
-        shifted = partial(node, "ModelSamplingSD3")
+
+        def shifted(model, shift):
+            return nodes_model_advanced.ModelSamplingSD3().patch(model, shift)[0]
+
         expected = sampled(shifted(parallel(SD3, pipe=1, config=sequence(ulysses=2)), 2.0))
         own = sampled(model)
         found = sampled(taken(shifted(model, 2.0)))
@@ -181,7 +188,7 @@ def main(results: Results) -> None:
         loaded, copies = own.model.model_loaded_weight_memory, mapped(own, FLUX)
         taken(patched)
         found = {"loaded": [loaded, own.model.model_loaded_weight_memory], "mapped": [copies, mapped(own, FLUX)]}
-        return found | {"again": difference(before, sampled(patched)), "mapped at last": mapped(own, FLUX)}
+        return found | {"again": difference(before, sampled(patched))}
 
     results.case("memory", memory)
 
