@@ -27,6 +27,7 @@ VARIANTS = {  # see wan.kind: another class in ComfyUI, and another or none in d
     "wandancer": "WanDancer",
 }
 """Those that cannot run."""
+EMBEDDER = {"condition_embedder.text_embedder": CacheScope.CALL}
 PICTURE = "reference_picture"
 """Conditioning tensor [B, 2] int64: rows and columns, in latent pixels, of the picture that REFERENCES are of."""
 
@@ -126,13 +127,15 @@ WAN = Family(
         conditioning=_conditioning,
         check_grid=_check_grid,
         accepts=(*wan.ACCEPTS, "context_latents", "reference_latent"),
-        vector_tensors=("context", "picture"),
+        options=(wan.TEXT_GUIDANCE,),
+        vector_tensors=("context", "picture", "away", "normalized"),
+        exact=("normalized",),
         example=wan.example,
     ),
     forward=Forward(
         arguments=_arguments,
         whole_latent=True,
-        cached_modules={"rope": CacheScope.PROMPT, "condition_embedder": CacheScope.CALL} | TEXT_KEYS,
+        cached_modules={"rope": CacheScope.PROMPT, "condition_embedder": CacheScope.CALL} | EMBEDDER | TEXT_KEYS,
     ),
     half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={"blocks": block_plan("ffn")},

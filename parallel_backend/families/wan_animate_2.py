@@ -102,6 +102,7 @@ WAN_ANIMATE_2 = replace(
             "pose_strength",
             "reference_strength",
         ),
+        options=(),
         vector_tensors=(*WAN.inputs.vector_tensors, "reference", *(f"pose_{theirs}" for theirs in _OF_POSE.values())),
         example=_example,
     ),

@@ -171,3 +171,20 @@ def test_entries_that_look_at_each_other_are_one_replicas():
     degrees = Degrees(batch=2, pipe=2)
     request = request_of(conditioning, FAMILIES["flux"])
     assert [request.entries_on(degrees, degrees.coordinate(rank)) for rank in range(4)] == [0, 0, 3, 3]
+
+
+def test_wan_is_led_away_from_a_second_text(pools, made):
+    """By batch entry, and in bands as in whole calls."""
+    case, (_, path, (x, timestep, tensors)) = CASES["wan-2.1-i2v"], made("wan-2.1-i2v")
+    away = torch.randn(len(x), 7, tensors["context"].shape[-1], generator=torch.Generator().manual_seed(4))
+    model = pools.load(path, Degrees(ulysses=2))
+
+    def output(alphas: tuple[float, ...], away=away) -> torch.Tensor:
+        settings = torch.tensor([(5.0, 1.5, alpha) for alpha in alphas])
+        return model.predict(x, timestep, tensors | {"away": away, "normalized": settings}, nothing)
+
+    plain, guided = model.predict(x, timestep, tensors, nothing), output((0.5, 0.0))
+    assert tiny.relative(guided[1:], plain[1:]) <= 1e-6
+    assert tiny.relative(guided[:1], plain[:1]) > 1e-3
+    assert tiny.relative(output((0.5, 0.5))[:1], guided[:1]) <= 1e-6
+    assert tiny.relative(output((0.5, 0.5), tensors["context"]), plain) <= 1e-5  # away from itself: it stays

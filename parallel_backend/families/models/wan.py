@@ -16,6 +16,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import nn
 
 from .wan_rotary import RotaryProcessor
+from .wan_text import GuidedProcessor, GuidedText
 
 
 def register_variant(init: Callable[..., None]) -> Callable[..., None]:
@@ -35,7 +36,7 @@ class WanVariant(diffusers.WanTransformer3DModel):
         super().__init__(**wan)
         self.rope = Rope(self.config.attention_head_dim, self.config.patch_size, self.config.rope_max_seq_len)
         for block in self.blocks:
-            block.attn1.processor = RotaryProcessor()
+            block.attn1.processor, block.attn2.processor = RotaryProcessor(), GuidedProcessor()
 
     def forward(
         self,
@@ -46,12 +47,15 @@ class WanVariant(diffusers.WanTransformer3DModel):
         positions: torch.Tensor | None = None,
         embedded: dict[str, Any] | None = None,
         given: dict[str, Any] | None = None,
+        away: torch.Tensor | None = None,
+        normalized: torch.Tensor | None = None,
         return_dict: bool = False,
     ) -> tuple[torch.Tensor]:
         """[b, C, T, H, W] in whole patches, timestep [b] or [b, n], text [b, t, text_dim] -> [b, out_channels, T, H, W].
 
         `positions` [b, R, 4] float32: frame, row, column and number of the source of R reference tokens. `embedded`:
-        arguments of `patch_embedding`, behind the latent. `given`: those of `block_arguments`.
+        arguments of `patch_embedding`, behind the latent. `given`: those of `block_arguments`. `away` [b, u, text_dim],
+        `normalized` [b, 3]: text of GuidedText, and its settings.
         """
         assert not return_dict
         batch, _, *sizes = hidden_states.shape
@@ -60,12 +64,16 @@ class WanVariant(diffusers.WanTransformer3DModel):
         given = self.block_arguments(hidden_states, timestep, **(given or {}))
         hidden_states = self.patch_embedding(hidden_states, **(embedded or {}))
         times = timestep.shape[1] if timestep.ndim == 2 else None
+        if away is not None:  # before the text, whose embedding may be kept from a micro-step before
+            away = self.condition_embedder.text_embedder(away)
         temb, modulation, text, picture = self.condition_embedder(
             timestep.flatten(), encoder_hidden_states, encoder_hidden_states_image, timestep_seq_len=times
         )
         modulation = modulation.unflatten(-1, (6, -1))
         if picture is not None:
             text = torch.cat((picture, text), dim=1)
+        if away is not None:
+            text = GuidedText(text, away, normalized)
         for block in self.blocks:
             hidden_states = block(hidden_states, text, modulation, rotary_emb, **given)
         hidden_states = hidden_states[:, : frames * rows * columns, : temb.shape[-1]]

@@ -17,6 +17,7 @@ from torch import nn
 
 from .wan import WanVariant, register_variant, tokens
 from .wan_rotary import RotaryProcessor
+from .wan_text import GuidedProcessor
 
 
 class WanAnimateTransformer3DModel(WanVariant):
@@ -109,7 +110,7 @@ class AnimateBlock(WanTransformerBlock):
     def __init__(self, width: int, ffn: int, heads: int, *block: Any, face: bool):
         super().__init__(width, ffn, heads, *block)
         size = width // heads
-        self.attn1.processor = RotaryProcessor()
+        self.attn1.processor, self.attn2.processor = RotaryProcessor(), GuidedProcessor()
         self.face = WanAnimateFaceBlockCrossAttention(width, heads, size, 1e-6, size) if face else None
         if self.face is not None:
             self.face.processor = FaceProcessor()

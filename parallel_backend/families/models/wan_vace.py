@@ -13,6 +13,7 @@ from torch import nn
 
 from .wan import WanVariant, register_variant, tokens
 from .wan_rotary import RotaryProcessor
+from .wan_text import GuidedProcessor, GuidedText, plain
 
 
 class WanVACETransformer3DModel(WanVariant):
@@ -59,14 +60,14 @@ class VaceBlock(WanTransformerBlock):
         super().__init__(*block)
         kinds = {"apply_input_projection": first, "apply_output_projection": True}
         self.vace = WanVACETransformerBlock(*block, **kinds) if control else None
-        self.attn1.processor = RotaryProcessor()
+        self.attn1.processor, self.attn2.processor = RotaryProcessor(), GuidedProcessor()
         if control:
             self.vace.attn1.processor = RotaryProcessor()
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | GuidedText,
         temb: torch.Tensor,
         rotary_emb: tuple[torch.Tensor, torch.Tensor],
         strength: torch.Tensor,
@@ -75,6 +76,6 @@ class VaceBlock(WanTransformerBlock):
         before, control = hidden_states.chunk(2, dim=-1)
         video = super().forward(before, encoder_hidden_states, temb, rotary_emb)
         if self.vace is not None:
-            hint, control = self.vace(before, encoder_hidden_states, control, temb, rotary_emb)
+            hint, control = self.vace(before, plain(encoder_hidden_states), control, temb, rotary_emb)
             video = video + hint * strength[:, None, None].to(hint.dtype)
         return torch.cat((video, control), dim=-1)

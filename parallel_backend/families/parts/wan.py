@@ -30,6 +30,8 @@ PROMPT = 512
 """Tokens of text that the class expects behind a picture's, to which ComfyUI's encoder for Wan pads."""
 ACCEPTS = ("clip_fea", "denoise_mask")
 """`Inputs.accepts`: arguments of ComfyUI's model call that `conditioning` knows. The mask has made the frames' timesteps."""
+TEXT_GUIDANCE = "text_guidance"
+"""Among what `conditioning` gets: (text [B, U, text_dim], settings [B, 3]) of normalized attention guidance."""
 MARKS = {  # a variant's name -> a key that only it has, in the order in which ComfyUI looks for them
     "vace": "vace_patch_embedding.weight",
     "camera": "control_adapter.conv.weight",
@@ -138,20 +140,25 @@ def add_block(block: KeyMap, config: Config) -> None:
 def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
     """See Inputs.conditioning.
 
-    `context` [B, T, text_dim] and, for models with layers for it, `picture` [B, P, image_dim]: CLIP's tokens.
+    `context` [B, T, text_dim] and, for models with layers for it, `picture` [B, P, image_dim]: CLIP's tokens. With
+    TEXT_GUIDANCE also `away` [B, U, text_dim] and `normalized` [B, 3]: see models/wan_text.py.
 
     ValueError for text that the class cannot tell from the picture, and for CLIP output of another model.
     """
     context, picture = text("Wan", config["text_dim"], given), given.get("clip_fea")
+    guidance = {}
+    if TEXT_GUIDANCE in given:
+        away, settings = given[TEXT_GUIDANCE]
+        guidance = {"away": text("Wan", config["text_dim"], {"context": away}), "normalized": settings}
     if config["image_dim"] is None:
-        return {"context": context}  # the native model ignores the picture as well
+        return guidance | {"context": context}  # the native model ignores the picture as well
     if context.shape[1] != PROMPT:
         raise ValueError(
             f"positive, negative: this model needs prompts of {PROMPT} tokens, this one has {context.shape[1]}. Shorten it, "
             "and do not concatenate conditionings."
         )
     if picture is None:  # the native model then takes the text in the picture's place too
-        return {"context": torch.cat((context, context), dim=1)}
+        return guidance | {"context": torch.cat((context, context), dim=1)}
     tokens = config["pos_embed_seq_len"] or picture.shape[1]
     if picture.shape[1:] != (tokens, config["image_dim"]):
         raise ValueError(
@@ -159,7 +166,7 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
             f"needs {tokens} of {config['image_dim']}. Use clip_vision_h, and both a first and a last picture if the model "
             "was made for them."
         )
-    return {"context": context, "picture": picture}
+    return guidance | {"context": context, "picture": picture}
 
 
 def packed(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,4 +211,6 @@ def arguments(step: StepInputs, config: Config) -> dict[str, Any]:
         "timestep": time,
         "encoder_hidden_states": step.tensors["context"],
         "encoder_hidden_states_image": picture,
+        "away": step.tensors.get("away"),
+        "normalized": step.tensors.get("normalized"),
     }

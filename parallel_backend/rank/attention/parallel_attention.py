@@ -12,11 +12,11 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import ATTENTIONS, JOINT, PAIRED
+from parallel_backend.families.models.normalized_guidance import normalized
 from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 
 from .context import AttentionContext, AttentionStep
 from .kv_buffer import Arriving
-from .normalized_guidance import guide
 from .paired_attention import paired_attention
 from .ring import ring_attention
 from .sdpa_redirect import SdpaProcessor
@@ -95,14 +95,15 @@ class ParallelAttention:
         return out
 
     def _guided(self, step: AttentionStep, out: torch.Tensor) -> torch.Tensor:
-        """Guides the image's tokens of `out` [B, q, H, D], in place. See normalized_guidance.py."""
-        context = self.context
+        """Guides the image's tokens of `out` [B, q, H, D], in place. See NormalizedGuidance."""
+        context, guidance = self.context, step.guidance
+        positive, negative = guidance.positive.slice, guidance.negative.slice
         place = context.ulysses_ranks(context.patch.index, context.ring.index)[context.ulysses.index]
         tokens = len(step.image[place])
         image = out[:, out.shape[1] - tokens :] if step.text_first else out[:, :tokens]
         add_up = (lambda sums: all_reduce(sums, context.tensor, context.traffic)) if context.tensor.size > 1 else lambda x: x
-        guided = guide(image, step.guidance, add_up)
-        image[step.guidance.positive.slice] = image[step.guidance.negative.slice] = guided
+        settings = guidance.scale, guidance.tau, guidance.alpha
+        image[positive] = image[negative] = normalized(image[positive], image[negative], *settings, add_up)
         return out
 
     def _groups(self, step: AttentionStep, query: torch.Tensor) -> int:
