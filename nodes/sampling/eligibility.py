@@ -13,7 +13,15 @@ import torch
 from parallel_backend.client.pipefusion.band_cut import BandCut
 
 from ..model.concurrent_conds import evaluate_concurrently
-from .known_local import PIXEL_WISE_GUIDANCE, PIXEL_WISE_GUIDERS, PIXEL_WISE_MASKS, WHOLE_GUIDANCE, WHOLE_GUIDERS, name_of
+from .known_local import (
+    PIXEL_WISE_GUIDANCE,
+    PIXEL_WISE_GUIDERS,
+    PIXEL_WISE_MASKS,
+    WHOLE_GUIDANCE,
+    WHOLE_GUIDERS,
+    looks_at_the_whole,
+    name_of,
+)
 from .noise import WholeNoise
 
 REGIONS = ("area", "gligen", "hooks", "default")
@@ -140,9 +148,7 @@ def why_not_banded(sampling: Sampling) -> str | None:
 def needs_the_whole(sampling: Sampling) -> bool:
     """True if guidance needs the whole latent, of which BandedGuidance gives bands the latest."""
     functions = functions_of(sampling.guider.model_options)
-    return name_of(type(sampling.guider)) in WHOLE_GUIDERS or any(
-        name_of(function) in WHOLE_GUIDANCE for _, function in functions
-    )
+    return name_of(type(sampling.guider)) in WHOLE_GUIDERS or any(looks_at_the_whole(function) for _, function in functions)
 
 
 def functions_of(options: dict[str, Any]) -> Iterator[tuple[str, Callable]]:

@@ -5,6 +5,7 @@ adds a row adds it to a test that cuts and compares: tests/comfyui/inside/guidan
 """
 
 import functools
+import inspect
 import re
 from typing import Any
 
@@ -15,6 +16,8 @@ PIXEL_WISE_GUIDANCE = frozenset(
         "nodes_custom_sampler.CFGOverride.execute.<locals>.predict_noise_wrapper",
         "nodes_eps.EpsilonScaling.execute.<locals>.epsilon_scaling_function",
         "nodes_eps.TemporalScoreRescaling.execute.<locals>.temporal_score_rescaling",
+        "nodes_pag.PerturbedAttentionGuidance.execute.<locals>.post_cfg_function",
+        "nodes_slg.SkipLayerGuidanceDiTSimple.execute.<locals>.calc_cond_batch_function",
         "nodes_video_model.VideoLinearCFGGuidance.patch.<locals>.linear_cfg",  # along the batch, which is not cut
         "nodes_video_model.VideoTriangleCFGGuidance.patch.<locals>.linear_cfg",
         # Skimmed CFG: all its modes but those of Difference CFG
@@ -38,6 +41,7 @@ WHOLE_GUIDANCE = {
     "nodes_mahiro.Mahiro.execute.<locals>.mahiro_normd": (),
     "nodes_model_advanced.RescaleCFG.patch.<locals>.rescale_cfg": (),
     "nodes_perpneg.PerpNeg.execute.<locals>.cfg_function": (),
+    "nodes_slg.SkipLayerGuidanceDiT.execute.<locals>.post_cfg_function": (),
     "nodes_tcfg.TCFG.execute.<locals>.tangential_damping_cfg": (),
     # Skimmed CFG
     "skimmed_CFG.differenceCFGPreCFGNode.patch.<locals>.pre_cfg_patch": (),
@@ -55,6 +59,9 @@ WHOLE_GUIDANCE = {
 }
 """Options of a MODEL that need the whole latent, but no more of the sampling than its present step and what they keep in
 their closures -> names of variables of their closures whose objects they change (what they rebind needs no name)."""
+
+PIXEL_WISE_AT_ZERO = {"nodes_slg.SkipLayerGuidanceDiT.execute.<locals>.post_cfg_function": "rescaling_scale"}
+"""Of WHOLE_GUIDANCE: functions that are pixel-wise if this variable of their closure is 0."""
 
 PIXEL_WISE_GUIDERS = frozenset(
     {
@@ -78,6 +85,14 @@ PIXEL_WISE_MASKS = frozenset(
     }
 )
 """Functions that make a step's denoise mask pixel by pixel."""
+
+
+def looks_at_the_whole(function: Any) -> bool:
+    """Whether a function is of WHOLE_GUIDANCE, with what its closure has."""
+    name = name_of(function)
+    if name in PIXEL_WISE_AT_ZERO and not inspect.getclosurevars(function).nonlocals[PIXEL_WISE_AT_ZERO[name]]:
+        return False
+    return name in WHOLE_GUIDANCE
 
 
 def name_of(function: Any) -> str:

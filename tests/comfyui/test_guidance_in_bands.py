@@ -10,11 +10,11 @@ pytestmark = pytest.mark.comfyui
 
 PIXEL_WISE = (
     *("CFGNorm", "CFGNorm before", "CFG Override", "Epsilon Scaling", "Temporal Score Rescaling", "Video Linear CFG"),
-    "Video Triangle CFG",
+    *("Video Triangle CFG", "Perturbed Attention", "Skip Layers", "Skip Layers simple"),
 )
 WHOLE = (
     *("APG", "CFG-Zero*", "FreSca", "Latent Sharpen", "Latent Tonemap", "Mahiro", "Perp-Neg", "RenormCFG", "RescaleCFG"),
-    *("TCFG", "PerpNegGuider"),
+    *("TCFG", "PerpNegGuider", "Skip Layers rescaled"),
 )
 PACKS_PIXEL_WISE = (
     *("Skimmed CFG", "Skimmed CFG replace", "Skimmed CFG linear", "Skimmed CFG dual", "Skimmed CFG flip"),
@@ -27,6 +27,7 @@ PACKS_WHOLE = (
 ON_RANKS = (
     *("CFG Override", "APG under a sampler that reads the unconditional prediction"),
     *("APG under a sampler of two calls a step", "Perp-Neg, which calls the model itself"),
+    *("Skip Layers, with calls of its own", "Skip Layers rescaled, with calls of its own"),
 )
 
 

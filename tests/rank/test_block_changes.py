@@ -175,7 +175,7 @@ def test_entries_that_look_at_each_other_are_one_replicas():
 
 def test_wan_is_led_away_from_a_second_text(pools, made):
     """By batch entry, and in bands as in whole calls."""
-    case, (_, path, (x, timestep, tensors)) = CASES["wan-2.1-i2v"], made("wan-2.1-i2v")
+    _, path, (x, timestep, tensors) = made("wan-2.1-i2v")
     away = torch.randn(len(x), 7, tensors["context"].shape[-1], generator=torch.Generator().manual_seed(4))
     model = pools.load(path, Degrees(ulysses=2))
 

@@ -69,6 +69,9 @@ PIXEL_WISE = {
     "CFG Override": core("nodes_custom_sampler", "CFGOverride", 1.5, 0.0, 0.6),
     "Epsilon Scaling": core("nodes_eps", "EpsilonScaling", 1.05),
     "Temporal Score Rescaling": core("nodes_eps", "TemporalScoreRescaling", 0.9, 0.8),
+    "Perturbed Attention": core("nodes_pag", "PerturbedAttentionGuidance", 2.0),
+    "Skip Layers": core("nodes_slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 0.7, "", "2"),
+    "Skip Layers simple": core("nodes_slg", "SkipLayerGuidanceDiTSimple", 0.2, 0.7, "", "2"),
     "Video Linear CFG": core("nodes_video_model", "VideoLinearCFGGuidance", 1.0),
     "Video Triangle CFG": core("nodes_video_model", "VideoTriangleCFGGuidance", 1.0),
 }
@@ -82,6 +85,7 @@ WHOLE = {
     "Perp-Neg": perp_neg,
     "RenormCFG": core("nodes_lumina2", "RenormCFG", 100.0, 0.9),
     "RescaleCFG": core("nodes_model_advanced", "RescaleCFG", 0.7),
+    "Skip Layers rescaled": core("nodes_slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 1.0, "", "2", 0.7),
     "TCFG": core("nodes_tcfg", "TCFG"),
 }
 PACKS_PIXEL_WISE = {
@@ -133,8 +137,11 @@ def times() -> torch.Tensor:
     return torch.linspace(1, 0, STEPS + 1) * 0.95
 
 
-def pixel_wise(x: torch.Tensor, t: torch.Tensor, c_crossattn: torch.Tensor, **_named) -> torch.Tensor:
-    """In place of BaseModel.apply_model: at a pixel it depends on this pixel and the text alone."""
+def pixel_wise(
+    x: torch.Tensor, t: torch.Tensor, c_crossattn: torch.Tensor, transformer_options: dict, **_named
+) -> torch.Tensor:
+    """In place of BaseModel.apply_model: at a pixel it depends on this pixel, the text and what is replaced in the model."""
+    t = t + 0.3 * len(transformer_options.get("patches_replace", {}))
     text = torch.sin(c_crossattn.flatten(1) * torch.arange(c_crossattn[0].numel())).sum(1)
     text, t = (value.reshape(-1, *[1] * (x.ndim - 1)) for value in (text, t))
     return x * 0.6 + torch.sin(x.roll(1, 1) * 2 + text) * (0.3 + 0.2 * t)
@@ -251,6 +258,8 @@ ON_RANKS = {
     "APG under a sampler that reads the unconditional prediction": (WHOLE["APG"], "euler_cfg_pp"),
     "APG under a sampler of two calls a step": (WHOLE["APG"], "heun"),
     "Perp-Neg, which calls the model itself": (WHOLE["Perp-Neg"], "euler"),
+    "Skip Layers, with calls of its own": (PIXEL_WISE["Skip Layers"], "euler"),
+    "Skip Layers rescaled, with calls of its own": (WHOLE["Skip Layers rescaled"], "euler"),
     "unknown": (unknown, "euler"),
 }
 
