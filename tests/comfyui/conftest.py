@@ -115,10 +115,14 @@ class Inside:
             text=True,
         )
 
-    def run(self, script: str, **arguments: Any) -> tuple[dict[str, Any], str]:
-        """Its main(**arguments): (what it found by case, all that it and its ranks printed)."""
+    def run(self, script: str, *, here: bool = False, **arguments: Any) -> tuple[dict[str, Any], str]:
+        """Its main(**arguments): (what it found by case, all that it and its ranks printed).
+
+        `here`: in the process that all later scripts are forked from.
+        """
         result, output = (self._base / f"{script}.{ending}" for ending in ("json", "txt"))
         request = {"script": script, "arguments": arguments, "result": str(result), "output": str(output)}
+        request["here"] = here
         with timed(SCRIPT_SECONDS, self._process):
             print(json.dumps(request), file=self._process.stdin, flush=True)
             code = self._process.stdout.readline().strip()
@@ -127,6 +131,11 @@ class Inside:
         assert code == "0", f"{script} failed:\n{printed[-8000:]}"
         logs = sorted((self._base / "user" / "parallel_dit" / "logs").glob("rank-*"))  # the last two starts' of each rank
         return json.loads(result.read_text()), printed + "".join(log.read_text() for log in logs)
+
+    @property
+    def ended(self) -> bool:
+        """It was killed, for a script that took too long."""
+        return self._process.poll() is not None
 
     def close(self) -> None:
         self._process.stdin.close()

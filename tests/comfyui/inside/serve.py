@@ -1,7 +1,8 @@
 """Boots ComfyUI and the pack once, and runs scripts beside this file in processes forked from this one.
 
 Arguments: the ComfyUI checkout and a base directory (with test checkpoints). Each line of standard input asks for a script,
-as JSON: see `run`. When the script has ended, a line of standard output has its exit code.
+as JSON: see `run`; with "here" it is run in this process, and what it imports and loads is there for all that follow.
+When the script has ended, a line of standard output has its exit code.
 """
 
 import importlib
@@ -23,8 +24,15 @@ def main() -> None:
     boot.load_pack(boot.FORKED_RANKS)
     for line in sys.stdin:
         sys.stdout.flush()
+        request = json.loads(line)
+        if request.pop("here", False):
+            results = boot.Results()
+            importlib.import_module(request["script"]).main(results, **request["arguments"])
+            Path(request["result"]).write_text(json.dumps(results.found))
+            print(0, file=REPLIES, flush=True)
+            continue
         if (child := os.fork()) == 0:
-            run(**json.loads(line))
+            run(**request)
             return
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), file=REPLIES, flush=True)

@@ -1,0 +1,104 @@
+"""The campaign of nodes: what it makes of trials, and all of ComfyUI's own nodes from end to end."""
+
+import contextlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.campaigns.compatibility import verdict as of
+from tests.campaigns.compatibility.report import END, START, replace_tables, tables
+from tests.campaigns.compatibility.runner import FAMILIES, Ground, save_models
+from tests.campaigns.compatibility.verdict import BAD, MODES, NATIVE, counts, in_mode, is_named, judge
+from tests.comfyui.conftest import comfyui  # noqa: F401 (a fixture)
+
+ABOUT = ("core", "SkipLayerGuidanceDiT", "Skip Layer Guidance (DiT)", "flux")
+RIGHT = {"difference": 1e-7}
+OURS = {"type": "ValueError", "ours": True, "node": "KSampler", "traceback": ""}
+
+
+def trial(mode, outcome, after=RIGHT):
+    return {"mode": mode, "outcome": outcome, "after": after}
+
+
+def trials(effect=0.1, **changes):
+    """Everything equal, and pipelined in the last mode, but for `changes`: mode -> outcome."""
+    found = {NATIVE: trial(NATIVE, {"finite": True, "effect": effect})}
+    found |= {mode: trial(mode, {"difference": 1e-6, "psnr": 120.0, "whole": None}) for mode in MODES}
+    found[MODES[3]]["outcome"] = {"difference": 0.1, "psnr": 30.0, "whole": None}
+    return found | {mode: trial(mode, outcome) for mode, outcome in changes.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({}, of.CLOSE),
+        ({"effect": 0.0}, of.NO_EFFECT),
+        ({MODES[3]: {"difference": 1e-6, "psnr": 120.0}}, of.EQUAL),
+        ({MODES[3]: {"difference": 1e-6, "psnr": 120.0, "whole": "it looks at the whole"}}, of.WHOLE),
+        ({MODES[3]: {"difference": 0.9, "psnr": 8.0, "whole": None}}, of.WRONG),
+        ({MODES[3]: {"difference": 0.1, "psnr": 30.0, "whole": "it looks at the whole"}}, of.WRONG),
+        ({MODES[0]: {"difference": 1e-3, "psnr": 60.0}}, of.WRONG),
+        ({MODES[0]: {"difference": 1e-3, "psnr": 60.0, "itself": 3e-4}}, of.CLOSE),
+        ({MODES[0]: {"difference": float("inf"), "psnr": None, "itself": float("inf")}}, of.WRONG),
+        ({MODES[1]: {"error": OURS | {"text": "model: Skip Layer Guidance is not possible."}}}, of.REFUSED),
+        ({MODES[1]: {"error": OURS | {"text": "model: a wrapper is not possible."}}}, of.UNNAMED),
+        ({MODES[1]: {"error": OURS | {"type": "KeyError", "text": "'x'"}}}, of.CRASH),
+        ({MODES[1]: {"error": OURS | {"ours": False, "text": "SkipLayerGuidanceDiT"}}}, of.CRASH),
+        ({NATIVE: {"error": OURS | {"text": "no such layer"}}}, of.NOT_THESE),
+        ({NATIVE: {"missing": "MODEL_PATCH"}}, of.NOT_TRIED),
+    ],
+)
+def test_a_node_is_what_it_is_in_its_worst_mode(changes, outcome):
+    assert judge(ABOUT, trials(**changes)).outcome == outcome
+
+
+def test_a_node_that_ends_its_process_hangs_or_crashes():
+    assert in_mode({"mode": MODES[0], "died": "Timeout; queue.py:180 get"}, ABOUT[1:3])[0] == of.HANG
+    assert in_mode({"mode": MODES[0], "died": "died: Segmentation fault"}, ABOUT[1:3])[0] == of.CRASH
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "named"),
+    [
+        ("EasyCache", ("EasyCache", "EasyCache"), True),
+        ("model: the node Skip Layer Guidance (SkipLayerGuidanceDiT)", ABOUT[1:3], True),
+        ("model: TeaCache for Wan video", ("WanVideoTeaCacheKJ", "WanVideo Tea Cache"), True),
+        ("model: a cache of KJNodes for Wan video", ("WanVideoTeaCacheKJ", "WanVideo Tea Cache"), False),
+        ("a wrapper around the diffusion model", ("ApplyFBCacheOnModel", "Apply First Block Cache"), False),
+        ("model: NAGuidance", ("NAGuidance", "Normalized Attention Guidance"), True),
+    ],
+)
+def test_a_refusal_names_its_node(text, names, named):
+    assert is_named(text, names) == named
+
+
+def test_a_node_counts_once_and_a_spoilt_prompt_is_said():
+    spoilt = trials()
+    spoilt[MODES[0]]["after"] = {"error": {"type": "BadMessage", "text": "no header"}}
+    verdicts = [judge(ABOUT, spoilt), judge((*ABOUT[:3], "wan"), trials(**{MODES[0]: {"difference": 1.0, "psnr": 1.0}}))]
+    assert counts(verdicts) == {of.WRONG: 1, "next prompt not right": 1}
+    page = replace_tables(
+        f"before\n{START}\nold\n{END}\nafter", tables(verdicts, {"TeaCache": "no such name"}, {of.CRASH: 2})
+    )
+    assert "old" not in page and page.startswith("before\n") and page.endswith("\nafter")
+    assert "| wrong | 1 | 0 |" in page and "| crash | 0 | 2 |" in page
+    assert "| SkipLayerGuidanceDiT | close, 30 dB, **next prompt not right** | - | **wrong** |" in page
+    assert "## TeaCache\n\nIt could not be loaded: no such name" in page
+
+
+@pytest.mark.full
+@pytest.mark.comfyui
+@pytest.mark.processes
+def test_comfyuis_own_nodes_do_what_they_do_natively(comfyui, tmp_path):  # noqa: F811
+    save_models(tmp_path)
+
+    def run(family: str) -> list:
+        with contextlib.closing(Ground(comfyui, tmp_path, None)) as ground:
+            return list(ground.run(ground.nodes, family))
+
+    with ThreadPoolExecutor(2) as pool:
+        verdicts = [verdict for found in pool.map(run, FAMILIES) for verdict in found]
+    bad = [verdict.as_json() for verdict in verdicts if verdict.outcome in BAD or verdict.after]
+    assert not bad, json.dumps(bad, indent=1)
+    assert len(verdicts) > 300
