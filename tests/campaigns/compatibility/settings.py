@@ -75,11 +75,12 @@ OTHERS = {
 PIPE = {"pipe": ["ToBasicPipe", {}]}
 SEGS = {"segs": ["MaskToSEGS", {"crop_factor": 1.5}]}
 SAMPLERS = {name: ["KSamplerProvider", {"basic_pipe": {"link": "pipe"}, "cfg": 3.0}] for name in ("first", "second")}
-DETAILER = {"inputs": {"segs": {"link": "segs"}, "guide_size": 128.0, "max_size": 128.0, "noise_mask_feather": 0}, "nodes": SEGS}
+CROPS = {"segs": {"link": "segs"}, "noise_mask_feather": 0}
+DETAILER = {"inputs": CROPS | {"guide_size": 128.0, "max_size": 128.0}, "nodes": SEGS}
 IMPACT = {
     "DetailerForEach": DETAILER,
     "DetailerForEachDebug": DETAILER,
-    "SEGSUpscaler": {"inputs": {"segs": {"link": "segs"}, "rescale_factor": 1.0, "noise_mask_feather": 0}, "nodes": SEGS},
+    "SEGSUpscaler": {"inputs": CROPS | {"rescale_factor": 1.0}, "nodes": SEGS},
     "ImpactKSamplerBasicPipe": {"kind": "latent", "inputs": {"basic_pipe": {"link": "pipe"}}, "nodes": PIPE},
     "ImpactKSamplerAdvancedBasicPipe": {"kind": "latent", "inputs": {"basic_pipe": {"link": "pipe"}}, "nodes": PIPE},
     "TwoSamplersForMask": {
@@ -88,4 +89,20 @@ IMPACT = {
         "nodes": PIPE | SAMPLERS,
     },
 }
-SETTINGS: dict[str, dict] = {**COMFYUI, **KJNODES, **OTHERS, **IMPACT}
+CLOWN = {"inputs": {"sampler": {"link": "clown"}}, "nodes": {"clown": ["ClownSampler_Beta", {}]}}
+CONDITIONED = {"positive": {"link": "CONDITIONING"}, "negative": {"link": "CONDITIONING"}}
+FIRST_STEPS = {"steps_to_run": 2, "latent_image": {"link": "LATENT"}, **CONDITIONED}
+CHAINED = {
+    "inputs": {"latent_image": {"link": "begun"}, **CONDITIONED},
+    "nodes": {"begun": ["ClownsharKSampler_Beta", FIRST_STEPS]},
+}
+RES4LYF = {
+    "SharkSampler_Beta": CLOWN,
+    "SharkChainsampler_Beta": {"inputs": CHAINED["inputs"] | CLOWN["inputs"], "nodes": CHAINED["nodes"] | CLOWN["nodes"]},
+    "ClownsharkChainsampler_Beta": CHAINED,
+    "SamplerOptions_GarbageCollection": CLOWN,
+    "SamplerOptions_TimestepScaling": CLOWN,
+    "ClownInpaint": {"inputs": {"mask": {"link": "MASK"}}},
+    "ClownInpaintSimple": {"inputs": {"mask": {"link": "MASK"}}},
+}
+SETTINGS: dict[str, dict] = {**COMFYUI, **KJNODES, **OTHERS, **IMPACT, **RES4LYF}
