@@ -20,9 +20,10 @@ from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.families import Family
 from parallel_backend.families.base.patching import Latents, latents_of
+from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 from parallel_backend.processes.pool import Poll
 
-from ..ui.host import check_cancelled
+from ..ui.host import check_cancelled, refuse
 from ..ui.loading_bar import LoadingBar
 from .block_patches import block_changes
 from .concurrent_conds import EVALUATION_KEY, Evaluation
@@ -31,6 +32,7 @@ from .lora import PREFIX, NativeWeights, Patch
 from .native_names import NativeNames
 from .room import make_room
 from .step_cache import SamplingCache
+from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
 from .text_model import NativeText
 
 HARMLESS = ("crossattn_controlnet",)
@@ -104,6 +106,8 @@ class RemoteDiffusionModel(torch.nn.Module):
             family = self.checkpoint.family
             if name == "preprocess_text_embeds" and family.text_model is not None:
                 return functools.partial(self._text.preprocess, self.patches, self.patches_uuid)
+            if name == LAYERS and TEXT_GUIDANCE in family.inputs.options:
+                return TextLayers(self.checkpoint, self.native_tensors, f"{LAYERS}.")
             values = family.native_values(self.checkpoint.config)
             return values[name] if name in values else NativeNames(self.checkpoint, self.native_tensors, "").at(name)
 
@@ -170,6 +174,10 @@ class RemoteDiffusionModel(torch.nn.Module):
             timestep = torch.cat([each.reshape(len(each), -1) for each in timestep], dim=1)
         band: Band | None = options.get(BAND_KEY)
         given |= {name: options[name] for name in family.inputs.options if name in options}
+        if GUIDANCE_KEY in options:
+            if self.key.degrees.tensor > 1:
+                refuse("guidance of the look at the text (WanVideoNAG)", "It needs a tensor_parallel_degree of 1.")
+            given[TEXT_GUIDANCE] = options[GUIDANCE_KEY].of(len(latents[0]))
         if family.patching.beside is not None:
             given |= self._sizes(latents, band)
         given |= {"context": context, "latent": tuple(latents[0].shape)}

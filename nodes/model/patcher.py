@@ -18,6 +18,7 @@ from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
 from .lora import PREFIX, NativeWeights
 from .step_cache import begin_cache
+from .text_guidance import GUIDANCE_KEY, text_guidance
 
 log = logging.getLogger(__name__)
 
@@ -120,9 +121,14 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
             super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
     def add_object_patch(self, name, obj):
-        """As ComfyUI's. A compiled module is left out, with a word. ValueError for another part of the native model."""
+        """As ComfyUI's. A compiled module is left out, with a word; guidance of the look at the text goes with the calls.
+
+        ValueError for another part of the native model.
+        """
         if any(hasattr(obj, attribute) for attribute in OF_COMPILED):
             self._skip_compile()
+        elif (guidance := text_guidance(name, obj)) is not None:
+            self.model_options["transformer_options"][GUIDANCE_KEY] = guidance
         elif f"{name}.".startswith(PREFIX):
             kind = obj if hasattr(obj, "__qualname__") else type(obj)
             maker = f"{kind.__module__}.{kind.__qualname__}"

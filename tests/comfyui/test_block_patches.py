@@ -9,7 +9,7 @@ pytestmark = pytest.mark.comfyui
 
 LIMIT = 5e-5
 WAN = next(case for case in CASES if case.name == "wan-2.1-t2v")
-EFFECT = ("SLG", "NAG")
+EFFECT = ("SLG", "NAG", "WanVideoNAG")
 """Beginnings of the cases in which the node changes the picture. PAG is about a UNet's middle block, HyperTile about
 attention that the native SD3 lets no other node patch, as NAG is."""
 NONE = ("NAG texts apart, pipefusion", "NAG on SD3, pipefusion")
@@ -28,4 +28,5 @@ def test_every_case_equals_the_native_model(found, measured):
         assert "error" not in case, (name, case)
         measured(f"block patches, largest difference, {name}", case["difference"])
         assert case["difference"] <= LIMIT, name
+        assert case["whole because"] == [None] * name.endswith("pipefusion"), (name, case)
         assert (case["effect"] > 100 * LIMIT) == (name.startswith(EFFECT) and name not in NONE), (name, case)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import families
+import model_optimization_nodes
 from boot import BASE, CHECKOUT, Results, comfy, difference, ksampler, node, parallel, sequence, torch
 from parity import FILE, SD3, prompts
 
@@ -99,4 +100,9 @@ def main(results: Results, wan: str) -> None:
         natives[f"{wan}.safetensors"] = comfy.sd.load_diffusion_model(
             str(BASE / "models" / "diffusion_models" / f"{wan}.safetensors"), model_options={"dtype": torch.float32}
         )
-        case("pipefusion", f"{wan}.safetensors", "SLG", " on Wan", texts=[positive, negative], latent=latent)
+        given = {"texts": [positive, negative], "latent": latent}
+        case("pipefusion", f"{wan}.safetensors", "SLG", " on Wan", **given)
+        text = torch.randn(1, 6, positive[0][0].shape[-1], generator=torch.Generator().manual_seed(3))
+        for kind in ("default", "batch"):
+            guided[f"WanVideoNAG {kind}"] = partial(model_optimization_nodes.nag, text=text, input_type=kind)
+            case("pipefusion", f"{wan}.safetensors", f"WanVideoNAG {kind}", **given)
