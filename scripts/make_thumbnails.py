@@ -40,6 +40,7 @@ CAPTIONS = {
     "wan_2_2": ("Wan 2.2 video · split batch 2", "shown: bundled mini model"),
     "ltx_2_3": ("LTX-2.3 video, sound · PipeFusion 2", "shown: bundled mini model"),
     "minimax_h3": ("MiniMax H3 video, sound · PipeFusion 4", "shown: bundled mini model"),
+    "parallelize_model": ("Parallelize Model · FLUX.1 dev, LoRA", "shown: bundled mini model"),
 }
 PROMPTS = ("3 1 4 1", "2 7 1 8", "5 9 2 6", "0 4 7 3")
 SETTINGS = ("num_pipeline_patch", "warmup_steps", "overlap", "extrapolate")
@@ -59,12 +60,14 @@ def in_mode_of(name: str, digits: str) -> Graph:
     graph, model = read("quickstart"), read(name)
     positive, loader, sampler = (graph[node]["inputs"] for node in ("2", "1", "5"))
     degrees = widgets(model, *(key for node in model.values() for key in node["inputs"] if key.endswith("_degree")))
+    if gpus := widgets(model, "gpus"):
+        degrees["pipefusion_degree"] = gpus["gpus"]
     loader |= {key: value for key, value in degrees.items() if key in loader}
     loader["devices"] = ",".join(["cpu"] * math.prod(degrees.values()))
     for node in (node for node in model.values() if node["class_type"] == "UlyssesConfig"):
         graph["20"], loader["parallel_config"] = node, ["20", 0]
     sampler |= widgets(model, "steps", *SETTINGS)
-    if not widgets(model, "warmup_steps"):
+    if not widgets(model, "warmup_steps") and not gpus:
         sampler["warmup_steps"] = sampler["steps"]  # as KSampler: all exact
     sampler["seed"] = list(CAPTIONS).index(name)
     positive["text"] = digits

@@ -21,6 +21,7 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
     for graph in (
         bundled.quickstart,
         bundled.native_ksampler,
+        pictures.parallelize_model,
         pictures.flux_schnell_pipefusion,
         pictures.sd3_split_batch,
         pictures.flux_dev_ulysses_pipefusion,

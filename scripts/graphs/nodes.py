@@ -24,6 +24,11 @@ def loader_node(model_name: str, config: Node | None = None, **widgets: Any) -> 
     return Node("ParallelDiTLoader", (320, 254), inputs | widgets, (MODEL,))
 
 
+def parallelize_node(model: Link, gpus: int, mode: str) -> Node:
+    inputs = {"model": model, "gpus": gpus, "mode": mode, "parallel_config": Unconnected("PARALLEL_CONFIG")}
+    return Node("ParallelizeModel", (320, 102), inputs, (MODEL,))
+
+
 def sampling_inputs(model: Link, positive: Link, negative: Link, latent: Node, **widgets: Any) -> dict[str, Any]:
     """KSampler's inputs, which PipeFusion Sampler has too."""
     inputs = {

@@ -14,6 +14,7 @@ from .nodes import (
     latent_node,
     loader_node,
     note_group,
+    parallelize_node,
     picture_group,
     pipefusion_sampler_node,
     report_group,
@@ -57,6 +58,39 @@ def flux_schnell_pipefusion() -> Graph:
             (Group("Prompt and size", ((prompt, negative, latent),)),),
             (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
             (picture_group(sampler["LATENT"], vae, "flux-schnell", height=360), report_group(sampler, 400)),
+        )
+    )
+
+
+def parallelize_model() -> Graph:
+    """FLUX.1 dev with a LoRA on two GPUs, by ComfyUI's own nodes and Parallelize Model between them."""
+    loader = Node("UNETLoader", (320, 82), {"unet_name": "flux1-dev.safetensors", "weight_dtype": "default"}, (MODEL,))
+    style = {"model": loader["MODEL"], "lora_name": "flux_style.safetensors", "strength_model": 0.8}
+    lora = Node("LoraLoaderModelOnly", (320, 82), style, (MODEL,))
+    parallel = parallelize_node(lora["MODEL"], 2, "pipefusion")
+    clip, vae = dual_clip_node("clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors"), vae_node("ae.safetensors")
+    prompt = text_node(clip, LIGHTHOUSE)
+    guidance = Node("FluxGuidance", (320, 58), {"conditioning": prompt["CONDITIONING"], "guidance": 3.5}, (CONDITIONING,))
+    negative = text_node(clip, "", "Negative prompt (not used at cfg 1)", 88)
+    latent = latent_node(1024, 1024)
+    inputs = sampling_inputs(parallel["MODEL"], guidance["CONDITIONING"], negative["CONDITIONING"], latent, cfg=1.0)
+    sampler = ksampler_node(inputs)
+    text = FLUX_FILES.format(model="flux1-dev.safetensors").rstrip() + (
+        "\n- `models/loras/flux_style.safetensors`: any LoRA for it, or take the node out\n\n"
+        "Made for **2 GPUs** of 16 GB with any link. All but **Parallelize Model** are ComfyUI's own nodes: put it into a "
+        "workflow that you have, behind the loader or behind its LoRAs.\n"
+        "- **Another number**: `gpus`; 0 takes all.\n"
+        "- **GPUs that hold the whole model, NVLink**: `mode` ulysses: exact.\n"
+        "- **Not sure**: `mode` auto, with Apply PipeFusion behind it if close pictures will do.\n"
+        "- Load Checkpoint in place of Load Diffusion Model will do as well.\n"
+    )
+    return Graph(
+        (
+            (note_group("Files, GPUs, what to turn", (360, 380), text),),
+            (Group("Model and LoRA", ((loader, lora, parallel),)),),
+            (Group("Prompt and size", ((clip, prompt, guidance, negative, latent),)),),
+            (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
+            (picture_group(sampler["LATENT"], vae, "parallelize", height=360),),
         )
     )
 

@@ -84,6 +84,10 @@ def write(models: Path) -> None:
     for name, guidance in {"flux1-schnell": False, "flux1-dev": True}.items():
         config = FLUX | {"guidance_embeds": guidance}
         tiny.save_original(tiny.random_flux(config), config, transformers / f"{name}.safetensors")
+    (models / "loras").mkdir(exist_ok=True)
+    layer, width = "diffusion_model.double_blocks.0.img_attn.proj", FLUX["num_attention_heads"] * FLUX["attention_head_dim"]
+    lora = {f"{layer}.lora_A.weight": torch.ones(4, width), f"{layer}.lora_B.weight": torch.ones(width, 4)}
+    save_file(lora, models / "loras" / "flux_style.safetensors")
     tiny.save_original(tiny.random_sd3(SD3), SD3, transformers / "sd3.5_large.safetensors", family="sd3")
     tiny.randomise(PixArtTransformer2DModel(**PIXART), 0).save_pretrained(transformers / "PixArt-Sigma-XL-2-2K-MS")
     save_file(clip(layers=12), encoders / "clip_l.safetensors")

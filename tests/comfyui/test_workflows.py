@@ -51,7 +51,10 @@ def test_thumbnail_is_a_small_square(name):
 def world(prompt):
     """Devices that the graph is made for: the product of the degrees of a loader, which are those of every other."""
     degrees = {
-        widget: value for node in prompt.values() for widget, value in node["inputs"].items() if widget.endswith("_degree")
+        widget: value
+        for node in prompt.values()
+        for widget, value in node["inputs"].items()
+        if widget.endswith("_degree") or widget == "gpus"
     }
     return math.prod(degrees.values())
 
