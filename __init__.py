@@ -13,5 +13,5 @@ if __package__:  # imported as a pack by ComfyUI; pytest may collect this file w
     check_comfyui()  # before anything is imported that an older one lacks
     from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 
-    WEB_DIRECTORY = "web"  # only help pages; ComfyUI serves them from its docs folder, one per node
+    WEB_DIRECTORY = "web"  # help pages, one per node, which ComfyUI finds in its docs folder; a script for the menu
     __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "WEB_DIRECTORY"]

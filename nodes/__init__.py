@@ -9,6 +9,7 @@ from .parallel_config import UlyssesConfig
 from .parallelize import ParallelizeModel
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
+from .run_on_several_gpus import add_route
 from .sampling.auto_degrees import log_folder
 from .self_test import ParallelSelfTest
 from .step_cache import ParallelStepCache
@@ -17,6 +18,7 @@ from .unload import UnloadParallelDiT
 from .vae import ParallelVAEDecode
 
 registry().logs = log_folder
+add_route()
 
 NODE_CLASS_MAPPINGS = {
     "ParallelDiTLoader": ParallelDiTLoader,

@@ -1,0 +1,140 @@
+"""The server's part of the menu's *Run on several GPUs*: what becomes of each loader of a workflow.
+
+`POST /parallel_dit/plan` with {"loaders": [{"class_type": ..., "inputs": {...}}]}, as a prompt in API form has them. Files'
+headers are read, nothing is loaded or started. web/js/run_on_several_gpus.js asks it and changes the workflow.
+"""
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.tensor_files import GGUF
+from parallel_backend.client.placement.memory_model import model_sizes
+from parallel_backend.core.devices import device_kind
+from parallel_backend.core.dtypes import resolve_dtype
+from parallel_backend.planning.before_running import Cards, why_pipefusion
+from parallel_backend.rank.free_memory import host_memory
+
+from .loader import CHECKPOINTS, FOLDER, file_path
+from .ui.devices import half_dtypes, possible_devices, why_hidden
+
+ROUTE = "/parallel_dit/plan"
+OURS = ("ParallelDiTLoader", "ParallelCheckpointLoader")
+MOST_LOADERS = 1000
+GGUF_FOLDER = "unet_gguf"
+"""What ComfyUI-GGUF calls its list of the diffusion models' folder."""
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of a loader.
+
+    `parallel`: it is one of ours. `takes`: Parallelize Model may stand behind it. `why`: why not. `pipefusion`: why Apply
+    PipeFusion belongs behind that, empty where it does not. `file`: the model's name, empty where that is not known.
+    """
+
+    parallel: bool = False
+    takes: bool = False
+    why: str = ""
+    file: str = ""
+    pipefusion: str = ""
+
+
+def add_route() -> None:
+    """Before ComfyUI collects its routes. Where nodes are run without its server there is none to add to."""
+    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    if server is None:
+        return
+    from aiohttp import web  # which every ComfyUI with a server has
+
+    @server.routes.post(ROUTE)
+    async def plan(request: web.Request) -> web.Response:
+        try:
+            loaders = asked(await request.json())
+        except ValueError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        return web.json_response(await asyncio.to_thread(answer, loaders))
+
+
+def asked(body: Any) -> list[Mapping[str, Any]]:
+    """The loaders of a request. ValueError for anything else."""
+    loaders = body.get("loaders") if isinstance(body, dict) else None
+    if not isinstance(loaders, list) or len(loaders) > MOST_LOADERS:
+        raise ValueError(f"loaders: a list of at most {MOST_LOADERS} is expected.")
+    for each in loaders:
+        if not isinstance(each, dict) or not isinstance(each.get("class_type"), str):
+            raise ValueError("loaders: each needs a class_type.")
+        if not isinstance(each.get("inputs"), dict):
+            raise ValueError("loaders: each needs inputs.")
+    return loaders
+
+
+def answer(loaders: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """{"devices", "why", "loaders"}: how many there are; why nothing is to be gained, empty where it is; a Fate for each."""
+    try:
+        devices = possible_devices("auto")
+    except ValueError as error:  # ComfyUI runs on what ranks do not
+        return {"devices": 0, "why": str(error), "loaders": []}
+    why = ""
+    if len(devices) < 2:
+        kind = "no GPU" if device_kind(devices[0]) == "cpu" else "one GPU"
+        why = f"ComfyUI shows {kind} on this machine.{why_hidden()}"
+    fates = [fate(each["class_type"], each["inputs"], devices) for each in loaders]
+    return {"devices": len(devices), "why": why, "loaders": [asdict(each) for each in fates]}
+
+
+def fate(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, ...]) -> Fate:
+    """Of one loader, with the values of its inputs: links to other nodes among them."""
+    if class_type in OURS:
+        return Fate(parallel=True)
+    if (found := model_file(inputs)) is None:
+        return Fate(why="which model file it loads is not known")
+    name, path = found
+    try:
+        checkpoint = open_checkpoint(path)
+    except ValueError as error:
+        return Fate(file=name, why=str(error).removeprefix("model_name: "))
+    if path.suffix.lower() in GGUF:
+        return Fate(
+            file=name, why="a loader of GGUF files does not say which file a MODEL is from; take Parallel DiT Loader"
+        )
+    dtypes = checkpoint.family.half_dtypes(checkpoint.config), half_dtypes(devices)
+    dtype = resolve_dtype("default", checkpoint.dtype, devices, *dtypes)
+    weights = model_sizes(checkpoint, dtype, devices[0]).weight_bytes
+    return Fate(takes=True, file=name, pipefusion=why_pipefusion(weights, cards(devices)))
+
+
+def model_file(inputs: Mapping[str, Any]) -> tuple[str, Path] | None:
+    """The diffusion model among the files that a node's inputs name. None where there is none, or several.
+
+    Not every pack calls its inputs alike; what counts is in whose folder the file is. A name that is in both folders is an
+    all-in-one file's in an input that is named after these.
+    """
+    found = {}
+    for key, value in inputs.items():
+        if not isinstance(value, str) or not value:
+            continue
+        folders = (CHECKPOINTS, FOLDER) if "ckpt" in key or "checkpoint" in key else (FOLDER, GGUF_FOLDER, CHECKPOINTS)
+        paths = (file_path(folder, value) for folder in folders)
+        if (path := next((path for path in paths if path is not None), None)) is not None:
+            found[path] = value
+    if len(found) != 1:
+        return None
+    ((path, name),) = found.items()
+    return name, path
+
+
+def cards(devices: tuple[str, ...]) -> Cards:
+    """What this process knows of them without asking them for memory. CPU ranks share the host's."""
+    if device_kind(devices[0]) != "cuda":
+        return Cards([host_memory()[1] // len(devices)] * len(devices), True)
+    indices = [torch.device(name).index for name in devices]
+    peers = all(torch.cuda.can_device_access_peer(one, two) for one, two in permutations(indices, 2))
+    return Cards([torch.cuda.get_device_properties(index).total_memory for index in indices], peers)

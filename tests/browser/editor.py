@@ -1,0 +1,88 @@
+"""ComfyUI's editor in a browser, as tests use it."""
+
+from typing import Any
+
+READY = "() => window.app?.canvas && window.LiteGraph?.registered_node_types.ParallelDiTLoader && app.graph._nodes.length"
+
+
+class Editor:
+    """ComfyUI's page, and where the graph's nodes and widgets are on it."""
+
+    def __init__(self, page):
+        self.page = page
+
+    def node(self, kind: str, expression: str) -> Any:
+        """A JavaScript expression of `node`, the first one of this type."""
+        find = "const node = app.graph._nodes.find(n => n.type == kind)"
+        return self.page.evaluate(f"kind => {{ {find}; return {expression} }}", kind)
+
+    def widget(self, kind: str, name: str) -> Any:
+        return self.node(kind, f"node.widgets.find(w => w.name == {name!r}).value")
+
+    def open(self, graph: dict[str, Any]) -> None:
+        self.page.evaluate("graph => app.loadGraphData(graph)", graph)
+        self.shows(graph)
+
+    def shows(self, graph: dict[str, Any]) -> None:
+        """Wait until the canvas has this workflow's nodes, and is drawn."""
+        kinds = [node["type"] for node in graph["nodes"]]
+        self.page.wait_for_function("kinds => app.graph._nodes.map(n => n.type).join() == kinds.join()", arg=kinds)
+        self.page.wait_for_function("() => app.graph._nodes.every(n => !n.widgets?.length || n.widgets[0].last_y != null)")
+        self.page.evaluate(
+            """async () => {
+                await document.fonts.ready;
+                const view = () => [app.canvas.ds.scale, ...app.canvas.ds.offset].join();
+                for (let seen = view(), same = 0; same < 8; seen = view()) {
+                    await new Promise(done => setTimeout(done, 50));
+                    same = view() == seen ? same + 1 : 0;
+                }
+                app.canvas.draw(true, true);
+            }"""
+        )
+
+    def click(self, kind: str, x: str, y: str) -> None:
+        """A mouse click on the canvas at this place of a node, in its own coordinates."""
+        place = (
+            f"(() => {{ const {{ scale, offset }} = app.canvas.ds, box = app.canvas.canvas.getBoundingClientRect(); "
+            f"return [box.left + (node.pos[0] + ({x}) + offset[0]) * scale, "
+            f"box.top + (node.pos[1] + ({y}) + offset[1]) * scale] }})()"
+        )
+        self.page.mouse.click(*self.node(kind, place))
+
+    def click_widget(self, kind: str, name: str, x: str) -> None:
+        self.click(kind, x, f"node.widgets.find(w => w.name == {name!r}).last_y + 10")
+
+    def step(self, kind: str, name: str, by: int) -> None:
+        """One up or down, by the widget's right or left arrow."""
+        wanted = self.widget(kind, name) + by
+        self.click_widget(kind, name, "22" if by < 0 else "node.size[0] - 22")
+        assert self.widget(kind, name) == wanted
+
+    def type(self, kind: str, name: str, value: Any) -> None:
+        """Into the field that opens at a click on the widget's middle."""
+        self.click_widget(kind, name, "node.size[0] / 2")
+        self.page.locator(".graphdialog input").wait_for()
+        self.page.keyboard.press("Control+a")
+        self.page.keyboard.type(str(value))
+        self.page.keyboard.press("Enter")
+        self.page.locator(".graphdialog").wait_for(state="detached")
+
+    def help(self, kind: str) -> None:
+        """Select the node by its title, and press the selection's info button."""
+        self.click(kind, "60", "-15")
+        self.page.wait_for_function("kind => Object.values(app.canvas.selected_nodes)[0]?.type == kind", arg=kind)
+        self.page.get_by_test_id("info-button").click()
+
+    def run(self) -> None:
+        self.page.get_by_test_id("queue-button").click()
+
+    def problems(self) -> list[str]:
+        """Nodes that ComfyUI does not know, that are marked red, or whose list lacks the file's choice."""
+        return self.page.evaluate(
+            """() => app.graph._nodes.flatMap(n => [
+                ...(n.type in LiteGraph.registered_node_types ? [] : [`unknown ${n.type}`]),
+                ...(n.has_errors ? [`error ${n.type}`] : []),
+                ...(n.widgets ?? []).filter(w => w.type == 'combo' && Array.isArray(w.options.values)
+                    && !w.options.values.includes(w.value)).map(w => `${n.type}: no ${w.value} in ${w.name}`),
+            ])"""
+        )
