@@ -23,6 +23,7 @@ from parallel_backend.planning.before_running import Cards, why_pipefusion
 from parallel_backend.rank.free_memory import host_memory
 
 from .loader import CHECKPOINTS, FOLDER, file_path
+from .model.native_source import INSTEAD, loaders_say_it
 from .ui.devices import half_dtypes, possible_devices, why_hidden
 
 ROUTE = "/parallel_dit/plan"
@@ -86,6 +87,8 @@ def answer(loaders: list[Mapping[str, Any]]) -> dict[str, Any]:
     if len(devices) < 2:
         kind = "no GPU" if device_kind(devices[0]) == "cpu" else "one GPU"
         why = f"ComfyUI shows {kind} on this machine.{why_hidden()}"
+    elif not loaders_say_it():
+        why = f"This version of ComfyUI does not say which file a MODEL is from. {INSTEAD}"
     fates = [fate(each["class_type"], each["inputs"], devices) for each in loaders]
     return {"devices": len(devices), "why": why, "loaders": [asdict(each) for each in fates]}
 

@@ -35,6 +35,11 @@ class NativeSource:
     weight_dtype: str
 
 
+def loaders_say_it() -> bool:
+    """This ComfyUI's loaders note their file on the MODEL."""
+    return "cached_patcher_init" in comfy.model_patcher.ModelPatcher.__init__.__code__.co_names
+
+
 def native_source(model: comfy.model_patcher.ModelPatcher) -> NativeSource:
     """The source of a native MODEL. ValueError, saying what to do, where it is not known or not a file as it is."""
     noted = getattr(model, "cached_patcher_init", None)  # since 2026

@@ -86,3 +86,30 @@ class Editor:
                     && !w.options.values.includes(w.value)).map(w => `${n.type}: no ${w.value} in ${w.name}`),
             ])"""
         )
+
+    def open_menu(self, *path: str) -> Any:
+        """ComfyUI's menu, open at this command, under which the pointer is: what can be clicked."""
+        self.page.locator(".comfy-menu-button-wrapper").click()
+        for name in path:
+            (item := self.page.get_by_role("menuitem", name=name, exact=True)).hover()
+        return item
+
+    def menu(self, *path: str) -> None:
+        command = self.open_menu(*path)
+        command.click()
+        command.wait_for(state="detached")
+
+    def saved(self) -> dict[str, Any]:
+        """The open workflow as a file would have it, without where one looks at it from."""
+        graph = self.page.evaluate("() => app.rootGraph.serialize()")
+        return {name: value for name, value in graph.items() if name != "extra"}
+
+    def model_of(self, kind: str) -> list[str]:
+        """Types of the nodes that a node's model comes through, the loader last."""
+        prompt = self.page.evaluate("async () => (await app.graphToPrompt()).output")
+        node = next(node for node in prompt.values() if node["class_type"] == kind)
+        found = []
+        while "model" in node["inputs"]:
+            node = prompt[node["inputs"]["model"][0]]
+            found.append(node["class_type"])
+        return found

@@ -29,6 +29,9 @@ SECONDS, RUN_SECONDS = 60, 300  # limits, for a machine whose cores are shared
 TABS = 40
 IN_VIEW = 8
 """Templates whose pictures the dialog shows without scrolling."""
+COMMANDS = json.loads((PACK / "locales" / "zh" / "commands.json").read_text())
+CHINESE_COMMAND = COMMANDS["ParallelDiT_RunOnSeveralGPUs"]["label"]
+PLAN = "**/parallel_dit/plan"
 CHINESE = json.loads((PACK / "locales" / "zh" / "nodeDefs.json").read_text())
 
 
@@ -215,6 +218,83 @@ def test_help_panel_has_the_nodes_page(editor, shoot, name):
             shoot("help-panel")
 
 
+def template(server: ComfyUIServer, name: str) -> str:
+    """One of ComfyUI's own."""
+    return server.get(f"/templates/{name}.json").decode()
+
+
+@pytest.fixture
+def on_two_cards(editor) -> Iterator[Editor]:
+    """The menu's command is told of two cards that each hold half of the model."""
+
+    def told(route):
+        response = route.fetch()
+        loaders = [
+            fate | ({"pipefusion": "no card holds the whole model"} if fate["takes"] else {})
+            for fate in response.json()["loaders"]
+        ]
+        route.fulfill(response=response, json={"devices": 2, "why": "", "loaders": loaders})
+
+    editor.page.reload()
+    editor.page.wait_for_function(READY)
+    editor.page.route(PLAN, told)
+    yield editor
+    editor.page.unroute(PLAN)
+
+
+def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, server, shoot):
+    editor, page = on_two_cards, on_two_cards.page
+    graph = json.loads(template(server, "flux_dev_checkpoint_example").replace("t5xxl_fp16", "t5xxl_fp8_e4m3fn"))
+    inside = {
+        node["type"]: node["widgets_values"]
+        for node in graph["definitions"]["subgraphs"][0]["nodes"]
+        if node.get("widgets_values")
+    }
+    inside["EmptySD3LatentImage"][:2], inside["KSampler"][2] = [64, 64], 2
+    page.evaluate("graph => app.loadGraphData(graph)", graph)
+    page.wait_for_function("() => app.rootGraph.subgraphs.size == 1")
+    before = editor.saved()
+    editor.menu("Parallel DiT", "Run on several GPUs")
+    loader = "Load Diffusion Model (flux1-dev.safetensors) in Text to Image (Flux.1 Dev)"
+    as_told = "and Apply PipeFusion, as no card holds the whole model"
+    page.get_by_text(f"Parallelize Model is now behind {loader}, {as_told}. Undo takes it back.").wait_for()
+    behind = ["ApplyPipeFusion", "ParallelizeModel", "UNETLoader"]
+    assert editor.model_of("KSampler") == behind
+    page.keyboard.press("Control+z")
+    page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 8")
+    assert editor.saved() == before
+    page.keyboard.press("Control+y")
+    page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 10")
+    page.evaluate("() => app.canvas.setGraph(app.rootGraph.subgraphs.values().next().value)")
+    command = editor.open_menu("Parallel DiT", "Run on several GPUs")
+    shoot("run-on-several-gpus")
+    command.click()
+    page.get_by_text("On several GPUs already").wait_for()
+    assert editor.model_of("KSampler") == behind
+    page.evaluate(
+        """() => {
+            const nodes = app.rootGraph.subgraphs.values().next().value.nodes;
+            const { widgets } = nodes.find(node => node.type == 'ParallelizeModel');
+            [widgets[0].value, widgets[1].value] = [2, 'pipefusion'];
+        }"""
+    )
+    editor.run()
+    assert shown_picture(server, editor).size == (64, 64)
+
+
+def test_run_on_several_gpus_says_what_it_leaves(on_two_cards, server):
+    """A template with four loaders, of which two are bypassed, and whose files are not here."""
+    editor, page = on_two_cards, on_two_cards.page
+    page.evaluate("graph => app.loadGraphData(graph)", json.loads(template(server, "video_wan2_2_14B_flf2v")))
+    page.wait_for_function("() => app.rootGraph.nodes.filter(node => node.type == 'UNETLoader').length == 4")
+    before = editor.saved()
+    editor.menu("Parallel DiT", "Run on several GPUs")
+    loaders = "Left as it is: Load Diffusion Model; Load Diffusion Model: "
+    page.get_by_text(f"{loaders}which model file it loads is not known.").wait_for()
+    page.get_by_text(f"{loaders}it does not run (bypassed or muted).").wait_for()
+    assert editor.saved() == before
+
+
 def test_names_are_chinese_in_the_chinese_editor(editor, server, shoot):
     server.post("/settings", {"Comfy.Locale": "zh"})
     editor.page.reload()
@@ -228,6 +308,8 @@ def test_names_are_chinese_in_the_chinese_editor(editor, server, shoot):
             said = dict(editor.node(kind, "node.widgets.map(w => [w.name, w.label])"))
             names = {name: entry["name"] for name, entry in CHINESE[kind]["inputs"].items() if name in said}
             assert {name: said[name] for name in names} == names
+    editor.open_menu("Parallel DiT", CHINESE_COMMAND)
+    editor.page.keyboard.press("Escape")
     assert editor.node("ParallelDiTLoader", "node.title") == CHINESE["ParallelDiTLoader"]["display_name"]
     editor.help("ParallelDiTLoader")
     editor.page.get_by_text(first_sentence(PACK / "web" / "docs" / "ParallelDiTLoader" / "zh.md")).first.wait_for()

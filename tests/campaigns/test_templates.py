@@ -58,7 +58,7 @@ def test_templates_give_what_comfyuis_own_loaders_give(comfyui, tmp_path):  # no
     for name in ("models/diffusion_models", "models/loras", "input", "output"):
         (tmp_path / name).mkdir(parents=True)
     wanted = ("image_z_image_turbo", "image_krea2_turbo_t2i")
-    templates = [template for template in convert(comfyui.checkout, comfyui.python, tmp_path) if template.name in wanted]
+    templates = convert(comfyui.checkout, comfyui.python, tmp_path, wanted)
     with contextlib.closing(Inside(comfyui, tmp_path)) as inside:
         verdicts = {verdict.name: verdict for verdict in run_all(templates, inside, tmp_path)}
     assert {name: verdict.outcome for name, verdict in verdicts.items()} == dict.fromkeys(wanted, EQUAL), json.dumps(

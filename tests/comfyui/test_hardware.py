@@ -79,3 +79,29 @@ def test_the_loader_refuses_what_it_has_no_ranks_on(found, kind, what):
     assert found["loader on cuda"]["error"].startswith(
         "ValueError: devices: pipefusion_degree 2 needs 2 GPUs, this machine has 0"
     )
+
+
+def test_the_menus_command_is_told_what_becomes_of_each_loader(found):
+    takes = {"takes": True, "file": "tiny.safetensors"}
+    devices, why, *fates = found["menu"]
+    if why:  # an older ComfyUI's loaders do not note their file, so that Parallelize Model has nothing to read
+        assert "Parallel DiT Loader" in why
+    assert devices == 2
+    unknown = {"why": "which model file it loads is not known"}
+    refused = fates.pop(2)
+    assert refused.pop("why").startswith("vae.safetensors is no diffusion transformer that this version knows")
+    assert refused == {"file": "vae.safetensors"}
+    assert fates == [takes, takes, unknown, unknown, unknown, {"parallel": True}]
+
+
+def test_the_menus_command_puts_apply_pipefusion_where_exact_modes_are_slow(found):
+    assert "pipefusion" not in found["menu"][2]
+    assert found["menu, small cards"][2]["pipefusion"] == "no card holds the whole model"
+    assert found["menu, no P2P"][2]["pipefusion"] == "the cards do not reach each other directly (P2P)"
+    devices, why, *_ = found["menu, one card"]
+    assert (devices, why.split(".")[0]) == (1, "ComfyUI shows one GPU on this machine")
+
+
+def test_the_menus_route_takes_nothing_but_loaders(found):
+    said = found["menu's bodies"]
+    assert len(said) == 8 and all(text.startswith("loaders: ") for text in said), said

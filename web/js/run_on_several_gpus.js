@@ -158,17 +158,19 @@ function change(chosen) {
     }
 }
 
-/** What becomes of each loader, by the fates that the server has for its uses: [{node, name, takes, why, pipefusion}]. */
-function decide(prompt, loaders, answer) {
-    const fates = new Map();
-    for (const [node, ids] of loaders) fates.set(node, ids.map(() => answer.loaders.shift()));
+/**
+ * What becomes of each loader, by the fates that the server has for its uses, in the order of the prompt's ids:
+ * [{node, name, takes, parallel, why, pipefusion}].
+ */
+function decide(prompt, loaders, fates) {
     return [...loaders].map(([node, ids]) => {
-        const uses = fates.get(node);
+        const uses = ids.map((id) => fates.get(id));
         const files = [...new Set(uses.map((use) => use.file).filter(Boolean))];
-        const about = { node, name: nameOf(node, files.join(", ")), takes: false };
-        if (uses.every((use) => use.parallel)) return { ...about, why: "it is one of this pack" };
-        if (ids.some((id) => isParallel(prompt, id))) return { ...about, why: "Parallelize Model is behind it" };
+        const about = { node, name: nameOf(node, files.join(", ")), takes: false, parallel: false };
         if (isSwitchedOff(node)) return { ...about, why: "Parallelize Model behind it is bypassed or muted" };
+        if (uses.every((use) => use.parallel) || ids.some((id) => isParallel(prompt, id))) {
+            return { ...about, parallel: true };
+        }
         const refused = uses.find((use) => !use.takes);
         if (refused) return { ...about, why: refused.why };
         return { ...about, takes: true, pipefusion: uses.map((use) => use.pipefusion).find(Boolean) ?? "" };
@@ -179,33 +181,31 @@ function decide(prompt, loaders, answer) {
 function grouped(entries, key) {
     const groups = new Map();
     for (const entry of entries) groups.set(entry[key], [...(groups.get(entry[key]) ?? []), entry.name]);
-    return groups;
+    return [...groups].map(([said, names]) => [said, names.join("; ")]);
 }
 
-export async function runOnSeveralGpus() {
+async function runOnSeveralGpus() {
     if (!LiteGraph.registered_node_types[NODE]) return say("error", "Parallel DiT's nodes are not loaded.");
     const { output: prompt } = await app.graphToPrompt();
     const loaders = loadersOf(prompt);
     const idle = idleLoaders(loaders).map((node) => ({ name: nameOf(node), why: "it does not run (bypassed or muted)" }));
-    const asked = [...loaders.values()].flat().map((id) => ({
-        class_type: prompt[id].class_type,
-        inputs: prompt[id].inputs,
-    }));
-    if (!asked.length && !idle.length) return say("warn", "No loader of a diffusion model is in this workflow.");
-    const answer = await plan(asked);
+    const ids = [...loaders.values()].flat();
+    if (!ids.length && !idle.length) return say("warn", "No loader of a diffusion model is in this workflow.");
+    const answer = await plan(ids.map((id) => ({ class_type: prompt[id].class_type, inputs: prompt[id].inputs })));
     if (answer.why) return say("warn", `Nothing was changed. ${answer.why}`);
-    const decided = decide(prompt, loaders, answer);
+    const decided = decide(prompt, loaders, new Map(ids.map((id, index) => [id, answer.loaders[index]])));
     const still = ({ node }) => node.graph?.getNodeById(node.id) === node; // the server was asked meanwhile
     const chosen = decided.filter((each) => each.takes && still(each));
-    if (chosen.length) {
-        change(chosen);
-        for (const [pipefusion, names] of grouped(chosen, "pipefusion")) {
-            const more = pipefusion ? `, and Apply PipeFusion, as ${pipefusion}` : "";
-            say("success", `Parallelize Model is now behind ${names.join("; ")}${more}. Undo takes it back.`);
-        }
+    if (chosen.length) change(chosen);
+    for (const [pipefusion, names] of grouped(chosen, "pipefusion")) {
+        const more = pipefusion ? `, and Apply PipeFusion, as ${pipefusion}` : "";
+        say("success", `Parallelize Model is now behind ${names}${more}. Undo takes it back.`);
     }
-    for (const [why, names] of grouped([...decided.filter((each) => !each.takes), ...idle], "why")) {
-        say(chosen.length ? "info" : "warn", `Left as it is: ${names.join("; ")}: ${why}.`.replace(/\.\.$/, "."));
+    const already = decided.filter((each) => each.parallel);
+    if (already.length) say("info", `On several GPUs already: ${already.map((each) => each.name).join("; ")}.`);
+    const left = [...decided.filter((each) => !each.takes && !each.parallel), ...idle];
+    for (const [why, names] of grouped(left, "why")) {
+        say(chosen.length ? "info" : "warn", `Left as it is: ${names}: ${why.replace(/\.$/, "")}.`);
     }
 }
 

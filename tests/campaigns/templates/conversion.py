@@ -1,6 +1,8 @@
 """Templates of the installed package -> prompts in API form, made by ComfyUI's own editor in a browser."""
 
 import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,28 +41,51 @@ def templates_folder(python: Path) -> Path:
     return next(python.parent.parent.glob(pattern))
 
 
-def convert(checkout: Path, python: Path, base: Path) -> list[Template]:
-    """Every template with a local diffusion model, the most used first. RuntimeError without a browser."""
+def graph_of(python: Path, name: str) -> dict[str, Any]:
+    """A template as its file has it."""
+    return json.loads((templates_folder(python) / f"{name}.json").read_text())
+
+
+@contextmanager
+def open_editor(server: ComfyUIServer) -> Iterator[Any]:
+    """ComfyUI's page, in a browser. RuntimeError without one."""
     from playwright import sync_api
 
     if (path := chromium.find()) is None:
         raise RuntimeError(f"no Chromium: none of {', '.join(chromium.NAMES)} is on the path")
-    folder, found = templates_folder(python), []
-    known = {
-        entry["name"]: entry for group in json.loads((folder / "index.json").read_text()) for entry in group["templates"]
-    }
-    with ComfyUIServer(checkout, base, python) as server, sync_api.sync_playwright() as playwright:
-        server.post("/settings", chromium.SETTINGS)
+    server.post("/settings", chromium.SETTINGS)
+    with sync_api.sync_playwright() as playwright:
         page = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"]).new_page()
         page.set_default_timeout(MILLISECONDS)
         page.goto(f"http://127.0.0.1:{server.port}/")
         page.wait_for_function(READY)
+        yield page
+
+
+def convert(checkout: Path, python: Path, base: Path, names: Collection[str] = ()) -> list[Template]:
+    """Every template with a local diffusion model, or those of these names, the most used first. RuntimeError without a
+    browser. LookupError for a name that no such template has."""
+    folder, found = templates_folder(python), []
+    known = {
+        entry["name"]: entry for group in json.loads((folder / "index.json").read_text()) for entry in group["templates"]
+    }
+    with ComfyUIServer(checkout, base, python) as server, open_editor(server) as page:
         for name, entry in known.items():
             graph = folder / f"{name}.json"
-            if graph.exists() and any(loader in (text := graph.read_text()) for loader in LOADERS):
-                prompt = page.evaluate(CONVERT, json.loads(text))
-                prompt = {number: node for number, node in prompt.items() if node["class_type"]}
+            if (
+                name in (names or known)
+                and graph.exists()
+                and any(loader in (text := graph.read_text()) for loader in LOADERS)
+            ):
+                prompt = without_unknown(page.evaluate(CONVERT, json.loads(text)))
                 template = Template(name, entry["title"], entry.get("usage") or 0, prompt)
                 if template.files():
                     found.append(template)
+    if unknown := set(names) - {template.name for template in found}:
+        raise LookupError(f"no such template: {', '.join(sorted(unknown))}")
     return sorted(found, key=lambda template: (-template.uses, template.name))
+
+
+def without_unknown(prompt: dict[str, Any]) -> dict[str, Any]:
+    """A prompt without the nodes that this ComfyUI does not have."""
+    return {number: node for number, node in prompt.items() if node["class_type"]}

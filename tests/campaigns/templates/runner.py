@@ -43,22 +43,35 @@ def run_all(templates: Iterable[Template], inside: Inside, base: Path) -> Iterat
     saved: set[str] = set()
     for template in templates:
         files = {file: case_of(file) for file in template.files()}
-        about = (template.name, template.title, template.uses, tuple(files))
         others = [f"{file}: {what_it_is(file)}" for file, case in files.items() if case not in MODELS]
         if others:
-            yield Verdict(*about, NOT_OURS, "; ".join(others))
+            yield Verdict(*about(template), NOT_OURS, "; ".join(others))
             continue
-        for file, name in files.items():
-            if name not in saved:
-                save_case(MODELS[name], base)
-                saved.add(name)
-            link_model(base / "models", file, name)
-        try:
-            found, _ = inside.run("templates", prompt=template.prompt, files=files, loras=loras(template))
-        except AssertionError as error:
-            yield Verdict(*about, FAILED, str(error)[-300:])
-            continue
-        yield judge(about, found)
+        save_files(files, base, saved)
+        yield compare(template, inside, files)
+
+
+def about(template: Template) -> tuple[str, str, int, tuple[str, ...]]:
+    """A verdict's first fields."""
+    return template.name, template.title, template.uses, tuple(template.files())
+
+
+def compare(template: Template, inside: Inside, files: dict[str, str], **ours: Any) -> Verdict:
+    """`ours`: the prompt that stands for the template's, if it is another than that with our loader."""
+    try:
+        found, _ = inside.run("templates", prompt=template.prompt, files=files, loras=loras(template), **ours)
+    except AssertionError as error:
+        return Verdict(*about(template), FAILED, str(error)[-300:])
+    return judge(about(template), found)
+
+
+def save_files(files: dict[str, str], base: Path, saved: set[str]) -> None:
+    """A template's diffusion models, by the cases that they are of. `saved`: the cases that the base directory has."""
+    for file, name in files.items():
+        if name not in saved:
+            save_case(MODELS[name], base)
+            saved.add(name)
+        link_model(base / "models", file, name)
 
 
 def link_model(models: Path, file: str, case: str) -> None:

@@ -18,6 +18,15 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", t
 STORED = {name: dtype for dtype, name in NAMES.items() if name != "fp32"}
 PARAMETERS = 12_000_000_000
 GPU = torch.device("cuda:0")
+LOADERS = (
+    ("UNETLoader", {"unet_name": "tiny.safetensors", "weight_dtype": "default"}),
+    ("AnyPacksLoader", {"model_name": "tiny.safetensors", "vae_name": "no-such-file.safetensors", "number": 1}),
+    ("UNETLoader", {"unet_name": "vae.safetensors"}),
+    ("UNETLoader", {"unet_name": "../diffusion_models/../../input/four-channels.latent"}),
+    ("UNETLoader", {"unet_name": ["12", 0]}),
+    ("Two", {"high": "tiny.safetensors", "low": "tiny-sd3.safetensors"}),
+    ("ParallelDiTLoader", {"model_name": "tiny.safetensors"}),
+)
 
 
 def stand_in() -> ModuleType:
@@ -130,3 +139,31 @@ def main(results: Results) -> None:
             return device_choice.why_hidden(devices.host(), {"CUDA_VISIBLE_DEVICES": "0"})
 
     results.case("hidden", hidden)
+
+    def menu(*cards, peers: bool = True) -> list[object]:
+        """What *Run on several GPUs* is told of loaders."""
+        menu = sys.modules[f"{package}.run_on_several_gpus"]
+        with (
+            fake.fake_cuda(*cards),
+            patch.object(management, "cpu_state", management.CPUState.GPU),
+            patch.object(management, "get_torch_device", lambda: GPU),
+            patch.object(torch.cuda, "can_device_access_peer", lambda _one, _two: peers),
+        ):
+            answer = menu.answer([{"class_type": kind, "inputs": inputs} for kind, inputs in LOADERS])
+        return [answer["devices"], answer["why"], *({k: v for k, v in fate.items() if v} for fate in answer["loaders"])]
+
+    tiny = fake.Card("too small", (8, 6), 1000)
+    results.case("menu", lambda: menu(fake.AMPERE, fake.AMPERE))
+    results.case("menu, small cards", lambda: menu(fake.AMPERE, tiny))
+    results.case("menu, no P2P", lambda: menu(fake.AMPERE, fake.AMPERE, peers=False))
+    results.case("menu, one card", lambda: menu(fake.AMPERE))
+
+    def refused(body: object) -> str:
+        try:
+            sys.modules[f"{package}.run_on_several_gpus"].asked(body)
+        except ValueError as error:
+            return str(error)
+        return "taken"
+
+    bodies = (None, [], {}, {"loaders": {}}, {"loaders": [1]}, {"loaders": [{}] * 1001}, {"loaders": [{"class_type": 1}]})
+    results.case("menu's bodies", lambda: [refused(body) for body in (*bodies, {"loaders": [{"class_type": "A"}]})])

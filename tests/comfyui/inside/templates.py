@@ -7,8 +7,8 @@ latent.
 import asyncio
 import inspect
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -172,12 +172,9 @@ def with_stand_ins(clip: stand_ins.Clip, vae: stand_ins.Vae) -> AbstractContextM
     return patch.dict(inspect.unwrap(loader.load).__globals__, clip_and_vae=lambda _path: (clip, vae))
 
 
-def main(
-    results: Results, prompt: dict[str, Any], files: dict[str, str], loras: dict[str, str], alone: bool = False
-) -> None:
-    """`files`: a diffusion model's name in the template -> the case it is of. `loras`: a LoRA's name -> the model's file.
-    `alone`: the prompt has our loaders, and there is nothing to compare it with."""
-    asyncio.run(nodes.init_builtin_extra_nodes())
+@contextmanager
+def prepared(files: dict[str, str], loras: dict[str, str]) -> Iterator[tuple[stand_ins.Case, stand_ins.Vae]]:
+    """Within it nodes have stand-ins for a template's files: whose prompts they make, and its VAE. See `main`."""
     case = stand_ins.Case(next(iter(files.values())))
     with detecting(case.settings["detected"]):
         latent_format = load_native(next(iter(files))).model.latent_format
@@ -185,6 +182,22 @@ def main(
         install_loaders(load_native, case, vae)
         for name, file in loras.items():
             write_lora(name, file)
+        yield case, vae
+
+
+def main(
+    results: Results,
+    prompt: dict[str, Any],
+    files: dict[str, str],
+    loras: dict[str, str],
+    alone: bool = False,
+    ours: dict[str, Any] | None = None,
+) -> None:
+    """`files`: a diffusion model's name in the template -> the case it is of. `loras`: a LoRA's name -> the model's file.
+    `alone`: the prompt has our loaders, and there is nothing to compare it with. `ours`: what is compared with the prompt;
+    without it the prompt with our loader in place of its own."""
+    asyncio.run(nodes.init_builtin_extra_nodes())
+    with prepared(files, loras) as (case, vae):
         if alone:
             with with_stand_ins(stand_ins.Clip(case), vae):
                 results.case("alone", lambda: figures(run(prompt)))
@@ -198,6 +211,6 @@ def main(
         results.case("native", native)
         if not expected:
             return
-        results.case("ours", lambda: differences(expected, run(with_ours(prompt, files))))
+        results.case("ours", lambda: differences(expected, run(ours or with_ours(prompt, files))))
         install_loaders(lambda name: other_attention(load_native(name)), case, vae)
         results.case("native itself", lambda: differences(expected, run(prompt)))
