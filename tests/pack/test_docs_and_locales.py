@@ -136,12 +136,24 @@ def quoted(text: str) -> list[str]:
 
 
 def test_no_page_and_no_entry_is_left_over():
-    pages = {path.relative_to(ROOT / "web" / "docs").as_posix() for path in (ROOT / "web").rglob("*.*")}
+    pages = {path.relative_to(ROOT / "web" / "docs").as_posix() for path in (ROOT / "web" / "docs").rglob("*.*")}
     assert pages == {name for node in NODES for name in (f"{node}.md", f"{node}/zh.md")}
     assert {path.relative_to(ROOT / "locales").as_posix() for path in (ROOT / "locales").rglob("*.*")} == {
-        f"{language}/nodeDefs.json" for language in LANGUAGES
+        *(f"{language}/nodeDefs.json" for language in LANGUAGES),
+        "zh/commands.json",
+        "zh/main.json",
     }
     assert all(list(locale(language)) == NODES for language in LANGUAGES)
+
+
+def test_the_menus_command_has_one_name_in_each_language():
+    """The menu translates by the label, the list of shortcuts by the command's id."""
+    script = (ROOT / "web" / "js" / "run_on_several_gpus.js").read_text(encoding="utf-8")
+    english, identity = (re.search(rf'^const {name} = "(.+)";$', script, re.M).group(1) for name in ("TITLE", "ID"))
+    menu, commands = (json.loads((ROOT / "locales" / "zh" / f"{name}.json").read_text()) for name in ("main", "commands"))
+    (label,) = commands[identity.replace(".", "_")].values()
+    assert menu == {"menuLabels": {english: label}}
+    assert chinese(label)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

@@ -14,7 +14,7 @@ from typing import Any
 
 from scripts.comfyui_server import ComfyUIServer
 from tests.browser.editor import Editor
-from tests.comfyui.conftest import FORKED_RANKS, Inside
+from tests.comfyui.conftest import FOLDER, FORKED_RANKS, Inside
 
 from .conversion import Template, open_editor, without_unknown
 from .files import case_of
@@ -62,7 +62,7 @@ def try_all(
     """Each template with its graph, one after the other. The base directory gets the files that they name."""
     saved: set[str] = set()
     with (
-        ComfyUIServer(checkout, base, python, packs=(FORKED_RANKS, STAND_INS)) as server,
+        ComfyUIServer(checkout, base, python, packs=(FORKED_RANKS, STAND_INS), folder=FOLDER) as server,
         open_editor(server) as page,
     ):
         for number, (template, graph) in enumerate(templates):
