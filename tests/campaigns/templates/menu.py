@@ -135,5 +135,5 @@ def choose(editor: Editor, severity: str) -> None:
 
 
 def count(saved: dict[str, Any], kind: str) -> int:
-    graphs = [saved, *saved.get("definitions", {}).get("subgraphs", [])]
+    graphs = [saved, *(saved.get("definitions") or {}).get("subgraphs", [])]
     return sum(node["type"] == kind for graph in graphs for node in graph["nodes"])
