@@ -276,6 +276,7 @@ def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, serv
             const nodes = app.rootGraph.subgraphs.values().next().value.nodes;
             const { widgets } = nodes.find(node => node.type == 'ParallelizeModel');
             [widgets[0].value, widgets[1].value] = [2, 'pipefusion'];
+            app.canvas.setGraph(app.rootGraph);
         }"""
     )
     editor.run()
