@@ -1,6 +1,8 @@
 """The `diffusion_model` of the native MODEL: a stub without weights that hands each call to the ranks."""
 
 import functools
+import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import UUID
@@ -10,7 +12,7 @@ import comfy.patcher_extension
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.client.pipefusion.banded_run import BandedRun
+from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal
 from parallel_backend.client.placement.expected_request import expected_request
 from parallel_backend.client.placement.gpu_overheads import context_bytes
 from parallel_backend.client.placement.memory_model import Request
@@ -25,43 +27,72 @@ from parallel_backend.processes.pool import Poll
 
 from ..ui.host import check_cancelled, refuse
 from ..ui.loading_bar import LoadingBar
+from ..ui.node_text import say
 from .block_patches import block_changes
 from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .controlnet import residuals
 from .lora import PREFIX, NativeWeights, Patch
 from .native_names import NativeNames
 from .room import make_room
+from .run_shapes import PART, Shapes, is_for_all
 from .step_cache import SamplingCache
 from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
 from .text_model import NativeText
 
+log = logging.getLogger(__name__)
+
 HARMLESS = ("crossattn_controlnet",)
 """Arguments of a model call that native models do not look at."""
 
+
+TAKING_TURNS = (
+    "this MODEL and another one take turns on the same ranks, and are read anew at each turn. Give one of them other "
+    "devices, or load it with a native loader."
+)
 
 BAND_KEY = "parallel_dit_band"
 """Key in `transformer_options` under which a band's model calls carry a `Band`."""
 
 
 class Band:
-    """Marks a model call as band `index` of `run`. Calls at sigmas above `exact_above` are exact.
+    """Marks a model call as band `index` of `run`, whose latents have these `shapes`, with the model of `stub`. Calls at
+    sigmas above `exact_above` are exact.
 
     `poll` runs while a call is waited for: the look at Cancel, where the call is made on ComfyUI's own thread.
     """
 
-    def __init__(self, run: BandedRun, index: int, exact_above: float, poll: Poll | None = None):
+    def __init__(
+        self,
+        run: BandedRun,
+        index: int,
+        exact_above: float,
+        stub: "RemoteDiffusionModel",
+        shapes: Shapes,
+        poll: Poll | None = None,
+    ):
         self.run, self.index, self.exact_above, self.poll = run, index, exact_above, poll
+        self.stub, self.shapes = stub, shapes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Band":
         return self  # ComfyUI copies transformer_options; the run is one
+
+    def takes(self, stub: "RemoteDiffusionModel", latents: Latents, options: dict[str, Any]) -> bool:
+        """Whether a model call is one of the run. NotLocal if it is not, and the run is cut: there is no whole in a band."""
+        if stub is self.stub and is_for_all(latents, options, self.shapes):
+            return True
+        if len(self.run.rows) > 1:
+            raise NotLocal(PART)
+        self.run.note_exact()
+        return False
 
 
 class RemoteDiffusionModel(torch.nn.Module):
     """Answers ComfyUI's model call with the ranks' output. Holds no parameters and no process.
 
     `patches`, `patches_uuid`, `cache`: those of `patcher`, the one under which it is sampled; its clones all share this
-    module. `idle`: what was said in this sampling run about replicas that have nothing to do. `devices`: those that it may
-    use. `key` has the ones that it does use; degrees `auto` set it before a run.
+    module. `idle`: what was said in this sampling run about replicas that have nothing to do. `loaded`: what it was on ranks
+    at its last call in this run. `turns`: how often that became another one, since another MODEL takes its ranks in between.
+    `devices`: those that it may use. `key` has the ones that it does use; degrees `auto` set it before a run.
     """
 
     on_ranks = True
@@ -77,9 +108,13 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.cache: SamplingCache | None = None
         self.patcher: Callable[[], comfy.model_patcher.ModelPatcher | None] = lambda: None
         self.idle: str | None = None
+        self.loaded: Callable[[], RemoteTransformer | None] = lambda: None
+        self.turns = 0
         self.dtype = compute_dtype(key.dtype, torch.device(device_kind(key.devices[0])))
         values = checkpoint.family.native_values(checkpoint.config)
         self.patch_size = values.get("patch_size", checkpoint.family.patching.side)
+        if "in_channels" in checkpoint.config:  # RenormCFG reads it
+            self.in_channels = checkpoint.config["in_channels"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
         copy = RemoteDiffusionModel(self.checkpoint, self.key, self.comm_overlap)
@@ -120,6 +155,11 @@ class RemoteDiffusionModel(torch.nn.Module):
     def transformer(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """The model on its ranks, patched. At first use they are started and loaded, for a run like `expected()`."""
         model = registry().model(self.key, check_cancelled, LoadingBar(), self.patcher(), make_room, expected)
+        if self.loaded() is not model:
+            self.loaded, self.turns = weakref.ref(model), self.turns + 1
+            if self.turns == 2:
+                log.warning("Parallel DiT: %s", TAKING_TURNS)
+                say(f"Parallel DiT: {TAKING_TURNS}")
         name = self.patches_uuid if self.patches else None
         elsewhere = {PREFIX + key for key in self.checkpoint.text_keys("")}
         patches = {key: added for key, added in self.patches.items() if key not in elsewhere}
@@ -165,6 +205,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         family, config = self.checkpoint.family, self.checkpoint.config
         given = {name: value for name, value in extra.items() if value is not None}
         latents = latents_of(x)
+        band: Band | None = options.get(BAND_KEY)
+        if band is not None and not band.takes(self, latents, options):
+            band = None
         changes, patches = block_changes(family, config, options, len(latents[0]))
         refuse_what_does_not_reach_the_ranks(
             options | patches, [name for name in given if name not in family.inputs.accepts], family.inputs.options
@@ -172,7 +215,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         check_latents(family, config, latents)
         if not isinstance(timestep, torch.Tensor):
             timestep = torch.cat([each.reshape(len(each), -1) for each in timestep], dim=1)
-        band: Band | None = options.get(BAND_KEY)
+        if band is None and self.cache is not None:
+            self.cache.see(latents, options)
+        allowed = self.cache is not None and self.cache.may_forecast(options)
         given |= {name: options[name] for name in family.inputs.options if name in options}
         if GUIDANCE_KEY in options:
             if self.key.degrees.tensor > 1:
@@ -182,6 +227,7 @@ class RemoteDiffusionModel(torch.nn.Module):
             given |= self._sizes(latents, band)
         given |= {"context": context, "latent": tuple(latents[0].shape)}
         tensors = family.inputs.conditioning(config, given)
+        timestep = for_entries(timestep, tensors, len(latents[0]))
         latents, finish = family.inputs.carried(latents, timestep, given)
         along = "rows" if band is None else band.run.patching.along
         added = residuals(family, config, control, tuple(latents[0].shape), along)
@@ -191,9 +237,8 @@ class RemoteDiffusionModel(torch.nn.Module):
             "on_posted": evaluation.start_next,
             "changes": changes,
         }
-        allowed = self.cache is not None and self.cache.may_forecast(options)
         if band is None:
-            cache = None if self.cache is None else self.cache.cache
+            cache = None if self.cache is None else self.cache.for_calls
             words, shape = 1 if context is None else context.shape[1], tuple(latents[0].shape)
             model = self.transformer(lambda: expected_request(self.checkpoint, shape, shape[0], words))
             overlap = self.comm_overlap
@@ -210,6 +255,19 @@ class RemoteDiffusionModel(torch.nn.Module):
             return {"grid": band.run.grid, "beside_tokens": band.run.beside}
         patching, shapes = self.checkpoint.family.patching, [tuple(latent.shape) for latent in latents]
         return {"grid": patching.grid(shapes[0]), "beside_tokens": patching.beside_tokens(shapes)}
+
+
+def for_entries(timestep: torch.Tensor, tensors: dict[str, torch.Tensor], entries: int) -> torch.Tensor:
+    """The timestep of each of a call's batch entries. ValueError for a conditioning that is not for as many of them."""
+    if len(timestep) == 1:
+        timestep = timestep.expand(entries, *timestep.shape[1:])
+    for name, count in {"timestep": len(timestep), **{name: len(tensor) for name, tensor in tensors.items()}}.items():
+        if count != entries:
+            raise ValueError(
+                f"model: another node calls it with {entries} latents at a time, and with {count} of '{name}'. Remove that "
+                "node, or load the model with a native loader."
+            )
+    return timestep
 
 
 def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> None:

@@ -61,7 +61,7 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
         super().pre_run()
         stub = self.model.diffusion_model
         stub.patches, stub.patches_uuid, stub.patcher = self.patches, self.patches_uuid, weakref.ref(self)
-        stub.idle = None
+        stub.idle, stub.loaded, stub.turns = None, lambda: None, 0
         stub.cache = begin_cache(self)
         if (model := registry().present()) is not None:  # or it begins when it is loaded
             model.begin_timeline()

@@ -4,13 +4,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_patcher
+import comfy.patcher_extension
+import torch
 
 from parallel_backend.client.step_cache import StepCache
+from parallel_backend.families.base.patching import Latents
 
 from ..ui.node_text import say
+from .run_shapes import PART, Shapes, is_for_all, shapes_of_run
 
 CACHE_KEY = "parallel_dit_step_cache"
 """Key in `transformer_options` under which a MODEL carries its CacheSettings."""
+KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,10 @@ class CacheSettings:
 
 
 class SamplingCache:
-    """Step cache of one sampling run, whole or in bands."""
+    """Step cache of one sampling run, whole or in bands. `shapes`: of the run's latents, once its sampler has begun.
+
+    The first call for a part of them ends its forecasts: parts have histories that nobody tells apart.
+    """
 
     def __init__(self, settings: CacheSettings, model_sampling: Any):
         self.settings = settings
@@ -31,20 +39,32 @@ class SamplingCache:
             float(model_sampling.percent_to_sigma(percent)) for percent in (settings.start_percent, settings.end_percent)
         )
         self.cache = StepCache(settings.threshold)
-        self._reported = False
+        self.shapes: Shapes | None = None
+        self._reported, self._off = False, False
 
     def restart(self, bands: int = 1) -> StepCache:
         """A new, empty cache, for calls in `bands` bands. What an attempt before has kept is forgotten."""
         self.cache = StepCache(self.settings.threshold, bands)
         return self.cache
 
+    @property
+    def for_calls(self) -> StepCache | None:
+        """The cache for calls that are in no run of bands. None: there is to be none."""
+        return None if self._off else self.cache
+
+    def see(self, latents: Latents, options: dict[str, Any]) -> None:
+        """A call that is in no run of bands is about to be made, with these transformer_options."""
+        self._off |= self.shapes is None or not is_for_all(latents, options, self.shapes)
+
     def report(self) -> str:
         """Summary in words. Whoever asks for it shows it: `tell` does not any more."""
         self._reported = True
-        return self.cache.summary
+        return f"step cache: not used, since {PART}" if self._off else self.cache.summary
 
     def may_forecast(self, options: dict[str, Any]) -> bool:
-        """A call with these transformer_options is within the percents, and not in the last step."""
+        """A call with these transformer_options is within the percents, and not in the last step; none was for a part."""
+        if self._off:
+            return False
         sigma, steps = float(options["sigmas"].max()), options.get("sample_sigmas")
         last_step = steps is not None and len(steps) > 1 and sigma <= float(steps[-2])
         return self._to < sigma <= self._from and not last_step
@@ -52,18 +72,28 @@ class SamplingCache:
     def tell(self) -> None:
         """Show the summary on the sampler's node, unless `report` was asked for it."""
         if not self._reported:
-            say(f"Parallel DiT: {self.cache.summary}")
+            say(f"Parallel DiT: {self.report()}")
 
 
 def with_step_cache(model: comfy.model_patcher.ModelPatcher, settings: CacheSettings) -> comfy.model_patcher.ModelPatcher:
     """A clone of the MODEL with a step cache, or without one where the threshold is 0."""
     patched = model.clone()
     options = patched.model_options["transformer_options"]
+    patched.remove_wrappers_with_key(KIND, CACHE_KEY)
     if settings.threshold > 0:
         options[CACHE_KEY] = settings
+        patched.add_wrapper_with_key(KIND, CACHE_KEY, note_shapes)
     else:
         options.pop(CACHE_KEY, None)
     return patched
+
+
+def note_shapes(executor, guider, sigmas, extra_args, callback, noise: torch.Tensor, *arguments) -> torch.Tensor:
+    """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`. Tells the cache what is sampled."""
+    model = guider.inner_model
+    if (cache := getattr(model.diffusion_model, "cache", None)) is not None:
+        cache.shapes = shapes_of_run(model, noise)
+    return executor(guider, sigmas, extra_args, callback, noise, *arguments)
 
 
 def begin_cache(model: comfy.model_patcher.ModelPatcher) -> SamplingCache | None:

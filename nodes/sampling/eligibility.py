@@ -13,6 +13,7 @@ import torch
 from parallel_backend.client.pipefusion.band_cut import BandCut
 
 from ..model.concurrent_conds import evaluate_concurrently
+from ..model.run_shapes import Shapes, shapes_of_run
 from .known_local import (
     PIXEL_WISE_GUIDANCE,
     PIXEL_WISE_GUIDERS,
@@ -60,10 +61,9 @@ class Sampling:
         return len(self.sigmas) - 1
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
+    def shapes(self) -> Shapes:
         """Shapes of the latents: the only one, or those of a nested latent, the picture's first."""
-        nested = getattr(self.guider.inner_model, "latent_shapes", None) or ()  # older ComfyUI has none
-        return tuple(map(tuple, nested)) if len(nested) > 1 else (tuple(self.noise.shape),)
+        return shapes_of_run(self.guider.inner_model, self.noise)
 
     @property
     def entries(self) -> int:
@@ -114,7 +114,13 @@ def why_not_displaced(sampling: Sampling) -> str | None:
                 return f"the conditioning has its own {key}"
     if sampling.guider.model_options.get("context_handler") is not None:
         return "context windows call the model for one part of the latent after another"
+    if any(_is_other_model(value, sampling.guider.model_patcher) for value in vars(sampling.guider).values()):
+        return f"the guider {type(sampling.guider).__name__} calls two models"
     return None
+
+
+def _is_other_model(value: Any, own: comfy.model_patcher.ModelPatcher) -> bool:
+    return isinstance(value, comfy.model_patcher.ModelPatcher) and value.model is not own.model
 
 
 def why_not_banded(sampling: Sampling) -> str | None:

@@ -24,6 +24,7 @@ from parallel_backend.client.step_cache import StepCache
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import Patching
+from parallel_backend.wire.sampling import RunStats
 
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
 from ..ui.host import check_cancelled
@@ -134,7 +135,9 @@ class PipeFusion:
             if cache is not None:
                 cache.restart()
             result = executor(*sampling.arguments)
-        stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
+        stats: list[RunStats] = []  # none of a model in whose place a guider's other one was loaded
+        if model.on_ranks:
+            stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
         self.last = RunReport(
             model.degrees,
             len(rows) if run is not None else 1,
@@ -191,7 +194,8 @@ class PipeFusion:
         run = _banded_run(model, patching, rows, sampling, True, overlap, extrapolate, calls)
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
-        options["transformer_options"][BAND_KEY] = Band(run, 0, limit, check_cancelled)
+        stub = sampling.guider.inner_model.diffusion_model
+        options["transformer_options"][BAND_KEY] = Band(run, 0, limit, stub, sampling.shapes, check_cancelled)
         arguments = replace(sampling, extra_args={**sampling.extra_args, "model_options": options}).arguments
         try:
             return executor(*arguments), run
@@ -214,6 +218,7 @@ class PipeFusion:
             if takes_noise_sampler(sampling.sampler)
             else None
         )
+        stub: RemoteDiffusionModel = sampling.guider.inner_model.diffusion_model
         device, sampling = sampling.noise.device, on_host(sampling)
         # Noise added between steps is no trend to follow: there extrapolated keys are worse than old ones.
         extrapolate = self.extrapolate and draws is None
@@ -230,7 +235,8 @@ class PipeFusion:
                 guider = band_guider(sampling.guider, cut, band, controls)
                 options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
                 for_calls = options["transformer_options"]
-                for_calls[BAND_KEY], for_calls["sample_sigmas"] = Band(run, band, limit), sampling.sigmas
+                own = Band(run, band, limit, stub, cut.shapes_of(band))
+                for_calls[BAND_KEY], for_calls["sample_sigmas"] = own, sampling.sigmas
                 if guidance is not None:
                     guidance.give_to(guider, band, options)
                 return sampling.band(cut, band, guider, options, draws, steps.band(band))

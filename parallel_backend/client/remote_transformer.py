@@ -138,6 +138,11 @@ class RemoteTransformer:
         """By stage, for a picture with these tokens along its axes; None where nothing was measured."""
         return self._balance.costs(math.prod(grid) / self.degrees.sequence)
 
+    @property
+    def on_ranks(self) -> bool:
+        """Whether it is still there: no other model has been loaded in its place, and no rank has failed."""
+        return self._posting.alive
+
     def retire(self) -> None:
         """Calls fail from now on: the ranks are about to free the weights, adapters, conditioning and K/V buffers."""
         self._on_failure(RuntimeError("Parallel DiT: the model has been unloaded from its ranks"))

@@ -17,3 +17,25 @@ def test_compiling_the_model_is_left_to_the_ranks(found, what):
     assert got["difference"] == 0.0
     assert len(got["told"]) == 1
     assert "To have them compiled there, set compile on the loader" in got["told"][0]
+
+
+MODES = ("bands", "step cache", "bands and step cache", "displaced", "displaced and step cache", "split batch")
+
+CASES = [*(f"{way}, {mode}" for way in ("tiles", "windows") for mode in MODES), "tiles, bands, unforeseen"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_calls_for_parts_of_the_latent_are_computed_whole_and_exact(found, case):
+    """Tiles and context windows: neither cut into bands, nor with keys or forecasts of another part."""
+    got = found[case]
+    assert "error" not in got, got
+    assert got["difference"] <= (0.0 if "displaced" not in case else 2e-5)
+    assert found["parts differ from the whole"] > 1e-2  # the control
+
+
+def test_two_models_of_a_guider_take_turns_and_the_node_says_so(found):
+    """A run of displaced patches would have its keys on ranks that another model takes over in between."""
+    got = found["two models"]
+    assert "error" not in got, got
+    assert got["difference"] <= 2e-5
+    assert ["calls two models" in got["told"][0], "take turns on the same ranks" in got["told"][1]] == [True, True]

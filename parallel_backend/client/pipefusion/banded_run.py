@@ -142,6 +142,11 @@ class BandedRun:
         on_posted()
         return request.future.result() if poll is None else wait_for(request.future, poll)
 
+    def note_exact(self) -> None:
+        """A call of its sampler was made beside it, and was exact."""
+        with self._lock:
+            self.exact_calls += 1
+
     def finish(self, band: int) -> None:
         """The band's sampler has returned."""
         with self._lock:

@@ -1,12 +1,16 @@
 """What other nodes put on a MODEL, or give a sampler, as ComfyUI's own and some packs' do. Run by serve.py."""
 
 import logging
+import sys
+from functools import partial
+from unittest.mock import patch
 
-from boot import Results, difference, ksampler, parallel, torch
+from boot import Results, comfy, difference, ksampler, node, parallel, sequence, torch
+from comfy.context_windows import IndexListContextHandler, get_matching_context_schedule, get_matching_fuse_method
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from parity import prompts
 
-FILE = "tiny.safetensors"
+FILE, OTHER = "tiny.safetensors", "tiny-sd3.safetensors"
 
 
 class Told(logging.Handler):
@@ -20,6 +24,27 @@ class Told(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if "Parallel DiT" in (text := record.getMessage()):
             self.texts.append(text)
+
+
+def in_tiles(model):
+    """The MODEL as tiled upscalers have it: called for the upper rows, then for the lower ones, which overlap."""
+
+    def by_tiles(apply_model, arguments):
+        x, t, c = arguments["input"], arguments["timestep"], arguments["c"]
+        upper, lower = (apply_model(part, t, **c) for part in (x[:, :, :10], x[:, :, 6:]))
+        return torch.cat((upper[:, :, :8], lower[:, :, 2:]), 2)
+
+    clone = model.clone()
+    clone.set_model_unet_function_wrapper(by_tiles)
+    return clone
+
+
+def in_windows(model):
+    """The MODEL with context windows of 8 rows, the last of which may be smaller."""
+    clone = model.clone()
+    schedule, fuse = get_matching_context_schedule("standard_static"), get_matching_fuse_method("pyramid")
+    clone.model_options["context_handler"] = IndexListContextHandler(schedule, fuse, 8, 3, 1, False, 2)
+    return clone
 
 
 def main(results: Results) -> None:
@@ -40,9 +65,57 @@ def main(results: Results) -> None:
             model.add_object_patch(name, torch.compile(model.get_model_object(name)))
         set_torch_compile_wrapper(model, "inductor", keys=names)
 
-    def whole(model) -> None:  # essentials, WaveSpeed, TeaCache
+    def the_model(model) -> None:  # essentials, WaveSpeed, TeaCache
         model.add_object_patch("diffusion_model", torch.compile(model.get_model_object("diffusion_model")))
 
     results.case("compile, ComfyUI's", lambda: compiled(lambda model: set_torch_compile_wrapper(model, "inductor")))
     results.case("compile, every block", lambda: compiled(every_block))
-    results.case("compile, an object patch", lambda: compiled(whole))
+    results.case("compile, an object patch", lambda: compiled(the_model))
+
+    ways = {"tiles": in_tiles, "windows": in_windows}
+    displaced = parallel(FILE, pipe=1, config=sequence(1, 1, "displaced", 2, 1))
+    modes = {
+        "bands": node("ApplyPipeFusion", plain, 3, 1, True),
+        "step cache": node("ParallelStepCache", plain, 3.0, 0.0, 1.0),
+        "bands and step cache": node("ApplyPipeFusion", node("ParallelStepCache", plain, 3.0, 0.0, 1.0), 3, 1, True),
+        "displaced": displaced,
+        "displaced and step cache": node("ParallelStepCache", displaced, 3.0, 0.0, 1.0),
+        "split batch": parallel(FILE, pipe=1, batch=2),
+    }
+    whole = {way: ksampler(change(plain), both, square, steps=6) for way, change in ways.items()}
+    pipefusion = sys.modules[type(modes["bands"].get_all_wrappers("sampler_sample")[0]).__module__]
+
+    def parts(model, way: str) -> dict:
+        """With a part of the latent at a time, against the plain MODEL."""
+        told.texts.clear()
+        found = ksampler(ways[way](model), both, square, steps=6)
+        return {"difference": difference(whole[way], found), "told": list(told.texts)}
+
+    results.case("parts differ from the whole", lambda: difference(whole["tiles"], whole["windows"]))
+    for mode, model in modes.items():
+        for way in ways:
+            results.case(f"{way}, {mode}", partial(parts, model, way))
+
+    def unforeseen() -> dict:
+        """Who calls for parts of a band, in a way that nobody looks for."""
+        with patch.object(pipefusion, "why_not_banded", lambda sampling: None):
+            return parts(modes["bands"], "tiles")
+
+    results.case("tiles, bands, unforeseen", unforeseen)
+
+    def two_models(model) -> dict:
+        """Dual Model CFG Guider with MODELs that take turns on the same ranks."""
+        from comfy_extras.nodes_custom_sampler import DualModelGuider
+
+        (guider,) = DualModelGuider.execute(model, both[0], 3.0, parallel(OTHER, pipe=1, config=sequence(2)), both[1]).args
+        sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", 3)
+        told.texts.clear()
+        noise, sampler = torch.ones_like(square), comfy.samplers.sampler_object("euler")
+        samples = guider.sample(noise, square, sampler, sigmas, seed=1, disable_pbar=True)
+        return {"samples": samples, "told": list(told.texts)}
+
+    def two_displaced() -> dict:
+        exact, found = two_models(parallel(FILE, pipe=1, config=sequence(2))), two_models(displaced)
+        return {"difference": difference(exact["samples"], found["samples"]), "told": found["told"]}
+
+    results.case("two models", two_displaced)
