@@ -16,6 +16,9 @@ PIXEL_WISE_GUIDANCE = frozenset(
         "nodes_custom_sampler.CFGOverride.execute.<locals>.predict_noise_wrapper",
         "nodes_eps.EpsilonScaling.execute.<locals>.epsilon_scaling_function",
         "nodes_eps.TemporalScoreRescaling.execute.<locals>.temporal_score_rescaling",
+        "nodes_lt.LTXVModalityGuidance.execute.<locals>.post_cfg_function",
+        "nodes_lt.LTXVReferenceAudio.execute.<locals>.post_cfg_function",
+        "nodes_lt.LTXVSpatioTemporalGuidance.execute.<locals>.post_cfg_function",
         "nodes_pag.PerturbedAttentionGuidance.execute.<locals>.post_cfg_function",
         "nodes_slg.SkipLayerGuidanceDiTSimple.execute.<locals>.calc_cond_batch_function",
         "nodes_video_model.VideoLinearCFGGuidance.patch.<locals>.linear_cfg",  # along the batch, which is not cut
@@ -29,7 +32,7 @@ PIXEL_WISE_GUIDANCE = frozenset(
         "sampling.GuidanceTimestepping.execute.<locals>.apply_apg",
     }
 )
-"""Options and wrappers of a MODEL whose result at a pixel depends on nothing but what they are given at that pixel.
+"""Options and wrappers of a MODEL whose result at a pixel depends on nothing but what they and the model give at that pixel.
 Norms over channels are of one pixel."""
 
 WHOLE_GUIDANCE = {

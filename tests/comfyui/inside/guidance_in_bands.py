@@ -63,11 +63,24 @@ def perp_neg(model):
     return core("nodes_perpneg", "PerpNeg", node("QuickstartPrompt", "7"), 0.8)(model)
 
 
+class AudioVAE:
+    """As much of one as LTXV Reference Audio needs."""
+
+    audio_sample_rate = 8
+
+    def encode(self, waveform: torch.Tensor) -> torch.Tensor:
+        return waveform.new_zeros(1, 8, 4, 16)
+
+
+AUDIO = {"waveform": torch.zeros(1, 2, 8), "sample_rate": 8}
 PIXEL_WISE = {
     "CFGNorm": core("nodes_cfg", "CFGNorm", 0.8),
     "CFGNorm before": core("nodes_cfg", "CFGNorm", 0.8, True),
     "CFG Override": core("nodes_custom_sampler", "CFGOverride", 1.5, 0.0, 0.6),
     "Epsilon Scaling": core("nodes_eps", "EpsilonScaling", 1.05),
+    "LTXV Modality Guidance": core("nodes_lt", "LTXVModalityGuidance", 3.0, 0.0, 0.6),
+    "LTXV Reference Audio": core("nodes_lt", "LTXVReferenceAudio", [], [], AUDIO, AudioVAE(), 2.0, 0.2, 1.0),
+    "LTXV STG": core("nodes_lt", "LTXVSpatioTemporalGuidance", 1.5, "1", 0.2, 1.0),
     "Temporal Score Rescaling": core("nodes_eps", "TemporalScoreRescaling", 0.9, 0.8),
     "Perturbed Attention": core("nodes_pag", "PerturbedAttentionGuidance", 2.0),
     "Skip Layers": core("nodes_slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 0.7, "", "2"),
@@ -115,36 +128,53 @@ PACKS_WHOLE = {
 }
 
 
-def guider_of(model, name: str):
-    """A guider of that name with its conditioning set."""
-    texts = [node("QuickstartPrompt", text) for text in ("3 1 4 1", "", "7")]
+PACKS_GUIDERS = ("ScheduledCFGGuidance", "ScheduledCFGGuider", "ScheduledPerpNegCFGGuider")
+
+
+def guider_of(model, name: str, steps: int = STEPS, texts: tuple[str, ...] = ("3 1 4 1", "", "7"), cfg: float = 3.0):
+    """A guider of that name with its conditioning set: a prompt, the negative one, and what Perp-Neg calls the empty one."""
+    texts = [node("QuickstartPrompt", text) for text in texts]
     if name == "PerpNegGuider":
-        return core("nodes_perpneg", name, *texts, 3.0, 0.8)(model)
+        return core("nodes_perpneg", name, *texts, cfg, 0.8)(model)
     if name == "ScheduledCFGGuidance":  # KJNodes
-        return nodes.NODE_CLASS_MAPPINGS[name]().get_guider(model, 3.0, *texts[:2], 0.0, 0.5)[0]
+        return nodes.NODE_CLASS_MAPPINGS[name]().get_guider(model, cfg, *texts[:2], 0.0, 0.5)[0]
     if name.startswith("Scheduled"):  # Inspire
         kind = nodes.NODE_CLASS_MAPPINGS[f"{name} //Inspire"]()
-        texts = texts if "PerpNeg" in name else texts[:2]
-        more = (0.8,) if "PerpNeg" in name else ()
-        return kind.get_guider(model, *texts, *more, times(), 4.0, 2.0, "linear")[0]
+        given = (*texts, 0.8) if "PerpNeg" in name else texts[:2]
+        return kind.get_guider(model, *given, times(steps), cfg + 1, cfg - 1, "linear")[0]
     made = comfy.samplers.CFGGuider(model)
     made.set_conds(*texts[:2])
-    made.set_cfg(3.0)
+    made.set_cfg(cfg)
     return made
 
 
-def times() -> torch.Tensor:
-    return torch.linspace(1, 0, STEPS + 1) * 0.95
+def times(steps: int = STEPS) -> torch.Tensor:
+    return torch.linspace(1, 0, steps + 1) * 0.95
+
+
+PERTURBING = ("stg_self_attn_blocks", "a2v_cross_attn", "patches_replace")
+"""Entries of transformer_options by which guidance nodes ask for a second, worse prediction."""
 
 
 def pixel_wise(
-    x: torch.Tensor, t: torch.Tensor, c_crossattn: torch.Tensor, transformer_options: dict, **_named
+    x: torch.Tensor,
+    t: torch.Tensor,
+    c_crossattn: torch.Tensor,
+    transformer_options: dict,
+    ref_audio: float = 0.0,
+    **_named,
 ) -> torch.Tensor:
-    """In place of BaseModel.apply_model: at a pixel it depends on this pixel, the text and what is replaced in the model."""
-    t = t + 0.3 * len(transformer_options.get("patches_replace", {}))
-    text = torch.sin(c_crossattn.flatten(1) * torch.arange(c_crossattn[0].numel())).sum(1)
+    """In place of BaseModel.apply_model: at a pixel it depends on this pixel and the conditioning alone."""
+    text = torch.sin(c_crossattn.flatten(1) * torch.arange(c_crossattn[0].numel())).sum(1) + ref_audio
     text, t = (value.reshape(-1, *[1] * (x.ndim - 1)) for value in (text, t))
-    return x * 0.6 + torch.sin(x.roll(1, 1) * 2 + text) * (0.3 + 0.2 * t)
+    worse = any(name in transformer_options for name in PERTURBING)
+    return x * 0.6 + torch.sin(x.roll(1, 1) * 2 + text) * (0.3 + 0.2 * t) + 0.3 * worse * x.roll(2, 1)
+
+
+def load_packs(folder: Path) -> None:
+    PromptServer(asyncio.new_event_loop())  # packs add routes to it
+    for pack in PACKS:
+        load_pack(folder / pack)
 
 
 class Toy:
@@ -162,6 +192,8 @@ class Toy:
         self.guider.inner_model = base
         conds = {name: [cond.copy() for cond in conds] for name, conds in self.guider.original_conds.items()}
         self.guider.conds = comfy.samplers.process_conds(base, self.noise, conds, self.noise.device)
+        for cond in self.guider.conds["positive"]:
+            cond["model_conds"]["ref_audio"] = comfy.conds.CONDConstant(0.4)
         patching, shape = base.diffusion_model.checkpoint.family.patching, tuple(self.noise.shape)
         self.cut = ours("band_cut").BandCut(patching, ours("banded_run").cut_rows(shape, BANDS, patching), (shape,))
 
@@ -268,11 +300,8 @@ def main(results: Results, packs: str | None) -> None:
     """`packs`: a folder of packs, whose nodes are tried then in place of ComfyUI's."""
     tables, guiders = (PIXEL_WISE, WHOLE), ("PerpNegGuider",)
     if packs is not None:
-        PromptServer(asyncio.new_event_loop())  # packs add routes to it
-        for pack in PACKS:
-            load_pack(Path(packs) / pack)
-        tables = PACKS_PIXEL_WISE, PACKS_WHOLE
-        guiders = ("ScheduledCFGGuidance", "ScheduledCFGGuider", "ScheduledPerpNegCFGGuider")
+        load_packs(Path(packs))
+        tables, guiders = (PACKS_PIXEL_WISE, PACKS_WHOLE), PACKS_GUIDERS
     for put_by_name in tables:
         for name, put in put_by_name.items():
             results.case(name, partial(in_parts, put, batch=2 if "Video" in name else 1))
