@@ -1,5 +1,6 @@
 """A native model whose place the ranks take: whether it is still what its file says, and its memory."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,10 +8,9 @@ import comfy.model_detection
 import comfy.model_management
 import comfy.model_patcher
 import comfy.utils
+import folder_paths
 import torch
 
-HOSTS = ("comfy.", "torch.")
-"""Packages whose classes a native model is made of."""
 COMPARED = 4096
 """Values of a tensor that are compared with the file: its middle. A page or two of a large file for each tensor."""
 
@@ -27,7 +27,7 @@ def check_not_rewritten(model: comfy.model_patcher.ModelPatcher) -> None:
     for name, module in model.model.diffusion_model.named_modules():
         kind = type(module)
         changed = None
-        if not f"{kind.__module__}.".startswith(HOSTS):
+        if _of_a_pack(kind.__module__):
             changed = f"{kind.__module__}.{kind.__qualname__}"
         elif (forward := vars(module).get("forward")) is not None:
             changed = f"{forward.__module__}.{forward.__qualname__}"
@@ -38,6 +38,14 @@ def check_not_rewritten(model: comfy.model_patcher.ModelPatcher) -> None:
                 f"model: a node has put {changed} in the place of the native model's '{name or 'forward'}', which cannot "
                 "reach the ranks. Remove that node, or Parallelize Model."
             )
+
+
+def _of_a_pack(module: str) -> bool:
+    """Whether this module is in a folder of custom nodes."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and any(
+        Path(file).is_relative_to(each) for each in folder_paths.get_folder_paths("custom_nodes")
+    )
 
 
 def give_back_memory(model: comfy.model_patcher.ModelPatcher, path: Path) -> None:

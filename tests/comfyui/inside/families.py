@@ -89,11 +89,12 @@ def detecting(entries: dict):
 
 
 def native(name: str, expected: dict[str, torch.Tensor]) -> dict:
-    """ComfyUI's own model; its samples are noted in `expected`."""
+    """ComfyUI's own model; its samples are noted in `expected`. Ranks could take its place."""
     path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
     model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
     expected[name] = sample(model, name)
     parts = parts_of(expected[name])
+    assert node("ParallelizeModel", model, 1, "ring").model.diffusion_model.checkpoint.path == path
     return {
         "largest": min(float(part.abs().max()) for part in parts),
         "finite": all(bool(part.isfinite().all()) for part in parts),

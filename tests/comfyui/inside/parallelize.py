@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from unittest.mock import patch
 
 import comfy.model_management
@@ -226,6 +226,7 @@ def main(results: Results) -> None:
 
     def other_class(model) -> None:
         block = model.model.diffusion_model.single_blocks[0]
+        sys.modules["some.pack"] = SimpleNamespace(__file__=str(BASE / "custom_nodes" / "some" / "pack.py"))
         block.__class__ = type("OtherBlock", (type(block),), {"__module__": "some.pack"})
 
     def inner_patch(model):
