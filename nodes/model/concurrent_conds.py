@@ -109,6 +109,8 @@ def why_sequential(model, entries: list[dict], model_options: dict) -> str | Non
         return "another node's model_function_wrapper may keep a state from one to the next"
     if extension.get_all_wrappers(extension.WrappersMP.APPLY_MODEL, model_options, is_model_options=True):
         return "another node's apply_model wrapper may keep a state from one to the next"
+    if model.diffusion_model.wrappers(model_options, is_model_options=True):
+        return "another node's wrapper around the diffusion model may keep a state from one to the next"
     if model.current_patcher.get_all_callbacks(extension.CallbacksMP.ON_PREPARE_STATE):
         return "another node is told of each"
     return None

@@ -8,7 +8,6 @@ from typing import Any
 from uuid import UUID
 
 import comfy.model_patcher
-import comfy.patcher_extension
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.families import Family
+from parallel_backend.families.base.family import Inputs
 from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 from parallel_backend.processes.pool import Poll
@@ -28,11 +28,14 @@ from parallel_backend.processes.pool import Poll
 from ..ui.host import check_cancelled, refuse
 from ..ui.loading_bar import LoadingBar
 from ..ui.node_text import say
+from ..ui.other_nodes import calling_nodes, named
 from .block_patches import block_changes
 from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .controlnet import residuals
 from .lora import PREFIX, NativeWeights, Patch
+from .native_call import by_name, native_class, runs_wrappers, wrappers_of
 from .native_names import NativeNames
+from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .room import make_room
 from .run_shapes import PART, Shapes, is_for_all
 from .step_cache import SamplingCache
@@ -40,10 +43,6 @@ from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
 from .text_model import NativeText
 
 log = logging.getLogger(__name__)
-
-HARMLESS = ("crossattn_controlnet",)
-"""Arguments of a model call that native models do not look at."""
-
 
 TAKING_TURNS = (
     "this MODEL and another one take turns on the same ranks, and are read anew at each turn. Give one of them other "
@@ -98,6 +97,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     on_ranks = True
     """As of RemoteModelPatcher."""
     weights: NativeWeights  # set by make_model
+    native_kind: str  # set by make_model: the class of ComfyUI's supported_models
 
     def __init__(self, checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool):
         super().__init__()
@@ -115,16 +115,34 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.patch_size = values.get("patch_size", checkpoint.family.patching.side)
         if "in_channels" in checkpoint.config:  # RenormCFG reads it
             self.in_channels = checkpoint.config["in_channels"]
+        self._made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """ValueError for what another node would put into the native model, in the place of its layers or its forward."""
+        own = name in self.__dict__ or name in type(self).__annotations__ or "_made" not in self.__dict__
+        if not own:
+            _refuse_inside(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self.__dict__:  # what __setattr__ has refused and is taken back, as unittest.mock does
+            _refuse_inside(name)
+        super().__delattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
         copy = RemoteDiffusionModel(self.checkpoint, self.key, self.comm_overlap)
         copy.devices = self.devices
-        copy.weights = self.weights
+        copy.weights, copy.native_kind = self.weights, self.native_kind
         return copy
 
     @functools.cached_property
     def _text(self) -> NativeText:
         return NativeText(self.checkpoint)
+
+    @functools.cached_property
+    def native(self) -> type:
+        """The native model's class."""
+        return native_class(self.native_kind)
 
     @functools.cached_property
     def native_tensors(self) -> dict[str, torch.Tensor]:
@@ -199,8 +217,40 @@ class RemoteDiffusionModel(torch.nn.Module):
         """ComfyUI's diffusion_model call: latent x [B, C, (T,) H, W], timestep [B] or [B, T] -> the model's output.
 
         Nested latents come as a list, the video's first, and go out as one. So may their timesteps come, which then are
-        joined along their second axis: [B, k + l].
+        joined along their second axis: [B, k + l]. Other nodes' wrappers are run where the native model runs them.
         """
+        options = transformer_options or {}
+        given = {"context": context, "control": control, "transformer_options": options, **extra}
+        if self.wrappers(options):
+            return self.native.forward(self, x, timestep, **given)
+        return self._call(x, timestep, **given)
+
+    def wrappers(self, options: dict[str, Any], is_model_options: bool = False) -> list[Any]:
+        """Other nodes' wrappers that a call with these transformer_options, or those in model_options, is run in."""
+        return wrappers_of(options, is_model_options) if runs_wrappers(self.native) else []
+
+    def _forward(self, *arguments: Any, **named: Any) -> torch.Tensor | list[torch.Tensor]:
+        """The call of `_call` inside wrappers, with the arguments of the native class's own `_forward`.
+
+        Latents are as the model takes them: the native `forward` has done what `Inputs.carried` does.
+        """
+        return self._call(**by_name(self.native, arguments, named), is_carried=False)
+
+    def forward_orig(self, *_arguments: Any, **_named: Any) -> None:
+        """ValueError: nodes that call it, or put another in its place, want the native model's inside."""
+        _refuse_inside("forward_orig")
+
+    def _call(
+        self,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        timestep: torch.Tensor | Sequence[torch.Tensor],
+        context: torch.Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        is_carried: bool = True,
+        **extra: Any,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """As `forward`, without wrappers. `is_carried`: latents are as the sampler has them (Inputs.carried)."""
         options = transformer_options or {}
         family, config = self.checkpoint.family, self.checkpoint.config
         given = {name: value for name, value in extra.items() if value is not None}
@@ -209,9 +259,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         if band is not None and not band.takes(self, latents, options):
             band = None
         changes, patches = block_changes(family, config, options, len(latents[0]))
-        refuse_what_does_not_reach_the_ranks(
-            options | patches, [name for name in given if name not in family.inputs.accepts], family.inputs.options
-        )
+        unknown = [name for name in given if name not in family.inputs.accepts]
+        refuse_what_does_not_reach_the_ranks(options | patches, unknown, family, self.key.attention)
         check_latents(family, config, latents)
         if not isinstance(timestep, torch.Tensor):
             timestep = torch.cat([each.reshape(len(each), -1) for each in timestep], dim=1)
@@ -228,7 +277,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         given |= {"context": context, "latent": tuple(latents[0].shape)}
         tensors = family.inputs.conditioning(config, given)
         timestep = for_entries(timestep, tensors, len(latents[0]))
-        latents, finish = family.inputs.carried(latents, timestep, given)
+        carried = family.inputs.carried if is_carried else Inputs.carried
+        latents, finish = carried(latents, timestep, given)
         along = "rows" if band is None else band.run.patching.along
         added = residuals(family, config, control, tuple(latents[0].shape), along)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
@@ -257,17 +307,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         return {"grid": patching.grid(shapes[0]), "beside_tokens": patching.beside_tokens(shapes)}
 
 
-def for_entries(timestep: torch.Tensor, tensors: dict[str, torch.Tensor], entries: int) -> torch.Tensor:
-    """The timestep of each of a call's batch entries. ValueError for a conditioning that is not for as many of them."""
-    if len(timestep) == 1:
-        timestep = timestep.expand(entries, *timestep.shape[1:])
-    for name, count in {"timestep": len(timestep), **{name: len(tensor) for name, tensor in tensors.items()}}.items():
-        if count != entries:
-            raise ValueError(
-                f"model: another node calls it with {entries} latents at a time, and with {count} of '{name}'. Remove that "
-                "node, or load the model with a native loader."
-            )
-    return timestep
+def _refuse_inside(name: str) -> None:
+    refuse_unread([Unread(f"another '{name}' in the native model", by=named(calling_nodes()))])
 
 
 def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> None:
@@ -295,30 +336,6 @@ def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> N
                 f"latent_image: the latent has {latent.shape[1]} channels, this model needs {needed}. "
                 "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
             )
-
-
-def refuse_what_does_not_reach_the_ranks(options: dict[str, Any], unknown: list[str], read: Sequence[str] = ()) -> None:
-    """ValueError for anything that changes the native model's inside: ignored silently, the picture would be wrong.
-
-    `unknown`: arguments of the call that the family does not take. `read`: entries of `options` that it looks at itself.
-    """
-    found = []
-    if options.get("optimized_attention_override") is not None:
-        found.append("an attention kernel set on the MODEL (Ulysses Config's widget attention chooses that of the ranks)")
-    found += [f"model patch '{name}'" for name, patches in options.get("patches", {}).items() if patches]
-    found += [f"attention replacement '{name}'" for name, by in options.get("patches_replace", {}).items() if by]
-    rope = {} if "rope_options" in read else options.get("rope_options") or {}
-    if any(value != (1.0 if name.startswith("scale") else 0.0) for name, value in rope.items()):
-        found.append("other positions (ScaleROPE)")
-    kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
-    if comfy.patcher_extension.get_all_wrappers(kind, options):
-        found.append("a wrapper around the diffusion model")
-    found += [f"'{name}' conditioning" for name in unknown if name not in HARMLESS]
-    if found:
-        raise ValueError(
-            f"model: {', '.join(found)} cannot be forwarded to Parallel DiT's ranks in this version. Remove the node "
-            "that adds it, or load the model with a native loader."
-        )
 
 
 def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel:

@@ -7,7 +7,7 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import original_values
 
-from ..ui.host import refuse
+from ..ui.host import on_behalf, refuse
 
 
 class NativeNames:
@@ -28,8 +28,8 @@ class NativeNames:
         if any(key.startswith(f"{whole}.") for key in self._tensors):
             return NativeNames(self._checkpoint, self._tensors, f"{whole}.")
         raise AttributeError(
-            f"model: '{whole}' of the native model is not possible with Parallel DiT's weights, which are on its ranks. "
-            "Remove the node that asks for it (some ControlNets do), or load the model with a native loader."
+            f"model: '{whole}' of the native model{on_behalf()} is not possible with Parallel DiT's weights, which are on "
+            "its ranks. Remove the node that asks for it (some ControlNets do), or load the model with a native loader."
         )
 
     __getattr__ = at

@@ -14,9 +14,11 @@ from parallel_backend.client.registry import ModelKey, registry
 
 from ..ui.host import refuse
 from ..ui.node_text import say
+from ..ui.other_nodes import calling_nodes, named
 from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
-from .lora import PREFIX, NativeWeights
+from .lora import NativeWeights
+from .reach import Unread, refuse_unread
 from .step_cache import begin_cache
 from .text_guidance import GUIDANCE_KEY, text_guidance
 
@@ -26,6 +28,8 @@ ALL = 1e32
 """Bytes without a limit, as ComfyUI writes it."""
 
 
+INSIDE = "diffusion_model"
+"""Attribute of ComfyUI's BaseModel that has the native model."""
 COMPILE_WRAPPER = "torch.compile"
 """Key of ComfyUI's wrapper around a model call (comfy_api/torch_helpers), and of KJNodes'."""
 OF_COMPILED = ("_orig_mod", "_torchdynamo_orig_callable")
@@ -123,18 +127,19 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
     def add_object_patch(self, name, obj):
         """As ComfyUI's. A compiled module is left out, with a word; guidance of the look at the text goes with the calls.
 
-        ValueError for another part of the native model.
+        ValueError for what else would be put into the native model, or have it compute in another dtype.
         """
         if any(hasattr(obj, attribute) for attribute in OF_COMPILED):
             self._skip_compile()
-        elif (guidance := text_guidance(name, obj)) is not None:
+            return
+        if (guidance := text_guidance(name, obj)) is not None:
             self.model_options["transformer_options"][GUIDANCE_KEY] = guidance
-        elif f"{name}.".startswith(PREFIX):
-            kind = obj if hasattr(obj, "__qualname__") else type(obj)
-            maker = f"{kind.__module__}.{kind.__qualname__}"
-            refuse(f"what another node puts in the place of '{name}' ({maker})", "Remove that node.")
-        else:
-            super().add_object_patch(name, obj)
+            return
+        if name == INSIDE or name.startswith(f"{INSIDE}."):
+            refuse_unread([Unread(f"another '{name}'", obj, by=named(calling_nodes()))])
+        if name == "manual_cast_dtype" and obj not in (None, self.model.diffusion_model.dtype):
+            refuse(f"computing in another dtype ({obj})", "Choose weight_dtype in Parallel DiT Loader.")
+        super().add_object_patch(name, obj)
 
     def _skip_compile(self) -> None:
         if not self._told_of_compile:  # a node may come with each block
@@ -176,7 +181,7 @@ def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> Rem
         )
     config.unet_config["disable_unet_model_creation"] = True
     config.set_inference_dtype(stub.dtype, None)
-    stub.weights = NativeWeights(stub.native_tensors, config)
+    stub.weights, stub.native_kind = NativeWeights(stub.native_tensors, config), kind
     model = config.get_model({}, "")
     model.diffusion_model = stub
     # Nothing is computed here, so nothing need be reserved: conditional and unconditional come as one batch if they fit.

@@ -14,6 +14,7 @@ from parallel_backend.client.pipefusion.band_cut import BandCut
 
 from ..model.concurrent_conds import evaluate_concurrently
 from ..model.run_shapes import Shapes, shapes_of_run
+from ..ui.other_nodes import named, nodes_of
 from .known_local import (
     PIXEL_WISE_GUIDANCE,
     PIXEL_WISE_GUIDERS,
@@ -112,7 +113,11 @@ def why_not_displaced(sampling: Sampling) -> str | None:
         for cond in conds or ():
             if (key := region_of(cond)) is not None:
                 return f"the conditioning has its own {key}"
-    if sampling.guider.model_options.get("context_handler") is not None:
+    options = sampling.guider.model_options
+    if wrappers := sampling.guider.inner_model.diffusion_model.wrappers(options, is_model_options=True):
+        node = named(nodes_of(wrappers[0])) or "another node"
+        return f"what {node} has put around the model looks at whole calls"
+    if options.get("context_handler") is not None:
         return "context windows call the model for one part of the latent after another"
     if any(_is_other_model(value, sampling.guider.model_patcher) for value in vars(sampling.guider).values()):
         return f"the guider {type(sampling.guider).__name__} calls two models"

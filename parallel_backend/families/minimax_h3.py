@@ -187,5 +187,9 @@ MINIMAX_H3 = Family(
         "token_refiner": {f"*.{layer}": cut for layer, cut in _BLOCK_PLAN.items()},
     },
     patching=PATCHING,
-    native_values=lambda _config: {"patch_size": (1, 2, 2), "preprocess_text_embeds": lambda text: text},
+    native_values=lambda _config: {
+        "patch_size": (1, 2, 2),
+        "preprocess_text_embeds": lambda text: text,
+        **{name.removeprefix("minimax_h3_"): usual for name, usual in SHIFTS.items()},
+    },
 )

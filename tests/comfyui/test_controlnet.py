@@ -17,10 +17,8 @@ SAID = {
     "middle": f"ValueError: {UNFIT}it has 'middle' outputs, which flux takes none of on several devices",
     "other width": f"ValueError: {UNFIT}an output is [",
     "other size": f"ValueError: {UNFIT}an output is [",
-    "post_input": "ValueError: model: model patch 'post_input' cannot be forwarded",
-    "attn1": "ValueError: model: model patch 'attn1_patch' cannot be forwarded",
-    "other positions": "ValueError: model: other positions (ScaleROPE) cannot be forwarded",
-    "attention kernel": "ValueError: model: an attention kernel set on the MODEL (Ulysses Config's widget attention",
+    "post_input": "ValueError: model: model patch 'post_input' (",
+    "attn1": "ValueError: model: model patch 'attn1_patch' (",
     "Fun": "AttributeError: model: 'process_img' of the native model",
 }
 

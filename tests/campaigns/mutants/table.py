@@ -618,9 +618,9 @@ NODE_MUTANTS = (
     ),
     Mutant(
         "model patches not refused",
-        "nodes/model/diffusion_model.py",
-        """    found += [f"model patch '{name}'" for name, patches in options.get("patches", {}).items() if patches]\n""",
-        "",
+        "nodes/model/reach.py",
+        "            yield Unread(what, function)",
+        "            pass; yield from ()",
         ("tests/comfyui/test_controlnet.py", "-k", "cannot_reach"),
         (),
         "default",

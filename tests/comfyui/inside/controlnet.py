@@ -326,13 +326,6 @@ def refusals(results: Results) -> None:
     # As ComfyUI's node for USO's style puts on the MODEL.
     for name in ("post_input", "attn1"):
         results.case(f"refusal {name}", partial(patched, name))
-    scaled, kernel = exact.clone(), exact.clone()
-    scaled.set_model_rope_options(scale_x=2.0, shift_x=0.0, scale_y=1.0, shift_y=0.0, scale_t=1.0, shift_t=0.0)
-    # As KJNodes' Patch Sage Attention does.
-    override = lambda usual, *given, **named: usual(*given, **named)  # noqa: E731
-    kernel.model_options["transformer_options"]["optimized_attention_override"] = override
-    results.case("refusal other positions", lambda: ksampler(scaled, both, empty))
-    results.case("refusal attention kernel", lambda: ksampler(kernel, both, empty))
     results.case("after the refusals", lambda: {"finite": bool(ksampler(exact, both, empty).isfinite().all())})
 
 

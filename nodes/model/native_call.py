@@ -1,0 +1,77 @@
+"""Other nodes' wrappers around the native model's forward (ComfyUI's DIFFUSION_MODEL wrappers), run around the ranks' call.
+
+A wrapper sees the arguments that the native class hands to its own `_forward`, in that order. So the class's `forward` is
+run, without its weights: it calls the wrappers, and in the end `_forward` of the object that it is run with.
+"""
+
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import comfy.patcher_extension
+
+_FLUX, _HUNYUAN, _WAN = "flux.model:Flux", "hunyuan_video.model:HunyuanVideo", "wan.model:WanModel"
+NATIVE: Mapping[str, str] = {
+    **dict.fromkeys(("Flux", "FluxInpaint", "FluxSchnell", "Flux2", "LongCatImage"), _FLUX),
+    **dict.fromkeys(("HunyuanVideo", "HunyuanVideoI2V", "HunyuanVideoSkyreelsI2V"), _HUNYUAN),
+    **dict.fromkeys(("HunyuanVideo15", "HunyuanImage21"), _HUNYUAN),
+    **dict.fromkeys(("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"), _WAN),
+    **dict.fromkeys(("WAN21_Camera", "WAN22_Camera"), "wan.model:CameraWanModel"),
+    "WAN21_Vace": "wan.model:VaceWanModel",
+    "WAN22_Animate": "wan.model_animate:AnimateWanModel",
+    "WAN_Animate2": "wan.model_animate2:WanAnimate2Model",
+    "WAN21_SCAIL": "wan.model:SCAILWanModel",
+    "WAN21_SCAIL2": "wan.model:SCAIL2WanModel",
+    **dict.fromkeys(("CogVideoX_T2V", "CogVideoX_I2V", "CogVideoX_Inpaint"), "cogvideo.model:CogVideoXTransformer3DModel"),
+    **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), "cosmos.predict2:MiniTrainDIT"),
+    **dict.fromkeys(("HunyuanDiT", "HunyuanDiT1"), "hydit.models:HunYuanDiT"),
+    **dict.fromkeys(("Kandinsky5", "Kandinsky5Image"), "kandinsky5.model:Kandinsky5"),
+    **dict.fromkeys(("Lumina2", "ZImage"), "lumina.model:NextDiT"),
+    **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), "pixart.pixartms:PixArtMS"),
+    "Chroma": "chroma.model:Chroma",
+    "ErnieImage": "ernie.model:ErnieImageModel",
+    "HiDream": "hidream.model:HiDreamImageTransformer2DModel",
+    "Ideogram4": "ideogram4.model:Ideogram4Transformer2DModel",
+    "Krea2": "krea2.model:SingleStreamDiT",
+    "LTXAV": "lightricks.av_model:LTXAVModel",
+    "LTXV": "lightricks.model:LTXVModel",
+    "MiniMaxH3": "minimax.model:MiniMaxH3Model",
+    "QwenImage": "qwen_image.model:QwenImageTransformer2DModel",
+    "SD3": "modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",
+}
+"""Class of ComfyUI's supported_models -> the native model's module in comfy.ldm, and its class."""
+
+
+def native_class(kind: str) -> type:
+    """The native model's class, for the name of a class of ComfyUI's supported_models."""
+    module, _, name = NATIVE[kind].partition(":")
+    return getattr(importlib.import_module(f"comfy.ldm.{module}"), name)
+
+
+def runs_wrappers(native: type) -> bool:
+    """Whether the native class takes any notice of wrappers. Not all do: SD3's, PixArt's and others ignore them."""
+    return "WrapperExecutor" in native.forward.__code__.co_names
+
+
+def wrappers_of(options: dict[str, Any], is_model_options: bool = False) -> list[Any]:
+    """The wrappers in a call's transformer_options, or in the model_options that have those."""
+    kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
+    return comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options)
+
+
+def by_name(native: type, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the native class's `_forward`, by name: those that are not as they are when left out.
+
+    Latent and timestep, the first two, are `x` and `timestep` for every class.
+    """
+    signature = inspect.signature(native._forward)
+    bound = signature.bind(None, *arguments, **named).arguments
+    found = {}
+    for name, value in list(bound.items())[1:]:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        elif value is not signature.parameters[name].default:
+            found[name] = value
+    first, second = list(signature.parameters)[1:3]
+    return {"x": found.pop(first), "timestep": found.pop(second)} | found

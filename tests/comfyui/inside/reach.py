@@ -1,0 +1,83 @@
+"""What other nodes put on a MODEL: it reaches the ranks as it does the native model, or is refused by the node's name.
+
+The test process has put `wan.safetensors` into models/diffusion_models. Run by serve.py.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from boot import BASE, CHECKOUT, PACK, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, torch
+from families import detecting
+
+MEDDLING = PACK / "tests" / "comfyui" / "meddling_nodes"
+EXTRAS = ("nodes_easycache", "nodes_rope", "nodes_model_advanced")
+FLUX, SD3, WAN = FILES = ("tiny.safetensors", "tiny-sd3.safetensors", "wan.safetensors")
+WIDTHS = {FLUX: (64, 32), SD3: (64, 32), WAN: (24, 8)}
+LATENTS = {FLUX: (1, 16, 16, 12), SD3: (1, 16, 16, 12), WAN: (1, 16, 3, 12, 8)}
+
+
+def extra(name: str, model: Any, **inputs: Any) -> Any:
+    """First output of one of ComfyUI's own nodes of the kind V3."""
+    return nodes.NODE_CLASS_MAPPINGS[name].execute(model, **inputs).args[0]
+
+
+def prompts(file: str) -> list:
+    g = torch.Generator().manual_seed(0)
+    text, pooled = WIDTHS[file]
+    return [
+        [[torch.randn(1, 9, text, generator=g), {"pooled_output": torch.randn(1, pooled, generator=g)}]] for _ in range(2)
+    ]
+
+
+def easy(model: Any) -> Any:
+    return extra("EasyCache", model, reuse_threshold=1.0, start_percent=0.0, end_percent=1.0, verbose=False)
+
+
+def lazy(model: Any) -> Any:
+    return extra("LazyCache", model, reuse_threshold=0.3, start_percent=0.0, end_percent=1.0, verbose=False)
+
+
+def scaled(model: Any) -> Any:
+    return extra("ScaleROPE", model, scale_x=1.7, shift_x=2.5, scale_y=0.6, shift_y=-1.0, scale_t=1.3, shift_t=0.5)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {"EasyCache": easy, "LazyCache": lazy}
+
+
+def main(results: Results) -> None:
+    for name in EXTRAS:
+        if (path := CHECKOUT / "comfy_extras" / f"{name}.py").is_file():
+            asyncio.run(nodes.load_custom_node(str(path), module_parent="comfy_extras"))
+    load_pack(MEDDLING)
+
+    def sample(file: str, model: Any, **settings: Any) -> torch.Tensor:
+        return ksampler(model, prompts(file), torch.zeros(LATENTS[file]), steps=8, **settings)
+
+    def changed(file: str, change: Callable[[Any], Any]) -> dict[str, Any]:
+        path = BASE / "models" / "diffusion_models" / file
+        native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
+        plain, expected = sample(file, native), sample(file, change(native))
+        found = {"moved": difference(plain, expected)}
+        for way, model in {"": parallel(file), ", banded": node("ApplyPipeFusion", parallel(file), 2, 1, True)}.items():
+            found[f"difference{way}"] = difference(expected, sample(file, change(model)))
+        pipefusion = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
+        return found | {"whole because": [wrapper.last.reason for wrapper in pipefusion]}
+
+    for file in FILES:
+        for name, change in CHANGES.items():
+            with detecting({"text_dim": WIDTHS[WAN][0]} if file == WAN else {}):
+                results.case(f"{file} {name}", partial(changed, file, change))
+
+    model = parallel(FLUX)
+    expected = sample(FLUX, model)
+
+    def from_plain(change: Callable[[Any], Any]) -> float:
+        return difference(expected, sample(FLUX, change(model)))
+
+    for kind in (kind for kind in nodes.NODE_CLASS_MAPPINGS if kind.startswith("Meddling")):
+        results.case(kind.removeprefix("Meddling"), partial(from_plain, partial(node, kind)))
+    for kind, value in {"ModelAttentionBackend": "pytorch attention", "ModelComputeDtype": "bf16"}.items():
+        results.case(kind, partial(from_plain, lambda model, kind=kind, value=value: node(kind, model, value)))
+    results.case("after the refusals", partial(from_plain, lambda model: model))

@@ -1,0 +1,78 @@
+"""What other nodes put on a MODEL reaches the ranks as it does the native model, or is refused by the node's name."""
+
+import pytest
+
+from tests.families.cases import all_cases
+
+pytestmark = pytest.mark.comfyui
+
+LIMIT = 5e-5
+CACHES = "Take Parallel Step Cache in its place"
+REMOVE = "Remove the node that adds it"
+PACK = " (meddling_nodes)"
+REFUSED = {  # node -> what is said of it
+    "BlockCache": ("First Block Cache", "another 'double_blocks' in the native model", CACHES),
+    "ForwardCache": ("MeddlingForwardCache", "another 'forward_orig' in the native model", CACHES),
+    "ForwardPatch": ("MeddlingForwardPatch", "another 'diffusion_model.forward'", REMOVE),
+    "BlockCompile": ("MeddlingBlockCompile", "another 'diffusion_model.double_blocks.0'", "Switch on `compile`"),
+    "OtherClass": ("MeddlingOtherClass", "another '__class__' in the native model", REMOVE),
+    "LayerPatch": ("MeddlingLayerPatch", "another 'img_in.forward' in the native model", "Remove the node"),
+    "Note": ("MeddlingNote", "the entry 'a_note_of_its_own' of transformer_options", REMOVE),
+    "AttentionPatch": ("MeddlingAttentionPatch", "model patch 'attn1_patch'", REMOVE),
+    "AttentionReplacement": ("MeddlingAttentionReplacement", "attention replacement 'dit'", REMOVE),
+    "OwnKernel": ("MeddlingOwnKernel", "an attention kernel set on the MODEL", "Ulysses Config's widget attention"),
+    "Injection": ("MeddlingInjection", "what another node injects into the model", "Remove that node"),
+    "BlockWrapper": ("MeddlingBlockWrapper", "another 'double_blocks.0.forward' in the native model", "Remove the node"),
+}
+FROM_COMFYUI = {
+    "ModelComputeDtype": ("ModelComputeDtype", "computing in another dtype (torch.bfloat16)", "Choose weight_dtype"),
+}
+CHANGES = [
+    *(("tiny.safetensors", name) for name in ("EasyCache", "LazyCache")),
+    *(("wan.safetensors", name) for name in ("EasyCache", "LazyCache")),
+    ("tiny-sd3.safetensors", "LazyCache"),
+]
+
+
+@pytest.fixture(scope="module")
+def found(inside, base):
+    case = next(case for case in all_cases() if case.name == "wan-2.1-t2v")
+    case.save(case.model(case.native.config), base / "models/diffusion_models/wan.safetensors", case.native.config)
+    return inside.run("reach")[0]
+
+
+@pytest.mark.parametrize(("file", "change"), CHANGES)
+def test_equals_the_native_model_with_the_same_node(found, measured, file, change):
+    got = found[f"{file} {change}"]
+    assert "error" not in got, got
+    assert got["moved"] > 0.05
+    measured(f"{change}, largest difference to ComfyUI's own model", got["difference"])
+    assert got["difference"] <= LIMIT
+
+
+@pytest.mark.parametrize(("file", "change"), [each for each in CHANGES if each[1].endswith("Cache")])
+def test_a_cache_of_another_node_sees_whole_calls_under_pipefusion(found, file, change):
+    got = found[f"{file} {change}"]
+    assert got["difference, banded"] <= LIMIT
+    assert len(got["whole because"]) == 1
+    assert got["whole because"][0] is not None
+
+
+def test_wrappers_that_a_native_model_ignores_are_ignored(found):
+    got = found["tiny-sd3.safetensors EasyCache"]
+    assert got["moved"] == 0.0
+    assert got["difference"] <= LIMIT
+
+
+@pytest.mark.parametrize("node", [*REFUSED, *FROM_COMFYUI])
+def test_what_cannot_reach_the_ranks_is_refused_by_the_nodes_name(found, node):
+    name, what, instead = REFUSED.get(node) or FROM_COMFYUI[node]
+    error = found[node]["error"]
+    assert error.startswith("ValueError: model: "), found[node]
+    for part in (name, what, instead, *([PACK] if node in REFUSED else [])):
+        assert part in error
+
+
+@pytest.mark.parametrize("node", ["Nothing", "Wrapper", "ModelAttentionBackend", "after the refusals"])
+def test_what_changes_nothing_passes(found, node):
+    assert found[node] == 0.0
