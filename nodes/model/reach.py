@@ -112,8 +112,8 @@ def refuse_what_does_not_reach_the_ranks(
 ) -> None:
     """ValueError for anything that changes the native model's result and would be ignored: it names node and entry.
 
-    `options`: a call's transformer_options, without the patches that do (block_patches.py). `unknown`: arguments of the call that the family does not take. `attention`: the
-    ranks' kernel (core/attention_kernels.py).
+    `options`: a call's transformer_options, without the patches that do reach them (block_patches.py). `unknown`: arguments
+    of the call that the family does not take. `attention`: the ranks' kernel (core/attention_kernels.py).
     """
     conditioning = (Unread(f"'{name}' conditioning") for name in unknown if name not in HARMLESS)
     refuse_unread([*unread(options, family, attention), *conditioning])
