@@ -118,9 +118,12 @@ class RemoteDiffusionModel(torch.nn.Module):
         self._made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """ValueError for what another node would put into the native model, in the place of its layers or its forward."""
+        """ValueError for what another node would put into the native model, in the place of its layers or its forward.
+
+        Marks that nothing of the model has the name of, as `_is_torch_compile`, are nobody's business.
+        """
         own = name in self.__dict__ or name in type(self).__annotations__ or "_made" not in self.__dict__
-        if not own:
+        if not own and (not name.startswith("_") or hasattr(type(self), name)):
             _refuse_inside(name)
         super().__setattr__(name, value)
 
