@@ -11,7 +11,7 @@ SAID = {
     "written": "a node has written into the native model's weights (double_blocks.1.img_mlp.0.weight)",
     "other_forward": "main.<locals>.other_forward.<locals>.<lambda> in the place of the native model's 'single_blocks.0'",
     "other_class": "a node has put some.pack.OtherBlock in the place of the native model's 'single_blocks.0'",
-    "inner_patch": "model: what another node puts in the place of 'diffusion_model.single_blocks.0'",
+    "inner_patch": "model: another 'diffusion_model.single_blocks.0' (Identity of torch.nn.modules.linear) cannot be",
     "other_gpus": "model: ComfyUI's MultiGPU CFG Split",
     "unknown": "model: which file this MODEL is from is not known",
     "made_elsewhere": "model: this MODEL is made by parallelize.unknown, which is not known here",
