@@ -314,6 +314,19 @@ def _refuse_inside(name: str) -> None:
     refuse_unread([Unread(f"another '{name}' in the native model", by=named(calling_nodes()))])
 
 
+def for_entries(timestep: torch.Tensor, tensors: dict[str, torch.Tensor], entries: int) -> torch.Tensor:
+    """The timestep of each of a call's batch entries. ValueError for a conditioning that is not for as many of them."""
+    if len(timestep) == 1:
+        timestep = timestep.expand(entries, *timestep.shape[1:])
+    for name, count in {"timestep": len(timestep), **{name: len(tensor) for name, tensor in tensors.items()}}.items():
+        if count != entries:
+            raise ValueError(
+                f"model: another node calls it with {entries} latents at a time, and with {count} of '{name}'. Remove that "
+                "node, or load the model with a native loader."
+            )
+    return timestep
+
+
 def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> None:
     """ValueError for latents that the family does not take."""
     beside = family.patching.beside
