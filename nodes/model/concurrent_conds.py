@@ -148,6 +148,18 @@ def independent_parts(calls: list[list[int]], count: int) -> list[set[int]]:
     return [found[0] | rest, *found[1:]] if found else [rest]
 
 
+def tell_if_together(stub) -> None:
+    """Tell the user, once in a sampling run, that a call's prompts look at each other, so that one replica has them all."""
+    replicas = stub.key.degrees.batch
+    if stub.idle is None and replicas > 1:
+        stub.idle = (
+            f"split_batch_degree {replicas}, but NAG looks at both prompts at once, so 1 of {replicas} copies of the model "
+            "computes them. Share out one picture: pipefusion_degree or ulysses_degree in its place."
+        )
+        log.warning("Parallel DiT: %s", stub.idle)
+        say(f"Parallel DiT: {stub.idle}")
+
+
 def tell_if_idle(stub, busy: int, reason: str | None) -> None:
     """Tell the user, once in a sampling run, that a step has work for only `busy` replicas of more."""
     replicas = stub.key.degrees.batch

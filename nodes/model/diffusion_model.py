@@ -30,7 +30,7 @@ from ..ui.loading_bar import LoadingBar
 from ..ui.node_text import say
 from ..ui.other_nodes import calling_nodes, named
 from .block_patches import block_changes
-from .concurrent_conds import EVALUATION_KEY, Evaluation
+from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .controlnet import residuals
 from .lora import PREFIX, NativeWeights, Patch
 from .native_call import by_name, native_class, runs_wrappers, wrappers_of
@@ -290,6 +290,8 @@ class RemoteDiffusionModel(torch.nn.Module):
             "on_posted": evaluation.start_next,
             "changes": changes,
         }
+        if changes.together:
+            tell_if_together(self)
         if band is None:
             cache = None if self.cache is None else self.cache.for_calls
             words, shape = 1 if context is None else context.shape[1], tuple(latents[0].shape)

@@ -70,7 +70,8 @@ class Sampling:
     def entries(self) -> int:
         """Batch entries of a model call: pictures times prompts."""
         prompts = sum(bool(conds) for conds in self.guider.conds.values())
-        if math.isclose(getattr(self.guider, "cfg", 1.0), 1.0):
+        both = self.guider.model_options.get("disable_cfg1_optimization", False)  # NAG looks at both in any case
+        if math.isclose(getattr(self.guider, "cfg", 1.0), 1.0) and not both:
             prompts = 1
         return len(self.noise) * max(1, prompts)
 

@@ -215,6 +215,21 @@ def test_with_warm_up_the_first_call_of_every_conditioning_is_exact(model):
     assert [p.conditioning for p in model.posted] == [1, 2] + [1, 1, 1, 2, 2, 2] * 2
 
 
+def test_conditioning_that_had_no_call_at_a_timestep_is_exact_again(model):
+    """As when guidance is on for some of the steps. Calls at one timestep count once."""
+    run = start(model, 3, warm_up=True)
+    calls = [(0.9, 0), (0.9, 1), (0.9, 0), (0.8, 0), (0.8, 1), (0.7, 0), (0.6, 0), (0.6, 1), (0.5, 1)]
+
+    def sample(band):
+        for time_, number in calls:
+            own = noise()[:, :, run.rows[band].slice]
+            run.predict(band, own, torch.tensor([time_]), text(number), False)
+
+    run_all(run, sample)
+    exact = [(round(p.timestep, 1), p.conditioning - 1) for p in model.posted if len(p.tokens) == 12]
+    assert exact == [(0.9, 0), (0.9, 1), (0.6, 1)]
+
+
 @pytest.mark.parametrize(
     ("short", "exact", "extra"),
     [case for case in itertools.product([0, 1, 2], [False, True], [1, 2])],

@@ -61,7 +61,8 @@ class BandedRun:
     """One sampling run in bands. `rows`: each band's latent rows, or frames if `along` is "frames"; `shape`: of the whole
     latent; `beside`: tokens of the one beside it, if there is such.
 
-    With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes.
+    With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes. So is
+    the first one behind a timestep at which there was none: the keys are older than a step then.
     `overlap`, `extrapolate`: see sampling.Step and OpenRun. `cache`: a StepCache for as many bands, to forecast calls.
     `poll` runs while the ranks are asked what memory they have.
 
@@ -105,7 +106,9 @@ class BandedRun:
         self.cache = cache
         self._entry: Computed | Forecast | None = None  # what the cache says to that call
         self._forecasts: dict[int, tuple[torch.Tensor, Forecast]] = {}  # by call: its timestep, and what answers it
-        self._known: set[int] = set()  # conditionings with keys in the buffers
+        # Conditionings with keys in the buffers -> number of the timestep of their last call.
+        self._known: dict[int, int] = {}
+        self._times, self._time = 0, float("nan")  # timesteps so far, and the newest
         self._finished: set[int] = set()
         self._error: BaseException | None = None
 
@@ -203,11 +206,15 @@ class BandedRun:
         self._begun += 1
         self._first = request
         conditioning = self._conditioning(request)
-        exact = request.exact or (self.warm_up and conditioning.id not in self._known)
-        self._known.add(conditioning.id)
+        time = float(request.timestep.max())
+        if time != self._time:
+            self._times, self._time = self._times + 1, time
+        rested = self._times - self._known.get(conditioning.id, -1) > 1  # also if it was never called
+        self._known[conditioning.id] = self._times
+        exact = request.exact or (self.warm_up and rested)
         if self.cache is not None:
             allowed = request.may_forecast and not exact
-            self._entry = self.cache.call(conditioning.id, float(request.timestep.max()), allowed)
+            self._entry = self.cache.call(conditioning.id, time, allowed)
         if isinstance(self._entry, Forecast):
             self._forecasts[call] = (request.timestep, self._entry)
         else:
