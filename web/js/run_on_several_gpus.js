@@ -151,6 +151,7 @@ function change(chosen) {
                 const parallel = insert(NODE, node, slot);
                 if (pipefusion) insert(PIPELINE, parallel, 0);
             }
+            node.graph.updateExecutionOrder(); // or the next run would change the workflow once more, which undo sees
         }
     } finally {
         app.canvas.emitAfterChange();

@@ -68,7 +68,7 @@ def report_trials(trials: Iterable[Trial], path: Path | None) -> int:
         found.append(trial)
         verdict = trial.verdict
         print(
-            f"{verdict.name}: {trial.put} once {trial.once}, undone {trial.undone}, queued {trial.queued}, "
+            f"{verdict.name}: {trial.put} queued {trial.queued}, again '{trial.again}', undone '{trial.undone}', "
             f"{verdict.outcome} {verdict.difference or ''} {verdict.reason}",
             flush=True,
         )

@@ -24,8 +24,11 @@ STAND_INS = FORKED_RANKS.parent / "template_stand_ins"
 PLAN = "**/parallel_dit/plan"
 LACK = "no card holds the whole model"
 ALL_STEPS = 1000
-SECONDS, SETTLE = 600.0, 1000
-"""Of a prompt; milliseconds in which nodes whose inputs come and go settle."""
+SECONDS = 600.0
+"""Of a prompt, at most."""
+SETTLE, SETTLING = 1000, 20
+"""Milliseconds in which nodes whose inputs or types follow what they are connected to settle, and how often that is waited
+for."""
 PROMPT = "async () => (await app.graphToPrompt()).output"
 SET = """([mode, steps]) => {
     for (const graph of [app.rootGraph, ...app.rootGraph.subgraphs.values()]) {
@@ -39,18 +42,18 @@ SET = """([mode, steps]) => {
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a template. `put`: nodes by type. `once`: a second click changed nothing. `queued`: the prompt's end,
-    with the error if it is one. `undone`: one undo gave the workflow as it was."""
+    """What became of a template. `put`: nodes by type. `queued`: the prompt's end, with the error if it is one. `again`:
+    what a second click changed; `undone`: what one undo left otherwise than it was; empty where that is nothing."""
 
     verdict: Verdict
     put: dict[str, int]
-    once: bool
     queued: str
-    undone: bool
+    again: str
+    undone: str
 
     @property
     def passed(self) -> bool:
-        return self.once and self.undone and self.queued == "success" and self.verdict.outcome == EQUAL
+        return not self.again and not self.undone and self.queued == "success" and self.verdict.outcome == EQUAL
 
     def as_json(self) -> dict[str, Any]:
         return self.verdict.as_json() | {name: value for name, value in asdict(self).items() if name != "verdict"}
@@ -75,7 +78,7 @@ def try_all(
                 try:
                     yield try_one(Editor(page), server, template, graph, inside, files)
                 except sync_api.Error as error:
-                    yield Trial(Verdict(*about(template), FAILED, str(error)[:300]), {}, False, "no", False)
+                    yield Trial(Verdict(*about(template), FAILED, str(error)[:300]), {}, "no", "not tried", "not tried")
 
 
 @contextmanager
@@ -110,10 +113,13 @@ def try_one(
     choose(editor, "success")
     after = editor.saved()
     choose(editor, "info")
-    once = editor.saved() == after
+    again = first_difference(after, editor.saved())
     page.keyboard.press("Control+z")
     page.wait_for_function("() => !JSON.stringify(app.rootGraph.serialize()).includes('ParallelizeModel')")
-    undone = without_sizes(editor.saved()) == without_sizes(before)
+    for _ in range(SETTLING):
+        if not (undone := first_difference(before, editor.saved())):
+            break
+        page.wait_for_timeout(SETTLE)
     choose(editor, "success")
     put = {kind: count(after, kind) - count(before, kind) for kind in ("ParallelizeModel", "ApplyPipeFusion")}
     page.evaluate(SET, ["pipefusion" if put["ApplyPipeFusion"] else "ulysses", ALL_STEPS])
@@ -127,7 +133,7 @@ def try_one(
     else:
         said = f"refused: {json.dumps(queued)}"
     template = replace(template, prompt=without_unknown(native))
-    return Trial(compare(template, inside, files, ours=without_unknown(ours)), put, once, said, undone)
+    return Trial(compare(template, inside, files, ours=without_unknown(ours)), put, said, again, undone)
 
 
 def choose(editor: Editor, severity: str) -> None:
@@ -139,11 +145,18 @@ def choose(editor: Editor, severity: str) -> None:
     page.locator(f".p-toast-message-{severity}").first.wait_for()
 
 
-def without_sizes(saved: Any) -> Any:
-    """ComfyUI gives some nodes their least size when it loads a workflow, which is how it takes a change back."""
-    if isinstance(saved, dict):
-        return {name: without_sizes(value) for name, value in saved.items() if name != "size"}
-    return [without_sizes(value) for value in saved] if isinstance(saved, list) else saved
+def first_difference(before: Any, after: Any, place: str = "") -> str:
+    """Where two workflows differ, empty where nowhere. Sizes of nodes are not looked at: ComfyUI gives some their least one
+    when it loads a workflow, which is how it takes a change back."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = sorted((before.keys() | after.keys()) - {"size"})
+        parts = [(name, before.get(name), after.get(name)) for name in names]
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        parts = [(str(index), *pair) for index, pair in enumerate(zip(before, after, strict=True))]
+    else:
+        return "" if before == after else f"{place}: {str(before)[:80]}, then {str(after)[:80]}"
+    found = (first_difference(one, other, f"{place}/{name}") for name, one, other in parts)
+    return next(filter(None, found), "")
 
 
 def count(saved: dict[str, Any], kind: str) -> int:
