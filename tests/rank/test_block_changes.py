@@ -187,4 +187,7 @@ def test_wan_is_led_away_from_a_second_text(pools, made):
     assert tiny.relative(guided[1:], plain[1:]) <= 1e-6
     assert tiny.relative(guided[:1], plain[:1]) > 1e-3
     assert tiny.relative(output((0.5, 0.5))[:1], guided[:1]) <= 1e-6
+    with torch.inference_mode():
+        embedded = tiny.whole_model(path).condition_embedder.text_embedder(away)
+    assert tiny.relative(output((0.5, 0.0), embedded), guided) <= 1e-6  # as the native model hands it to Parallelize Model
     assert tiny.relative(output((0.5, 0.5), tensors["context"]), plain) <= 1e-5  # away from itself: it stays

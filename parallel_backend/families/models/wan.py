@@ -54,8 +54,8 @@ class WanVariant(diffusers.WanTransformer3DModel):
         """[b, C, T, H, W] in whole patches, timestep [b] or [b, n], text [b, t, text_dim] -> [b, out_channels, T, H, W].
 
         `positions` [b, R, 4] float32: frame, row, column and number of the source of R reference tokens. `embedded`:
-        arguments of `patch_embedding`, behind the latent. `given`: those of `block_arguments`. `away` [b, u, text_dim],
-        `normalized` [b, 3]: text of GuidedText, and its settings.
+        arguments of `patch_embedding`, behind the latent. `given`: those of `block_arguments`. `away` [b, u, text_dim]
+        (or embedded, [b, u, width]), `normalized` [b, 3]: text of GuidedText, and its settings.
         """
         assert not return_dict
         batch, _, *sizes = hidden_states.shape
@@ -64,7 +64,8 @@ class WanVariant(diffusers.WanTransformer3DModel):
         given = self.block_arguments(hidden_states, timestep, **(given or {}))
         hidden_states = self.patch_embedding(hidden_states, **(embedded or {}))
         times = timestep.shape[1] if timestep.ndim == 2 else None
-        if away is not None:  # before the text, whose embedding may be kept from a micro-step before
+        if away is not None and away.shape[-1] == self.config.text_dim:
+            # Before the text, whose embedding may be kept from a micro-step before.
             away = self.condition_embedder.text_embedder(away)
         temb, modulation, text, picture = self.condition_embedder(
             timestep.flatten(), encoder_hidden_states, encoder_hidden_states_image, timestep_seq_len=times

@@ -17,7 +17,7 @@ from parallel_backend.families.base.step_inputs import (
     Shapes,
     StepInputs,
 )
-from parallel_backend.families.parts.conditioning import count_blocks, text
+from parallel_backend.families.parts.conditioning import count_blocks, hidden, text
 from parallel_backend.families.parts.key_map import KeyMap
 
 PATCHING = Patching(video=True)
@@ -141,7 +141,7 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
     """See Inputs.conditioning.
 
     `context` [B, T, text_dim] and, for models with layers for it, `picture` [B, P, image_dim]: CLIP's tokens. With
-    TEXT_GUIDANCE also `away` [B, U, text_dim] and `normalized` [B, 3]: see models/wan_text.py.
+    TEXT_GUIDANCE also `away` [B, U, text_dim or width] and `normalized` [B, 3]: see models/wan_text.py.
 
     ValueError for text that the class cannot tell from the picture, and for CLIP output of another model.
     """
@@ -149,7 +149,10 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
     guidance = {}
     if TEXT_GUIDANCE in given:
         away, settings = given[TEXT_GUIDANCE]
-        guidance = {"away": text("Wan", config["text_dim"], {"context": away}), "normalized": settings}
+        width = (
+            hidden(config) if away.shape[-1] == hidden(config) else config["text_dim"]
+        )  # the native model has embedded it
+        guidance = {"away": text("Wan", width, {"context": away}), "normalized": settings}
     if config["image_dim"] is None:
         return guidance | {"context": context}  # the native model ignores the picture as well
     if context.shape[1] != PROMPT:
