@@ -40,7 +40,9 @@ def test_every_sampler_gives_what_it_gives_on_the_native_model(found, measured, 
     assert (got["stale"] > 1e-3) == (sampler != "dpm_adaptive")
 
 
-@pytest.mark.parametrize("run", ["masks", "denoise 0.5", "odd size", "batch 2", "after the cancellation"])
+@pytest.mark.parametrize(
+    "run", ["masks", "denoise 0.5", "odd size", "guidance of the whole latent", "batch 2", "after the cancellation"]
+)
 def test_other_runs(found, measured, run):
     got = found[run]
     check(got, measured)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import latent_preview
 from boot import BASE, Results, comfy, difference, ksampler, node, parallel, parts_of, sequence, torch
 from comfy.nested_tensor import NestedTensor
+from comfy_extras.nodes_apg import APG
 from comfy_extras.nodes_minimax_h3 import MiniMaxH3SigmaShift
 from families import read
 from samplers import Warnings, logging
@@ -32,14 +33,15 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
     def run(model, latent=empty, steps=STEPS, **settings):
         return ksampler(model, prompts, latent, steps=steps, cfg=1.0, **settings)
 
-    def in_every_way(by_native: bool = True, **settings) -> dict:
-        exact = run(plain, **settings)
+    def in_every_way(by_native: bool = True, put=lambda model: model, **settings) -> dict:
+        """`put`: puts a node on the MODEL."""
+        exact = run(put(plain), **settings)
         told.texts.clear()
-        stale = run(banded, **settings)
+        stale = run(put(banded), **settings)
         found = {"warnings": list(told.texts), "stale": difference(exact, stale)}
-        found["warm"] = difference(exact, run(warm, **settings))
+        found["warm"] = difference(exact, run(put(warm), **settings))
         if by_native:
-            found["native"] = difference(exact, run(native, **settings))
+            found["native"] = difference(exact, run(put(native), **settings))
         return found | {"finite": all(bool(part.isfinite().all()) for part in (*parts_of(exact), *parts_of(stale)))}
 
     results.case("all samplers", lambda: comfy.samplers.SAMPLER_NAMES)
@@ -48,6 +50,8 @@ def main(results: Results, name: str, samplers: list[str]) -> None:
     results.case("masks", partial(in_every_way, latent={"samples": picture, "noise_mask": masked["noise_mask"]}))
     results.case("denoise 0.5", partial(in_every_way, latent={"samples": picture}, denoise=0.5))
     results.case("odd size", partial(in_every_way, latent={"samples": odd}))
+    guidance = partial(in_every_way, put=lambda model: APG.execute(model, 0.5, 4.0, -0.5).result[0])
+    results.case("guidance of the whole latent", guidance)
     results.case("batch 2", partial(in_every_way, False, latent={"samples": two}))  # which the native model refuses
     own = {kind: shifted(model) for kind, model in {"native": native, "plain": plain, "warm": warm}.items()}
     results.case("shifts", lambda: {kind: difference(run(own["native"]), run(model)) for kind, model in own.items()})
