@@ -12,7 +12,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.family import Source
 from parallel_backend.processes.pool import Poll, Pool, wait_for
-from parallel_backend.wire.loading import Adapt, Adapted, AdaptersSent, DropAdapters, Loaded, Rescale
+from parallel_backend.wire.loading import Adapt, Adapted, AdaptersSent, DropAdapters, Loaded, Rescale, Weigh
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,15 @@ class Delta:
     down: torch.Tensor | None = None
     scale: float = 1.0
     rows: Span | None = None
+    group: int = 0
+    """Counts by the strength of this group, group 0 in full."""
+    instead: bool = False
+    """`up` is the tensor's whole value, in place of the checkpoint's. Before other deltas of the key."""
 
     def has_factors_of(self, other: "Delta") -> bool:
         """The very same tensors, for the same place; the scale may be another."""
-        if (self.key, self.rows) != (other.key, other.rows) or self.down is None or other.down is None:
+        place = self.key, self.rows, self.group
+        if place != (other.key, other.rows, other.group) or self.down is None or other.down is None:
             return False
         return _is_same(self.up, other.up) and _is_same(self.down, other.down)
 
@@ -108,7 +113,7 @@ class Deltas:
             if source.swap_halves:
                 up = torch.cat(up.chunk(2)[::-1])
             missing -= len(common)
-            yield Adapt(parameter, up, delta.down, delta.scale)
+            yield Adapt(parameter, up, delta.down, delta.scale, delta.group, delta.instead)
         if missing:
             raise ValueError(
                 f"model: what is to be added to {delta.key} does not fit {self._checkpoint.path.name}. Use a LoRA that was "
@@ -128,6 +133,7 @@ class Adaptation:
         self._pool = pool
         self._deltas = Deltas(checkpoint, [reply.parameters for reply in loaded], pool.send)
         self._name: Hashable | None = None
+        self._strengths: tuple[float, ...] = ()  # of the ranks' groups
         self._lock = threading.Lock()
 
     @property
@@ -135,17 +141,29 @@ class Adaptation:
         """Something is added to the weights."""
         return self._name is not None
 
-    def replace(self, name: Hashable | None, deltas: Iterable[Delta], check: Callable[[], None], poll: Poll) -> None:
+    def replace(
+        self,
+        name: Hashable | None,
+        deltas: Iterable[Delta],
+        strengths: tuple[float, ...],
+        check: Callable[[], None],
+        poll: Poll,
+    ) -> None:
         """Have the ranks compute with these deltas in place of the last ones. See RemoteTransformer.adapt.
 
         `check` raises once the model is on the ranks no more.
         """
         with self._lock:
             check()
-            if name == self._name:
+            if (name, strengths) == (self._name, self._strengths):
                 return
-            self._name = object()  # equal to no name, until the ranks say that all is in place
-            self._deltas.replace(deltas, poll)
+            known, self._name = self._name, object()  # equal to no name, until the ranks say that all is in place
+            if name != known:
+                self._strengths = ()
+                self._deltas.replace(deltas, poll)
+            if strengths != self._strengths:
+                for rank in range(len(self.bytes)):
+                    self._pool.send(rank, Weigh(strengths))
             replies = wait_for(self._pool.ask(AdaptersSent(), Adapted), poll)
             self.bytes = [reply.adapter_bytes for reply in replies]
-            self._name = name
+            self._name, self._strengths = name, strengths

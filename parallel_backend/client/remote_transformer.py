@@ -125,14 +125,14 @@ class RemoteTransformer:
         except RankError as error:
             raise self._memory.explained(error) from None
 
-    def adapt(self, name: Hashable | None, deltas: Iterable[Delta], poll: Poll) -> None:
+    def adapt(self, name: Hashable | None, deltas: Iterable[Delta], poll: Poll, strengths: tuple[float, ...] = ()) -> None:
         """Compute with the checkpoint's weights and these added, in place of what was added before; for no call under way.
 
-        `name` stands for the deltas: under the name of last time nothing is sent, and `deltas` is not looked at. None: as
-        loaded. Waits until every rank has its part, whose size is then in `adapter_bytes`. ValueError for a delta that
-        does not fit the checkpoint.
+        `name` stands for the deltas: under the name of last time none is sent, and `deltas` is not looked at. None: as
+        loaded. `strengths`: of the deltas' groups 1, 2, ...; other ones cost a message. Waits until every rank has its
+        part, whose size is then in `adapter_bytes`. ValueError for a delta that does not fit the checkpoint.
         """
-        self._adaptation.replace(name, deltas, self._posting.check, poll)
+        self._adaptation.replace(name, deltas, strengths, self._posting.check, poll)
 
     def stage_costs(self, grid: tuple[int, ...]) -> tuple[StageCost, ...] | None:
         """By stage, for a picture with these tokens along its axes; None where nothing was measured."""

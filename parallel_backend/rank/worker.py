@@ -48,7 +48,7 @@ run it does not: there messages come at about equal intervals."""
 LOADING = "loading"
 DOING = {
     **dict.fromkeys((m.Load, m.Probe, m.PutDecoder), LOADING),
-    **dict.fromkeys((m.Adapt, m.Rescale, m.DropAdapters, m.AdaptersSent), "adapting a LoRA"),
+    **dict.fromkeys((m.Adapt, m.Rescale, m.Weigh, m.DropAdapters, m.AdaptersSent), "adapting a LoRA"),
     m.PutConditioning: "taking in a prompt",
     m.Decode: "decoding a picture",
     m.ProbeLinks: "timing transfers",
@@ -101,6 +101,8 @@ class Worker:
                 self.engine.stage.adapters.add(message)
             case m.Rescale():
                 self.engine.stage.adapters.rescale(message.scales)
+            case m.Weigh():
+                self.engine.stage.adapters.weigh(message.strengths)
             case m.AdaptersSent():
                 self._reply(m.Adapted(self.settings.rank, self.engine.adapted()))
             case m.PutConditioning():

@@ -69,18 +69,29 @@ class Adapt:
     up: torch.Tensor
     down: torch.Tensor | None
     scale: float
+    group: int = 0
+    """Which of Weigh's strengths it counts by. Group 0 counts in full always."""
+    instead: bool = False
+    """`up` is the parameter's whole value, in place of the checkpoint's. Before anything else for this parameter."""
 
 
 @dataclass(frozen=True)
 class Rescale:
-    """Client -> rank: new scales of every Adapt since the last DropAdapters, in order."""
+    """Client -> rank: new scales of every Adapt since the last DropAdapters, in order. Groups wait for the next Weigh."""
 
     scales: tuple[float, ...]
 
 
 @dataclass(frozen=True)
+class Weigh:
+    """Client -> rank: strengths of the groups 1, 2, ... from now on. A group that has not been told of counts nothing."""
+
+    strengths: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class AdaptersSent:
-    """Client -> rank: answer Adapted once every Adapt and Rescale so far is in place."""
+    """Client -> rank: answer Adapted once every Adapt, Rescale and Weigh so far is in place."""
 
 
 @dataclass(frozen=True)

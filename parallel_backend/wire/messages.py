@@ -30,7 +30,7 @@ from .encoding import Envelope as Envelope
 from .lifecycle import IDLE as IDLE
 from .lifecycle import START_UP as START_UP
 from .lifecycle import Failure, HeartbeatMessage, Ready, Stop, Unload, Unloaded
-from .loading import Adapt, Adapted, AdaptersSent, DropAdapters, Load, Loaded, Loading, Rescale
+from .loading import Adapt, Adapted, AdaptersSent, DropAdapters, Load, Loaded, Loading, Rescale, Weigh
 from .sampling import BlockStats, CloseRun, DropConditioning, OpenRun, Output, PutConditioning, RunStats, Step
 from .shared_memory import CloseSegment, OpenSegment
 
@@ -50,7 +50,7 @@ _TYPES = {
             PutConditioning,
             DropConditioning,
         ),
-        *(DropAdapters, Adapt, Rescale, AdaptersSent, Adapted),
+        *(DropAdapters, Adapt, Rescale, Weigh, AdaptersSent, Adapted),
         *(PutDecoder, Decode, Decoded),
         *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),
         *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, CloseSegment),

@@ -290,6 +290,48 @@ def test_another_strength_sends_no_factors(load, files, monkeypatch, degrees, tm
         assert not any(isinstance(message, m.Rescale) for message in sent)
 
 
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(tensor=2)], ids=str)
+def test_groups_are_weighed_without_being_sent_again(load, files, monkeypatch, degrees, tmp_path):
+    """As LoRAs in conditionings are: a strength for each call, with something that is always there."""
+    path, given = files["flux"], tiny.inputs(CONFIGS["flux"])
+    model, state = load(path, degrees), load_file(path)
+    base, first, second = lora(state), lora(state, seed=7) + diffs(state), lora(state, seed=8)
+    grouped = [*base, *(replace(delta, group=1) for delta in first), *(replace(delta, group=2) for delta in second)]
+    sent, send = [], model.pool.send
+    monkeypatch.setattr(model.pool, "send", lambda rank, message, *rest: (sent.append(message), send(rank, message, *rest)))
+    model.adapt("hooks", grouped, lambda: None)  # not weighed: the groups are at rest
+    for strengths in ((), (1.0, 0.0), (0.0, 1.0), (0.5, -0.25), (0.0, 0.0), (1.0, 1.0)):
+        sent.clear()
+        model.adapt("hooks", iter(lambda: pytest.fail("looked at"), None), lambda: None, strengths)
+        assert not any(isinstance(message, (m.Adapt, m.DropAdapters)) for message in sent)
+        weighed = [(first, strengths[0]), (second, strengths[1])] if strengths else []
+        together = base + [replace(each, scale=by * each.scale) for deltas, by in weighed for each in deltas]
+        expected = REFERENCES["flux"](merged(path, together, tmp_path), *given)
+        assert tiny.relative(output(model, given), expected) <= LIMIT
+    model.adapt("hooks again", grouped, lambda: None)
+    expected = REFERENCES["flux"](merged(path, base, tmp_path), *given)
+    assert tiny.relative(output(model, given), expected) <= LIMIT
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp8_e4m3fn"])
+def test_whole_values_take_the_place_of_the_files(load, files, tmp_path, dtype):
+    """As those of merged models do, with a LoRA on top; without them the file's values are there again."""
+    path, given = files["flux"], tiny.inputs(CONFIGS["flux"])
+    model, state = load(path, Degrees(tensor=2), dtype), load_file(path)
+    before = output(model, given)
+    g = torch.Generator().manual_seed(11)
+    values = {
+        key: value + value.std().nan_to_num(0.1) * torch.randn(value.shape, generator=g) for key, value in state.items()
+    }
+    deltas = [*(Delta(key, value, instead=True) for key, value in values.items()), *lora(state), *diffs(state)]
+    added = [Delta(key, value - state[key]) for key, value in values.items()] + lora(state) + diffs(state)
+    model.adapt("a merge", deltas, lambda: None)
+    expected = REFERENCES["flux"](merged(path, added, tmp_path), *given)
+    assert tiny.relative(output(model, given), expected) <= LIMIT < SHOWS < tiny.relative(before, expected)
+    model.adapt(None, (), lambda: None)
+    assert torch.equal(output(model, given), before)
+
+
 def test_cancelled_while_they_are_sent(load, files):
     """Cancel raises in `poll`: half a LoRA is not used for the next picture, and not taken for a whole one."""
     model, given, deltas = load(files["flux"], Degrees(pipe=2)), tiny.inputs(CONFIGS["flux"]), lora(load_file(files["flux"]))

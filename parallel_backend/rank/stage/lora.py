@@ -1,20 +1,24 @@
 """LoRA and other additions to a rank's weights, made without reading the weights again.
 
 A linear layer computes its adapters beside its weight, which stays as loaded, packed or not. Other parameters are small:
-the rank keeps their loaded values and adds to the parameter itself.
+the rank keeps their loaded values and adds to the parameter itself. Only a value that stands in place of the loaded one
+(a merge of models) is written over it; the checkpoint has the loaded one.
+
+Adapters come in groups, whose strengths may be others at every call. Those of a group at rest stay on the device.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.reader import reading
 from parallel_backend.core.spans import Shard
 from parallel_backend.wire.loading import Adapt
 
-from .linear import PackedLinear, RankLinear
+from .linear import Adapter, PackedLinear, RankLinear
 from .tensor_parallel import TensorPlan
 
 
@@ -28,6 +32,45 @@ def parameter_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
+@dataclass
+class _Beside:
+    """An adapter beside `layer`, by its own scale, and as it is for the last strength that was neither 0 nor 1."""
+
+    layer: RankLinear
+    own: Adapter
+    group: int
+    weighed: tuple[float, torch.Tensor] | None = None  # strength, `up` times it
+
+    def put(self, strength: float) -> None:
+        """Have the layer compute it, beside others. At strength 0 it does not."""
+        if strength == 0.0:
+            return
+        up, down = self.own
+        if strength != 1.0:
+            if self.weighed is None or self.weighed[0] != strength:
+                self.weighed = strength, up * strength
+            up = self.weighed[1]
+        self.layer.adapters.append((up, down))
+
+    @property
+    def nbytes(self) -> int:
+        factors = [*self.own, None if self.weighed is None else self.weighed[1]]
+        return sum(factor.nbytes for factor in factors if factor is not None)
+
+
+@dataclass
+class _Values:
+    """What is added to a parameter that is no linear layer's weight."""
+
+    parameter: nn.Parameter
+    loaded: torch.Tensor
+    added: dict[int, torch.Tensor] = field(default_factory=dict)  # by group: the sum, float32
+
+    @property
+    def nbytes(self) -> int:
+        return self.loaded.nbytes + sum(total.nbytes for total in self.added.values())
+
+
 class Adapters:
     """What is added to the parameters of a rank's `model` now. Factors are kept in the compute dtype `dtype`.
 
@@ -39,26 +82,35 @@ class Adapters:
         self._model, self._checkpoint, self._plan = model, checkpoint, plan
         self._device, self._dtype = device, dtype
         self._factors: list[Adapt] = []  # the rank's shards before scaling, for `rescale`
-        self._layers: list[RankLinear] = []
-        self._values: dict[
-            str, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # parameter -> (loaded value, float32 sum of what is added)
-        self.nbytes = 0
+        self._beside: list[_Beside] = []
+        self._values: dict[str, _Values] = {}
+        self._replaced: set[str] = set()  # parameters whose loaded values are written over
+        self._strengths: tuple[float, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is kept on the device beside the weights, in use or not."""
+        return sum(each.nbytes for each in (*self._beside, *self._values.values()))
 
     def add(self, part: Adapt) -> None:
-        """Add to one of the rank's parameters. AttributeError if it has no such parameter."""
-        shape = self._checkpoint.shape(part.parameter)
-        shard = self._plan.shards({part.parameter: shape}).get(part.parameter)
+        """Add to one of the rank's parameters, or replace its value. AttributeError if it has no such parameter."""
+        shard = self._shard(part.parameter)
         if part.down is None or shard is None or shard.dim == 0:
             part = replace(part, up=_own_part(part.up, shard))
         else:
             part = replace(part, down=_own_part(part.down, shard))
+        if part.instead:
+            self._replace(part)
+            return
         if part.down is not None:
             self._factors.append(part)
         self._put(part)
 
     def rescale(self, scales: Sequence[float]) -> None:
-        """Replace the scales of all that was added, in the order of `add`. All of it must have had factors."""
+        """Replace the scales of all that was added, in the order of `add`. All of it must have had factors.
+
+        As after `drop`, groups wait to be weighed.
+        """
         factors = [replace(part, scale=scale) for part, scale in zip(self._factors, scales, strict=True)]
         self.drop()
         self._factors = factors
@@ -66,13 +118,36 @@ class Adapters:
             self._put(part)
 
     @torch.no_grad()
+    def weigh(self, strengths: tuple[float, ...]) -> None:
+        """Have each group 1, 2, ... count by its strength from now on."""
+        self._strengths = strengths
+        for beside in self._beside:
+            beside.layer.adapters.clear()
+        for beside in self._beside:
+            beside.put(self._strength(beside.group))
+        for values in self._values.values():
+            if any(values.added):  # group 0 alone is as it was
+                self._sum_up(values)
+
+    @torch.no_grad()
     def drop(self) -> None:
         """Remove all that was added. Every parameter is as loaded, bit for bit."""
-        for layer in self._layers:
-            layer.adapters.clear()
-        for parameter, (loaded, _) in self._values.items():
-            self._model.get_parameter(parameter).copy_(loaded)
-        self._factors, self._layers, self._values, self.nbytes = [], [], {}, 0
+        for beside in self._beside:
+            beside.layer.adapters.clear()
+        for values in self._values.values():
+            values.parameter.copy_(values.loaded)
+        if self._replaced:
+            self._load_again()
+        self._factors, self._beside, self._values, self._strengths = [], [], {}, ()
+
+    def _strength(self, group: int) -> float:
+        if group == 0:
+            return 1.0
+        return self._strengths[group - 1] if group <= len(self._strengths) else 0.0
+
+    def _shard(self, parameter: str) -> Shard | None:
+        """The rank's part of a parameter; None: all of it."""
+        return self._plan.shards({parameter: self._checkpoint.shape(parameter)}).get(parameter)
 
     @torch.no_grad()
     def _put(self, part: Adapt) -> None:
@@ -83,23 +158,46 @@ class Adapters:
         if isinstance(layer, RankLinear) and leaf == "weight" and called:
             dtype = self._checkpoint.compute_dtype(part.parameter, self._dtype)
             down = None if part.down is None else part.down.to(self._device, dtype)
-            layer.adapters.append((up.to(dtype), down))
-            self._layers.append(layer)
-            self.nbytes += sum(factor.nbytes for factor in layer.adapters[-1] if factor is not None)
+            self._beside.append(_Beside(layer, (up.to(dtype), down), part.group))
+            self._beside[-1].put(self._strength(part.group))
         else:
             parameter = layer.get_parameter(leaf)
             delta = up if part.down is None else up @ part.down.to(self._device, torch.float32)
-            self._add_to_values(part.parameter, parameter, delta.view(parameter.shape))
+            self._add_to_values(part, parameter, delta.view(parameter.shape))
 
-    def _add_to_values(self, name: str, parameter: nn.Parameter, delta: torch.Tensor) -> None:
-        if name in self._values:
-            loaded, added = self._values[name]
-        else:
-            loaded, added = parameter.detach().clone(), torch.zeros_like(delta)
-            self.nbytes += loaded.nbytes + added.nbytes
-        added += delta
-        self._values[name] = loaded, added
-        parameter.copy_(loaded + added)
+    def _add_to_values(self, part: Adapt, parameter: nn.Parameter, delta: torch.Tensor) -> None:
+        values = self._values.get(part.parameter)
+        if values is None:
+            values = self._values[part.parameter] = _Values(parameter, parameter.detach().clone())
+        earlier = values.added.get(part.group)
+        values.added[part.group] = delta if earlier is None else earlier.add_(delta)
+        self._sum_up(values)
+
+    def _sum_up(self, values: _Values) -> None:
+        total = sum(self._strength(group) * added for group, added in values.added.items())
+        values.parameter.copy_(values.loaded + total)
+
+    @torch.no_grad()
+    def _replace(self, part: Adapt) -> None:
+        """Write the value over the loaded one. Beside a packed weight, which cannot take it, goes what it differs by."""
+        name, _, leaf = part.parameter.rpartition(".")
+        layer = self._model.get_submodule(name)
+        if isinstance(layer, PackedLinear) and leaf == "weight":
+            loaded = layer.weight.float()
+            self._put(replace(part, up=part.up.to(self._device, torch.float32).view(loaded.shape) - loaded, scale=1.0))
+            return
+        parameter = layer.get_parameter(leaf)
+        parameter.copy_(part.up.view(parameter.shape))
+        self._replaced.add(part.parameter)
+
+    def _load_again(self) -> None:
+        """Have the parameters that were written over as the checkpoint has them."""
+        with reading(self._checkpoint) as reader:
+            for name in self._replaced:
+                parameter = self._model.get_parameter(name)
+                values = reader.values(name, parameter.dtype, self._shard(name), self._device)
+                parameter.copy_(values.view(parameter.shape))
+        self._replaced = set()
 
 
 def _own_part(values: torch.Tensor, shard: Shard | None) -> torch.Tensor:
