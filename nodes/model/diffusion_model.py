@@ -3,7 +3,7 @@
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -11,6 +11,7 @@ import comfy.model_patcher
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.client.lora import Delta
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal
 from parallel_backend.client.placement.expected_request import expected_request
 from parallel_backend.client.placement.gpu_overheads import context_bytes
@@ -88,10 +89,11 @@ class Band:
 class RemoteDiffusionModel(torch.nn.Module):
     """Answers ComfyUI's model call with the ranks' output. Holds no parameters and no process.
 
-    `patches`, `patches_uuid`, `cache`: those of `patcher`, the one under which it is sampled; its clones all share this
-    module. `idle`: what was said in this sampling run about replicas that have nothing to do. `loaded`: what it was on ranks
-    at its last call in this run. `turns`: how often that became another one, since another MODEL takes its ranks in between.
-    `devices`: those that it may use. `key` has the ones that it does use; degrees `auto` set it before a run.
+    `patches`, `patches_uuid`, `hook_patches`, `cache`: those of `patcher`, the one under which it is sampled; its clones all
+    share this module. `beside`: its LoRAs in bypass mode, as patches. `idle`: what was said in this sampling run about
+    replicas that have nothing to do. `loaded`: what it was on ranks at its last call in this run. `turns`: how often that
+    became another one, since another MODEL takes its ranks in between. `devices`: those that it may use. `key` has the ones
+    that it does use; degrees `auto` set it before a run.
     """
 
     on_ranks = True
@@ -104,6 +106,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.checkpoint, self.key, self.comm_overlap = checkpoint, key, comm_overlap
         self.devices = key.devices
         self.patches: dict[str, list[Patch]] = {}
+        self.beside: dict[str, list[Patch]] = {}
+        self.hook_patches: dict[Any, dict[str, list[Patch]]] = {}
         self.patches_uuid: UUID | None = None
         self.cache: SamplingCache | None = None
         self.patcher: Callable[[], comfy.model_patcher.ModelPatcher | None] = lambda: None
@@ -161,7 +165,8 @@ class RemoteDiffusionModel(torch.nn.Module):
                 raise
             family = self.checkpoint.family
             if name == "preprocess_text_embeds" and family.text_model is not None:
-                return functools.partial(self._text.preprocess, self.patches, self.patches_uuid)
+                added = {key: self.patches.get(key, []) + self.beside.get(key, []) for key in (*self.patches, *self.beside)}
+                return functools.partial(self._text.preprocess, added, self.patches_uuid)
             if name == LAYERS and TEXT_GUIDANCE in family.inputs.options:
                 return TextLayers(self.checkpoint, self.native_tensors, f"{LAYERS}.")
             values = family.native_values(self.checkpoint.config)
@@ -181,11 +186,24 @@ class RemoteDiffusionModel(torch.nn.Module):
             if self.turns == 2:
                 log.warning("Parallel DiT: %s", TAKING_TURNS)
                 say(f"Parallel DiT: {TAKING_TURNS}")
-        name = self.patches_uuid if self.patches else None
-        elsewhere = {PREFIX + key for key in self.checkpoint.text_keys("")}
-        patches = {key: added for key, added in self.patches.items() if key not in elsewhere}
-        model.adapt(name, self.weights.deltas(patches), check_cancelled)
+        present = self.patches or self.beside or self.hook_patches
+        name = (self.patches_uuid, *self.hook_patches) if present else None
+        model.adapt(name, self._deltas(), check_cancelled, self._strengths())
         return model
+
+    def _deltas(self) -> Iterator[Delta]:
+        """All that the patcher adds to weights. Each hook of its conditionings is a group."""
+        elsewhere = {PREFIX + key for key in self.checkpoint.text_keys("")}
+        groups = enumerate(self.hook_patches.values(), 1)
+        for group, patches in ((0, self.patches), (0, self.beside), *groups):
+            yield from self.weights.deltas({key: each for key, each in patches.items() if key not in elsewhere}, group)
+
+    def _strengths(self) -> tuple[float, ...]:
+        """Of the hooks in this model call, in the order of `hook_patches`. ComfyUI joins conditionings of the same alone."""
+        patcher = self.patcher()
+        hooks = None if patcher is None else patcher.current_hooks
+        found = {} if hooks is None else {hook.hook_ref: hook.strength for hook in hooks.hooks}
+        return tuple(float(found.get(reference, 0.0)) for reference in self.hook_patches)
 
     def bytes_on(self, device: torch.device) -> int:
         """Bytes that the ranks on this device hold now."""

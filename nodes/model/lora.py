@@ -1,6 +1,7 @@
 """LoRA and other weight patches of ComfyUI's ModelPatcher, as what the ranks add to their weights.
 
-Only what does not depend on the weight itself can be added beside it: those are on the ranks, perhaps packed.
+What does not depend on the weight itself is added beside it, where it is: on the ranks, perhaps packed. What does (a merge
+of models, DoRA) is worked out here, by ComfyUI's own arithmetic on the checkpoint's values, and takes the weight's place.
 """
 
 import math
@@ -12,6 +13,8 @@ import comfy.utils
 import comfy.weight_adapter
 import torch
 
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.original import OriginalTensors
 from parallel_backend.client.lora import Delta
 from parallel_backend.core.spans import Span
 
@@ -27,6 +30,9 @@ ALPHA = 2
 LORA_MID, LORA_RESHAPE = 3, 5
 """Places in a LoRA's `weights` of a third factor, and of the shape that it makes the weight have."""
 SENT_AS_IS = (torch.float32, torch.bfloat16, torch.float16)
+MODEL_AS_LORA = "model_as_lora"
+"""Kind of a patch in a conditioning: what another model's weight differs by."""
+KINDS = ("diff", "set", MODEL_AS_LORA)
 
 
 class NativeWeights:
@@ -35,31 +41,60 @@ class NativeWeights:
     Files may have others: the names of Flux's norms have changed between ComfyUI's versions.
     """
 
-    def __init__(self, original: Mapping[str, torch.Tensor], model_config: Any):
-        """`original`: tensors on the meta device by key in original layout; `model_config`: ComfyUI's, as it detected it."""
+    def __init__(self, checkpoint: Checkpoint, original: Mapping[str, torch.Tensor], model_config: Any, dtype: torch.dtype):
+        """`original`: tensors on the meta device by key in original layout; `model_config`: ComfyUI's, as it detected it.
+
+        `dtype`: what matrices are computed in on the ranks.
+        """
         self.tensors: dict[str, torch.Tensor] = {}
         self._keys: dict[str, str] = {}
+        self._original, self._dtype = OriginalTensors(checkpoint), dtype
         for key, tensor in original.items():
             renamed = model_config.process_unet_state_dict({key: tensor})
             self.tensors |= renamed
             self._keys |= dict.fromkeys(renamed, key)
 
-    def check(self, key: str, patch: Patch) -> None:
-        """ValueError, in the user's words, unless `deltas` can say what the patch adds."""
+    def check(self, key: str, patch: Patch, hooked: bool = False) -> None:
+        """ValueError, in the user's words, unless `deltas` can say what the patch does. `hooked`: in a conditioning."""
         name, shape = self._find(key)
-        if (why := why_not(patch, _region(shape, patch[3]))) is not None:
+        region = _region(shape, patch[3])
+        why = why_not(patch, region) or (why_not_hooked(patch) if hooked else None)
+        if why is not None:
             raise ValueError(
                 f"model: {why} (for {name}) cannot be added to Parallel DiT's weights, which are on its ranks. Remove the "
                 "node that adds it, use a LoRA of the kind LoRA, LoHa or LoKr, or merge it into the checkpoint."
             )
 
-    def deltas(self, patches: Mapping[str, list[Patch]]) -> Iterator[Delta]:
-        """What checked patches (a ModelPatcher's `patches`) add to the checkpoint's tensors."""
+    def deltas(self, patches: Mapping[str, list[Patch]], group: int = 0) -> Iterator[Delta]:
+        """What checked patches (a ModelPatcher's `patches`) make of the checkpoint's tensors."""
         for key, added in patches.items():
             name, shape = self._find(key)
+            if group == 0 and any(map(depends_on_weight, added)):
+                value = self.patched(key, added)
+                yield Delta(self._keys[name], value.to(self._dtype) if value.ndim == 2 else value, instead=True)
+                continue
             for patch in added:
                 if patch[0] != 0.0:
-                    yield self._delta(name, shape, patch)
+                    yield self._delta(name, shape, patch, group)
+
+    def patched(self, key: str, patches: list[Patch]) -> torch.Tensor:
+        """The checkpoint's value with these patches, float32: ComfyUI's own arithmetic.
+
+        ValueError for an adapter that it finds not to fit, which it only logs.
+        """
+        name, _ = self._find(key)
+        value = self._original.value(self._keys[name])
+        for patch in patches:
+            adapter = patch[1] if isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase) and patch[0] else None
+            before = None if adapter is None else value.clone()
+            value = comfy.lora.calculate_weight([patch], value, name)
+            if adapter and torch.equal(before, value) and all(factor.any() for factor in _tensors(adapter)):
+                raise ValueError(_unfit(adapter, name, value.shape))
+        return value
+
+    def stored(self, key: str) -> torch.Tensor | None:
+        """The checkpoint's value as its file has it. See OriginalTensors.stored."""
+        return self._original.stored(self._keys[self._find(key)[0]])
 
     def _find(self, key: str) -> tuple[str, torch.Size]:
         """Name and shape of the weight that ComfyUI calls `key`."""
@@ -68,7 +103,7 @@ class NativeWeights:
             raise ValueError(f"model: a patch for {key}, which is no weight of the transformer, cannot reach the ranks.")
         return name, self.tensors[name].shape
 
-    def _delta(self, name: str, shape: torch.Size, patch: Patch) -> Delta:
+    def _delta(self, name: str, shape: torch.Size, patch: Patch, group: int) -> Delta:
         strength, value, strength_model, offset, function = patch
         rows = None
         if offset is not None and offset[0] == 0:
@@ -79,29 +114,42 @@ class NativeWeights:
             scale = strength * (1.0 if alpha is None else alpha / len(down))
             up, down = (factor if factor.dtype in SENT_AS_IS else factor.float() for factor in (up, down))
             up = up.flatten(1) if function is None else function(up.flatten(1))
-            return Delta(self._keys[name], up, down.flatten(1), scale, rows)
+            return Delta(self._keys[name], up, down.flatten(1), scale, rows, group)
         # ComfyUI's own arithmetic, on a weight of zeros.
-        whole = comfy.lora.calculate_weight([(strength, value, strength_model, offset, function)], torch.zeros(shape), name)
-        if not whole.any() and all(factor.any() for factor in _tensors(value)):
-            raise ValueError(f"model: the {value.name} for {name} does not fit this model: {name} is {list(shape)}.")
-        return Delta(self._keys[name], whole, None, 1.0, rows)
+        given, original = torch.zeros(shape), None
+        if _kind(value) == MODEL_AS_LORA:
+            original = {name: [(self._original.value(self._keys[name]),)]}
+        patch = strength, value, strength_model, offset, function
+        whole = comfy.lora.calculate_weight([patch], given, name, original_weights=original)
+        if not whole.any() and all(factor.any() for factor in _tensors(value)) and _kind(value) != MODEL_AS_LORA:
+            raise ValueError(_unfit(value, name, shape))
+        return Delta(self._keys[name], whole, None, 1.0, rows, group)
+
+
+def depends_on_weight(patch: Patch) -> bool:
+    """Whether what a checked patch adds depends on the weight itself."""
+    strength, value, strength_model, _, _ = patch
+    if strength_model != 1.0 or isinstance(value, list):
+        return True
+    if isinstance(value, comfy.weight_adapter.WeightAdapterBase):
+        turned = value.name not in DORA_SCALE or value.weights[DORA_SCALE[value.name]] is not None
+        return strength != 0.0 and turned
+    return _kind(value) == "set"
 
 
 def why_not(patch: Patch, region: torch.Size) -> str | None:
-    """What is in the way of adding the patch beside a weight of this shape, in the user's words; None if nothing is."""
+    """What is in the way of a patch for a weight of this shape, in the user's words; None if nothing is."""
     strength, value, strength_model, _, _ = patch
-    if not math.isfinite(strength):
-        return f"something at the strength {strength}"
-    if strength_model != 1.0 or isinstance(value, list):
-        return "a merge of models, or a factor on the weight itself,"
-    if strength == 0.0:
+    if not (math.isfinite(strength) and math.isfinite(strength_model)):
+        return f"something at the strength {strength if strength_model == 1.0 else strength_model}"
+    if isinstance(value, list):
+        if value[0][0].shape != region:
+            return f"a merge with a weight of {list(value[0][0].shape)}, where this model has {list(region)},"
+        return next((why for patch in value[1:] if (why := why_not(patch, _region(region, patch[3])))), None)
+    if strength == 0.0 and _kind(value) != "set":
         return None
     if isinstance(value, comfy.weight_adapter.WeightAdapterBase):
-        if value.name not in DORA_SCALE:
-            return f"{value.name.upper()}, which turns the weight itself,"
-        if value.weights[DORA_SCALE[value.name]] is not None:
-            return "DoRA, which scales the weight itself,"
-        if (alpha := value.weights[ALPHA]) is not None and not math.isfinite(alpha):
+        if value.name in DORA_SCALE and (alpha := value.weights[ALPHA]) is not None and not math.isfinite(alpha):
             return f"a {value.name.upper()} with the alpha {alpha}"
         if value.name == "lora" and any(factor.ndim < 2 or 0 in factor.shape for factor in value.weights[:2]):
             return "a LoRA without a rank"
@@ -110,12 +158,31 @@ def why_not(patch: Patch, region: torch.Size) -> str | None:
         if value.name == "lora" and value.weights[LORA_MID] is None and _product_shape(value).numel() != region.numel():
             return f"a LoRA for a weight of {list(_product_shape(value))}, where this model has {list(region)},"
         return None
-    kind, tensors = ("diff", value) if len(value) == 1 else value
-    if kind != "diff":
+    if (kind := _kind(value)) not in KINDS:
         return f"the patch kind '{kind}'"
-    if tensors[0].shape != region:
-        return f"a difference of shape {list(tensors[0].shape)}, where this model has {list(region)},"
+    tensor = (value if len(value) == 1 else value[1])[0]
+    if tensor.shape != region:
+        return f"a difference of shape {list(tensor.shape)}, where this model has {list(region)},"
     return None
+
+
+def why_not_hooked(patch: Patch) -> str | None:
+    """What is in the way of such a patch in a conditioning, whose strength is another in each call."""
+    if not depends_on_weight(patch):
+        return None
+    kind = patch[1].name.upper() if isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase) else "a whole weight"
+    return f"{kind} in a conditioning (a hook), where it would be worked out anew for each call,"
+
+
+def _kind(value: Any) -> str:
+    """Of a patch that is neither adapter nor list; '' for those."""
+    if not isinstance(value, tuple):
+        return ""
+    return "diff" if len(value) == 1 else value[0]
+
+
+def _unfit(adapter: comfy.weight_adapter.WeightAdapterBase, name: str, shape: torch.Size) -> str:
+    return f"model: the {adapter.name} for {name} does not fit this model: {name} is {list(shape)}."
 
 
 def _region(shape: torch.Size, offset: tuple[int, int, int] | None) -> torch.Size:

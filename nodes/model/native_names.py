@@ -17,6 +17,9 @@ class NativeNames:
     nobody would ever look there.
     """
 
+    comfy_cast_weights = True
+    """ComfyUI's word for a layer whose weights are elsewhere: nodes that read them ask the ModelPatcher."""
+
     def __init__(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], prefix: str):
         vars(self).update(_checkpoint=checkpoint, _tensors=tensors, _prefix=prefix)
 

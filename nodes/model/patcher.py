@@ -2,6 +2,7 @@
 
 import json
 import logging
+import uuid
 import weakref
 
 import comfy.model_detection
@@ -15,10 +16,12 @@ from parallel_backend.client.registry import ModelKey, registry
 from ..ui.host import refuse
 from ..ui.node_text import say
 from ..ui.other_nodes import calling_nodes, named
+from .bypass import bypass_patches, check_injections
 from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
 from .lora import NativeWeights
 from .reach import Unread, refuse_unread
+from .saving import for_saving, key_patches, patched_weight, stored_weights
 from .step_cache import begin_cache
 from .text_guidance import GUIDANCE_KEY, text_guidance
 
@@ -53,18 +56,23 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
         """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights."""
+        self._check(patches, strength_patch, strength_model)
+        return super().add_patches(patches, strength_patch, strength_model)
+
+    def _check(self, patches, strength_patch, strength_model, hooked=False):
         names = self.model.state_dict()
         for target, value in patches.items():
             key, offset, function = (target, None, None) if isinstance(target, str) else (*target, None)[:3]
             if key in names:  # or it is the text encoder's: a LoRA's patches come all together
-                self.model.diffusion_model.weights.check(key, (strength_patch, value, strength_model, offset, function))
-        return super().add_patches(patches, strength_patch, strength_model)
+                patch = strength_patch, value, strength_model, offset, function
+                self.model.diffusion_model.weights.check(key, patch, hooked)
 
     def pre_run(self):
         """Prepare a sampling run: the ranks get this patcher's patches, not those of another clone."""
         super().pre_run()
         stub = self.model.diffusion_model
         stub.patches, stub.patches_uuid, stub.patcher = self.patches, self.patches_uuid, weakref.ref(self)
+        stub.beside, stub.hook_patches = bypass_patches(self.injections), self.hook_patches
         stub.idle, stub.loaded, stub.turns = None, lambda: None, 0
         stub.cache = begin_cache(self)
         if (model := registry().present()) is not None:  # or it begins when it is loaded
@@ -148,19 +156,46 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
             say(f"Parallel DiT: {COMPILE_SKIPPED}")
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
-        refuse("a LoRA in the conditioning (a hook, scheduled or not)", "Use a LoRA loader on the MODEL.")
+        """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights."""
+        self._check(patches, strength_patch, strength_model, hooked=True)
+        name = self.patches_uuid
+        added = super().add_hook_patches(hook, patches, strength_patch, strength_model)
+        self.patches_uuid = name  # the ranks know a hook's patches by its reference, which is the same in the next run
+        return added
+
+    def patch_hooks(self, hooks):
+        """These hooks' patches count from the next model call on. The ranks have them all, see RemoteDiffusionModel."""
+        self.current_hooks = hooks
 
     def add_weight_wrapper(self, name, function):
         refuse(f"a wrapper around the weight {name}", "Remove the node that adds it.")
 
     def set_injections(self, key, injections):
-        refuse(f"what another node injects into the model ('{key}')", "Remove that node.")
+        """As ComfyUI's. ValueError for anything but a LoRA in bypass mode."""
+        check_injections(self.model.diffusion_model.weights, key, injections)
+        super().set_injections(key, injections)
+        self.patches_uuid = uuid.uuid4()
+
+    def inject_model(self):
+        """Nothing is injected here: the ranks have it."""
 
     def get_key_patches(self, filter_prefix=None):
-        refuse("a merge or an extraction of weights", "Load the model with a native loader for it.")
+        """As ComfyUI's, with the file's values. ValueError for a quantised file or a folder."""
+        weights = self.model.diffusion_model.weights
+        return key_patches(stored_weights(weights, "merging it into another model"), self.patches, filter_prefix)
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
-        refuse("saving the model", "Load the model with a native loader for it.")
+        """As ComfyUI's, with the file's values. ValueError for a quantised file or a folder."""
+        return for_saving(self, stored_weights(self.model.diffusion_model.weights, "saving the model"), prefix)
+
+    def patch_weight_to_device(self, key, device_to=None, inplace_update=False, return_weight=False, force_cast=False):
+        """As ComfyUI's for a patched value to be saved; here no weight is patched in place."""
+        assert return_weight
+        weights = self.model.diffusion_model.weights
+        stored = weights.stored(key)
+        if key not in self.patches:
+            return stored
+        return patched_weight(weights, key, self.patches[key], stored.dtype)
 
 
 def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:
@@ -181,7 +216,7 @@ def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> Rem
         )
     config.unet_config["disable_unet_model_creation"] = True
     config.set_inference_dtype(stub.dtype, None)
-    stub.weights, stub.native_kind = NativeWeights(stub.native_tensors, config), kind
+    stub.weights, stub.native_kind = NativeWeights(checkpoint, stub.native_tensors, config, stub.dtype), kind
     model = config.get_model({}, "")
     model.diffusion_model = stub
     # Nothing is computed here, so nothing need be reserved: conditional and unconditional come as one batch if they fit.

@@ -97,6 +97,11 @@ def note_shapes(executor, guider, sigmas, extra_args, callback, noise: torch.Ten
 
 
 def begin_cache(model: comfy.model_patcher.ModelPatcher) -> SamplingCache | None:
-    """Cache for a sampling run of this MODEL that begins. None: the MODEL has no step cache."""
+    """Cache for a sampling run of this MODEL that begins. None: the MODEL has no step cache, or could not be forecast."""
     settings = model.model_options["transformer_options"].get(CACHE_KEY)
-    return None if settings is None else SamplingCache(settings, model.get_model_object("model_sampling"))
+    if settings is None:
+        return None
+    if model.hook_patches:  # the same prompt may be there with a LoRA and without, at a strength that changes
+        say("Parallel DiT: step cache: every call is computed, since the conditioning has LoRAs of its own (hooks)")
+        return None
+    return SamplingCache(settings, model.get_model_object("model_sampling"))

@@ -68,7 +68,7 @@ class Reader:
         if isinstance(packing, Fp8):
             scale = None if entry.scale is None else self._scale(target, shard, device)
             given = entry.beside.get("input_scale")
-            given = None if given is None else self._tensor(given).float().view(1, 1).to(device, copy=True)
+            given = None if given is None else self.tensor(given).float().view(1, 1).to(device, copy=True)
             # Plain fp8 is expanded, as by ComfyUI without --fast: its file has no say on the rounding of inputs.
             packing = Fp8(storage, scale, given, entry.layer is None or entry.layer.full_precision)
         elif isinstance(packing, Quantised):
@@ -101,14 +101,14 @@ class Reader:
         known = FORMATS[entry.dtype].beside
         parts = {}
         for leaf, there in entry.beside.items():
-            part = cut_beside(self._tensor(there), known[leaf].place, entry.layer, entry.shape, rows, columns)
+            part = cut_beside(self.tensor(there), known[leaf].place, entry.layer, entry.shape, rows, columns)
             parts[leaf] = part.to(device, copy=True)  # a view of the mapped file would keep all of it open
         return parts
 
     def _scale(self, target: str, shard: Shard | None, device: torch.device) -> torch.Tensor:
         """Scale of the part `shard`: float32 [1, 1], or [rows, 1] of its rows."""
         entry = self._entry(target).scale
-        scale = self._tensor(entry).float().view(-1, 1)
+        scale = self.tensor(entry).float().view(-1, 1)
         if len(scale) > 1:
             dim, spans, rows = self._cut(target, shard)
             scale = torch.cat([scale[span.slice] for span in (spans if dim == 0 else [rows])])
@@ -127,7 +127,8 @@ class Reader:
     def _entry(self, target: str) -> Entry:
         return self.checkpoint.entries[self.checkpoint.key_map[target].key]
 
-    def _tensor(self, entry: Entry) -> torch.Tensor:
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """As stored: a view of the mapped file, all of which stays open with it."""
         return self._file(entry).get_tensor(entry.key)
 
     def _slices(self, entry: Entry) -> Any:

@@ -101,3 +101,51 @@ def test_what_the_ranks_cannot_add_is_refused_by_name(found, kind):
     assert isinstance(got, dict), got
     assert got["error"].startswith("ValueError: model: "), got
     assert SAID[kind] in got["error"]
+
+
+HOOKS = (
+    *("hook of one prompt", "a hook for each", "two hooks together", "keyframes", "keyframes of whole differences"),
+    *("hook of a region", "hook of a model", "hooks beside a LoRA", "hooks beside a LoRA in bypass mode"),
+    "hooks under PipeFusion",
+)
+BYPASS = (
+    *("bypass of LoRA", "bypass of differences", "bypass of LoHa", "bypass of LoKr", "bypass of DoRA"),
+    *("bypass beside a LoRA", "bypass once more"),
+)
+
+
+@pytest.fixture(scope="module")
+def hooked(inside):
+    return inside.run("lora_hooks")[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", [*HOOKS, *BYPASS])
+def test_hooks_and_bypass_equal_the_native_model(hooked, measured, family, case):
+    check(hooked[f"{family}, {case}"], measured, f"{family} {case}")
+    assert hooked[f"{family}, {case}"]["moved"] > 0.05
+
+
+def test_bypass_of_a_convolution(hooked, measured):
+    check(hooked["SD3, bypass of a convolution"], measured, "SD3 bypass of a convolution")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_factors_of_hooks_are_sent_once(hooked, family):
+    got = hooked[f"{family}, sent"]
+    assert got["once"] == got["twice"] == 1, got
+    assert got["weighed"] >= 2 * 2 * 4, got  # two ranks, two prompts, four steps
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("OFT", "OFT in bypass mode, which turns the layer's output,"),
+        ("DoRA in a hook", "LORA in a conditioning (a hook), where it would be worked out anew for each call,"),
+    ],
+)
+def test_hooks_and_bypass_that_are_refused(hooked, family, kind, said):
+    got = hooked[f"{family}, refusal of {kind}"]
+    assert got["error"].startswith("ValueError: model: "), got
+    assert said in got["error"]

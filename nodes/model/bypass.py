@@ -1,0 +1,56 @@
+"""LoRA in bypass mode: ComfyUI computes the adapter beside the layer rather than in its weight, as the ranks do with any."""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import comfy.weight_adapter
+
+from ..ui.host import refuse
+from .lora import DORA_SCALE, NativeWeights, Patch
+
+MANAGER = "BypassInjectionManager"
+"""ComfyUI's class that makes the injections of a LoRA in bypass mode."""
+
+
+def bypass_patches(injections: Mapping[str, Iterable[Any]]) -> dict[str, list[Patch]]:
+    """A ModelPatcher's checked `injections` as patches by key."""
+    patches: dict[str, list[Patch]] = {}
+    for made in injections.values():
+        for injection in made:
+            for layer, (adapter, strength) in _manager(injection).adapters.items():
+                patches.setdefault(f"{layer}.weight", []).append((strength, _plain(adapter), 1.0, None, None))
+    return patches
+
+
+def check_injections(weights: NativeWeights, key: str, injections: Iterable[Any]) -> None:
+    """ValueError unless all of it is a LoRA in bypass mode, of a kind that is added to a layer's output."""
+    for injection in injections:
+        if _manager(injection) is None:
+            refuse(f"what another node injects into the model ('{key}')", "Remove that node.")
+    for target, patches in bypass_patches({key: injections}).items():
+        for patch in patches:
+            adapter = patch[1]
+            if getattr(adapter, "name", None) not in DORA_SCALE:
+                kind = getattr(adapter, "name", type(adapter).__name__).upper()
+                refuse(f"{kind} in bypass mode, which turns the layer's output,", "Use a plain LoRA loader for it.")
+            weights.check(target, patch)
+
+
+def _manager(injection: Any) -> Any | None:
+    """ComfyUI's BypassInjectionManager that made the injection. None: it is another's."""
+    function = inspect.unwrap(injection.inject)
+    if not inspect.isfunction(function):
+        return None
+    manager = inspect.getclosurevars(function).nonlocals.get("self")
+    return manager if type(manager).__name__ == MANAGER else None
+
+
+def _plain(adapter: Any) -> Any:
+    """The adapter without its DoRA scale: in bypass mode ComfyUI does not look at it."""
+    place = DORA_SCALE.get(getattr(adapter, "name", None))
+    if place is None or adapter.weights[place] is None:
+        return adapter
+    weights = tuple(None if index == place else weight for index, weight in enumerate(adapter.weights))
+    assert isinstance(adapter, comfy.weight_adapter.WeightAdapterBase)
+    return type(adapter)(adapter.loaded_keys, weights)

@@ -1,0 +1,57 @@
+"""Weights of a MODEL whose weights are on ranks, for nodes that merge, save or extract them: its file's values.
+
+The values are views of the mapped file, and take no memory until they are used. A patched one is worked out when it is asked
+for, on the CPU, as ComfyUI does it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import comfy.float
+import comfy.model_patcher
+import comfy.utils
+import torch
+
+from ..ui.host import refuse
+from .lora import PREFIX, NativeWeights, Patch
+
+
+def stored_weights(weights: NativeWeights, what: str) -> dict[str, torch.Tensor]:
+    """Key -> the file's value. ValueError for a file that does not hold plain values; `what` the user asked for."""
+    try:
+        found = {PREFIX + name: weights.stored(PREFIX + name) for name in weights.tensors}
+    except ValueError as error:
+        refuse(f"{what} ({error})", "Load the model with a native loader for it, or take a file in bf16 or fp16.")
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def key_patches(
+    stored: Mapping[str, torch.Tensor], patches: Mapping[str, list[Patch]], prefix: str | None
+) -> dict[str, list]:
+    """As ModelPatcher.get_key_patches: what a merge adds to another MODEL."""
+    return {
+        key: [(value, _as_it_is), *patches.get(key, ())]
+        for key, value in stored.items()
+        if prefix is None or key.startswith(prefix)
+    }
+
+
+def patched_weight(weights: NativeWeights, key: str, patches: list[Patch], dtype: torch.dtype) -> torch.Tensor:
+    """The value with its patches in the file's dtype, rounded as ComfyUI rounds it."""
+    return comfy.float.stochastic_rounding(weights.patched(key, patches), dtype, seed=comfy.utils.string_to_seed(key))
+
+
+def for_saving(
+    patcher: comfy.model_patcher.ModelPatcher, stored: Mapping[str, torch.Tensor], prefix: str
+) -> dict[str, torch.Tensor]:
+    """Keys without `prefix` -> what is saved. A patched value is worked out while the file is written."""
+    return {
+        key.removeprefix(prefix): comfy.model_patcher.LazyCastingParam(patcher, key, value)
+        if key in patcher.patches
+        else value
+        for key, value in stored.items()
+    }
+
+
+def _as_it_is(weight: torch.Tensor, **_: Any) -> torch.Tensor:
+    return weight
