@@ -32,6 +32,8 @@ LORA_MID, LORA_RESHAPE = 3, 5
 SENT_AS_IS = (torch.float32, torch.bfloat16, torch.float16)
 MODEL_AS_LORA = "model_as_lora"
 """Kind of a patch in a conditioning: what another model's weight differs by."""
+TABLES = ("pos_embed",)
+"""Buffers of native models that are in files: SD3's table of positions."""
 KINDS = ("diff", "set", MODEL_AS_LORA)
 
 
@@ -49,6 +51,7 @@ class NativeWeights:
         self.tensors: dict[str, torch.Tensor] = {}
         self._keys: dict[str, str] = {}
         self._original, self._dtype = OriginalTensors(checkpoint), dtype
+        self._tables = {*TABLES, *checkpoint.family.file.computed(checkpoint.config)}
         for key, tensor in original.items():
             renamed = model_config.process_unet_state_dict({key: tensor})
             self.tensors |= renamed
@@ -69,6 +72,8 @@ class NativeWeights:
         """What checked patches (a ModelPatcher's `patches`) make of the checkpoint's tensors."""
         for key, added in patches.items():
             name, shape = self._find(key)
+            if not self.is_patched(key):
+                continue
             if group == 0 and any(map(depends_on_weight, added)):
                 value = self.patched(key, added)
                 yield Delta(self._keys[name], value.to(self._dtype) if value.ndim == 2 else value, instead=True)
@@ -91,6 +96,10 @@ class NativeWeights:
             if adapter and torch.equal(before, value) and all(factor.any() for factor in _tensors(adapter)):
                 raise ValueError(_unfit(adapter, name, value.shape))
         return value
+
+    def is_patched(self, key: str) -> bool:
+        """Whether ComfyUI applies patches to it. For buffers it keeps them, to no effect."""
+        return self._keys[self._find(key)[0]] not in self._tables
 
     def stored(self, key: str) -> torch.Tensor | None:
         """The checkpoint's value as its file has it. See OriginalTensors.stored."""

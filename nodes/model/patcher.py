@@ -186,7 +186,7 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
         """As ComfyUI's, with the file's values. ValueError for a quantised file or a folder."""
-        return for_saving(self, stored_weights(self.model.diffusion_model.weights, "saving the model"), prefix)
+        return for_saving(self, self.model.diffusion_model.weights, prefix)
 
     def patch_weight_to_device(self, key, device_to=None, inplace_update=False, return_weight=False, force_cast=False):
         """As ComfyUI's for a patched value to be saved; here no weight is patched in place."""

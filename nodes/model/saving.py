@@ -41,16 +41,13 @@ def patched_weight(weights: NativeWeights, key: str, patches: list[Patch], dtype
     return comfy.float.stochastic_rounding(weights.patched(key, patches), dtype, seed=comfy.utils.string_to_seed(key))
 
 
-def for_saving(
-    patcher: comfy.model_patcher.ModelPatcher, stored: Mapping[str, torch.Tensor], prefix: str
-) -> dict[str, torch.Tensor]:
+def for_saving(patcher: comfy.model_patcher.ModelPatcher, weights: NativeWeights, prefix: str) -> dict[str, torch.Tensor]:
     """Keys without `prefix` -> what is saved. A patched value is worked out while the file is written."""
-    return {
-        key.removeprefix(prefix): comfy.model_patcher.LazyCastingParam(patcher, key, value)
-        if key in patcher.patches
-        else value
-        for key, value in stored.items()
-    }
+    saved = {}
+    for key, value in stored_weights(weights, "saving the model").items():
+        patched = key in patcher.patches and weights.is_patched(key)
+        saved[key.removeprefix(prefix)] = comfy.model_patcher.LazyCastingParam(patcher, key, value) if patched else value
+    return saved
 
 
 def _as_it_is(weight: torch.Tensor, **_: Any) -> torch.Tensor:

@@ -6,7 +6,7 @@ The LoRA files are made from ComfyUI's own table of names, so that they have eve
 from collections.abc import Callable
 from functools import partial
 
-from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, torch
+from boot import BASE, Results, comfy, difference, ksampler, node, parallel, torch
 from safetensors.torch import save_file
 
 FILES = {"Flux": "tiny.safetensors", "SD3": "tiny-sd3.safetensors"}
@@ -114,15 +114,6 @@ def with_lora(model, file: str, strength: float = 1.0):
     return node("LoraLoaderModelOnly", model, file, strength)
 
 
-def multiplied(model, strength: float, factor: float):
-    """With a factor on some weights, and nothing added, as the attention multiply nodes have it."""
-    clone = model.clone()
-    keys = [key for key in model.model.state_dict() if key.endswith("qkv.weight")]
-    assert keys
-    assert sorted(clone.add_patches(dict.fromkeys(keys, (None,)), strength, factor)) == sorted(keys)
-    return clone
-
-
 def compare_family(family: str, results: Results) -> None:
     path = BASE / "models" / "diffusion_models" / FILES[family]
     native = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.float32})
@@ -175,7 +166,6 @@ def compare_family(family: str, results: Results) -> None:
     case("text encoder's patches", partial(compare, with_text_encoder))
     case("weaker", lambda: compare(lambda model: with_lora(model, loras["original"], 0.4)))
     case("negative", lambda: compare(lambda model: with_lora(model, loras["original"], -0.3)))
-    case("strength 0", lambda: {"difference": difference(before, sample(multiplied(ours, 0.0, 1.0)))})
     case("removed", lambda: {"difference": difference(before, sample(ours))})
     case("two on one another", lambda: compare(lambda model: with_lora(original(model), other, 0.5)))
     case("differences", lambda: compare(partial(with_lora, file=make.differences())))
@@ -210,49 +200,32 @@ def compare_family(family: str, results: Results) -> None:
     if family == "SD3":  # Flux has no convolution
         case("LoCon with a third factor", lambda: compare(partial(with_lora, file=make.locon())))
     if family == "Flux":
-        refusals(results, make, native, ours, sample, prompts)
+        refusals(results, make, ours, sample)
     case("after the refusals", lambda: {"difference": difference(before, sample(ours))})
 
 
-def refusals(results: Results, make: Maker, native, ours, sample, prompts) -> None:
+def refusals(results: Results, make: Maker, ours, sample) -> None:
     """What cannot be sent to the ranks: by which words it is refused."""
-    from comfy_extras import nodes_hooks, nodes_lora_debug, nodes_model_merging  # once ComfyUI is up
-
     up, down = torch.ones(256, RANK), torch.ones(RANK, 256)
-    plain = {"lora_B.weight": up, "lora_A.weight": down}
     files = {
-        "DoRA": plain | {"dora_scale": torch.ones(256, 1)},
-        "OFT": {"oft_blocks": torch.ones(8, 32, 32)},
-        "BOFT": {"oft_blocks": torch.ones(2, 8, 32, 32), "alpha": torch.tensor(1.0)},
-        "GLoRA": {f"{name}.weight": torch.ones(256, 256) for name in ("a1", "a2", "b1", "b2")},
-        "set": {"set_weight": torch.ones(256, 256)},
-        "enlarging": plain | {"reshape_weight": torch.tensor([256, 512])},
+        "enlarging": {"lora_B.weight": up, "lora_A.weight": down, "reshape_weight": torch.tensor([256, 512])},
         "other width": {"lora_B.weight": up, "lora_A.weight": torch.ones(RANK, 128)},
         "other difference": {"diff": torch.ones(256, 128)},
+        "other set": {"set_weight": torch.ones(256, 128)},
     }
     for kind, tensors in files.items():
         file = make.one(kind, tensors)
         results.case(f"refusal {kind}", partial(with_lora, ours, file))
-    unfit = make.one("unfit LoKr", {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(64, 32)})
-    results.case("refusal unfit LoKr", lambda: sample(with_lora(ours, unfit)))
-    file = make.one("plain", plain)
-    nodes.NODE_CLASS_MAPPINGS.update(nodes_model_merging.NODE_CLASS_MAPPINGS)
-    nodes.NODE_CLASS_MAPPINGS.update(nodes_lora_debug.NODE_CLASS_MAPPINGS)
-    results.case("refusal merge", partial(node, "ModelMergeSimple", ours, native, 0.5))
-    results.case("refusal factor", partial(multiplied, ours, 0.0, 0.5))
-    results.case("refusal merge of ours", partial(node, "ModelMergeSimple", native, ours, 0.5))
-    results.case("refusal save", lambda: ours.state_dict_for_saving())
-    results.case("refusal bypass", partial(node, "LoraLoaderBypassModelOnly", ours, file, 1.0))
-    single = make.save("input layer", {f"diffusion_model.img_in.{key}": torch.ones(1, 1) for key in plain})
-    results.case("refusal bypass of one layer", partial(node, "LoraLoaderBypassModelOnly", ours, single, 1.0))
+    unfit = {
+        "LoKr": {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(64, 32)},
+        "OFT": {"oft_blocks": torch.ones(8, 30, 30)},
+    }
+    for kind, tensors in unfit.items():
+        file = make.one(f"unfit {kind}", tensors)
+        results.case(f"refusal unfit {kind}", lambda file=file: sample(with_lora(ours, file)))
     results.case("refusal weight wrapper", lambda: ours.clone().add_weight_wrapper("a", abs))
-
-    def hooked():
-        hooks = nodes_hooks.CreateHookLora().create_hook(file, 1.0, 0.0)[0]
-        positive = nodes_hooks.ConditioningSetProperties().set_properties(prompts[0], 1.0, "default", hooks=hooks)[0]
-        return sample(ours, [positive, prompts[1]])
-
-    results.case("refusal hook", hooked)
+    injection = comfy.patcher_extension.PatcherInjection(inject=lambda patcher: None, eject=lambda patcher: None)
+    results.case("refusal injection", lambda: ours.clone().set_injections("of another node", [injection]))
 
 
 def main(results: Results) -> None:
