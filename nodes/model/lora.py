@@ -51,7 +51,7 @@ class NativeWeights:
         self.tensors: dict[str, torch.Tensor] = {}
         self._keys: dict[str, str] = {}
         self._original, self._dtype = OriginalTensors(checkpoint), dtype
-        self._tables = {*TABLES, *checkpoint.family.file.computed(checkpoint.config)}
+        self._computed = frozenset(checkpoint.family.file.computed(checkpoint.config))
         for key, tensor in original.items():
             renamed = model_config.process_unet_state_dict({key: tensor})
             self.tensors |= renamed
@@ -72,7 +72,7 @@ class NativeWeights:
         """What checked patches (a ModelPatcher's `patches`) make of the checkpoint's tensors."""
         for key, added in patches.items():
             name, shape = self._find(key)
-            if not self.is_patched(key):
+            if not self.is_patched(key, hooked=group > 0):
                 continue
             if group == 0 and any(map(depends_on_weight, added)):
                 value = self.patched(key, added)
@@ -97,9 +97,10 @@ class NativeWeights:
                 raise ValueError(_unfit(adapter, name, value.shape))
         return value
 
-    def is_patched(self, key: str) -> bool:
-        """Whether ComfyUI applies patches to it. For buffers it keeps them, to no effect."""
-        return self._keys[self._find(key)[0]] not in self._tables
+    def is_patched(self, key: str, hooked: bool = False) -> bool:
+        """Whether ComfyUI applies patches to it. For buffers it keeps them to no effect, but in conditionings."""
+        original = self._keys[self._find(key)[0]]
+        return original not in self._computed and (hooked or original not in TABLES)
 
     def stored(self, key: str) -> torch.Tensor | None:
         """The checkpoint's value as its file has it. See OriginalTensors.stored."""

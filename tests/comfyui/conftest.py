@@ -92,7 +92,7 @@ def base(tmp_path_factory) -> Path:
     save_file({"encoder.conv_in.weight": torch.zeros(4, 3, 3, 3)}, models / "vae.safetensors")
     lora = {"lora_A.weight": torch.ones(4, 256), "lora_B.weight": torch.ones(256, 4)}
     layer = "diffusion_model.double_blocks.0.img_attn.proj"
-    for kind, more in {"lora": {}, "dora": {"dora_scale": torch.ones(256, 1)}}.items():
+    for kind, more in {"lora": {}, "enlarging": {"reshape_weight": torch.tensor([256, 512])}}.items():
         save_file({f"{layer}.{name}": value for name, value in (lora | more).items()}, loras / f"tiny-{kind}.safetensors")
     latent = {"latent_tensor": torch.ones(1, 4, 16, 16), "latent_format_version_0": torch.tensor([])}
     save_file(latent, inputs / "four-channels.latent")

@@ -277,11 +277,11 @@ def test_lora_moves_the_picture_until_it_is_removed(server):
     assert np.array_equal(without, again)
 
 
-def test_lora_of_a_kind_that_needs_the_weights_is_refused_and_not_ignored(server):
-    lora = {"model": [LOADER, 0], "lora_name": "tiny-dora.safetensors", "strength_model": 1.0}
+def test_lora_of_a_kind_that_does_not_reach_the_ranks_is_refused_and_not_ignored(server):
+    lora = {"model": [LOADER, 0], "lora_name": "tiny-enlarging.safetensors", "strength_model": 1.0}
     outcome = server.run(with_node("LoraLoaderModelOnly", lora, SAMPLER, "model"))
     assert outcome.status == "error"
-    assert "LoraLoaderModelOnly: model: DoRA, which scales the weight itself, (for double_blocks.0" in outcome.error
+    assert "LoraLoaderModelOnly: model: a LoRA that enlarges the weight (for double_blocks.0" in outcome.error
 
 
 def test_pipefusion_on_a_native_model(server):
