@@ -29,7 +29,7 @@ def check_not_rewritten(model: comfy.model_patcher.ModelPatcher) -> None:
         changed = None
         if _of_a_pack(kind.__module__):
             changed = f"{kind.__module__}.{kind.__qualname__}"
-        elif (forward := vars(module).get("forward")) is not None:
+        elif getattr(forward := module.forward, "__func__", forward) is not kind.forward:
             changed = f"{forward.__module__}.{forward.__qualname__}"
         elif module._forward_hooks or module._forward_pre_hooks:
             changed = "a hook"
