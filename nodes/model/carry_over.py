@@ -1,9 +1,7 @@
 """What nodes have put on a MODEL, put on another MODEL of the same weights: ModelPatcher.clone() across two models."""
 
-import comfy.hooks
 import comfy.model_patcher
 import comfy.patcher_extension
-import comfy.utils
 
 from ..ui.host import refuse
 from .patcher import RemoteModelPatcher
@@ -29,7 +27,7 @@ def carry_over(source: comfy.model_patcher.ModelPatcher, target: RemoteModelPatc
     for name, functions in source.weight_wrapper_patches.items():
         for function in functions:
             target.add_weight_wrapper(name, function)
-    target.model_options = comfy.utils.deepcopy_list_dict(source.model_options)
+    target.model_options = comfy.model_patcher.create_model_options_clone(source.model_options)
     for key, value in source.attachments.items():
         copied = value.on_model_patcher_clone() if hasattr(value, "on_model_patcher_clone") else value
         target.set_attachments(key, copied)

@@ -42,12 +42,17 @@ def test_every_node_is_there(oldest):
     assert set(texts) <= set(oldest.object_info())
 
 
-def test_both_ways_to_pipefusion_give_the_same_picture(oldest):
-    outcomes = [oldest.run(small(name, seed=3, steps=8)) for name in ("quickstart", "native_ksampler")]
-    assert [outcome.error for outcome in outcomes] == ["", ""]
-    first, second = (np.asarray(Image.open(io.BytesIO(outcome.images[0]))) for outcome in outcomes)
+def test_all_ways_to_pipefusion_give_the_same_picture(oldest):
+    prompts = [small(name, seed=3, steps=8) for name in ("quickstart", "native_ksampler", "native_ksampler")]
+    (apply,) = (node for node in prompts[2].values() if node["class_type"] == "ApplyPipeFusion")
+    again = {"model": apply["inputs"]["model"], "gpus": 2, "mode": "pipefusion"}  # a MODEL of ours, the only kind here
+    prompts[2]["90"] = {"class_type": "ParallelizeModel", "inputs": again}
+    apply["inputs"]["model"] = ["90", 0]
+    outcomes = [oldest.run(prompt) for prompt in prompts]
+    assert [outcome.error for outcome in outcomes] == ["", "", ""]
+    first, *others = (np.asarray(Image.open(io.BytesIO(outcome.images[0]))) for outcome in outcomes)
     assert first.std() > 20
-    assert np.array_equal(first, second)
+    assert all(np.array_equal(first, other) for other in others)
 
 
 def test_cancel_ends_the_prompt_and_the_next_one_runs(oldest):
