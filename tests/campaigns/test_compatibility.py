@@ -8,7 +8,7 @@ import pytest
 
 from tests.campaigns.compatibility import verdict as of
 from tests.campaigns.compatibility.report import END, START, replace_tables, tables
-from tests.campaigns.compatibility.runner import FAMILIES, Ground, save_models
+from tests.campaigns.compatibility.runner import FAMILIES, Ground, how, save_models
 from tests.campaigns.compatibility.verdict import BAD, MODES, NATIVE, counts, in_mode, is_named, judge
 from tests.comfyui.conftest import comfyui  # noqa: F401 (a fixture)
 
@@ -53,9 +53,21 @@ def test_a_node_is_what_it_is_in_its_worst_mode(changes, outcome):
     assert judge(ABOUT, trials(**changes)).outcome == outcome
 
 
-def test_a_node_that_ends_its_process_hangs_or_crashes():
-    assert in_mode({"mode": MODES[0], "died": "Timeout; queue.py:180 get"}, ABOUT[1:3])[0] == of.HANG
-    assert in_mode({"mode": MODES[0], "died": "died: Segmentation fault"}, ABOUT[1:3])[0] == of.CRASH
+STACKS = """Timeout (0:04:00)!
+Thread 0x1 (most recent call first):
+  File "/python/threading.py", line 320 in wait
+Thread 0x2 (most recent call first):
+  File "/python/queue.py", line 180 in get
+  File "/pack/client.py", line 9 in predict
+"""
+
+
+@pytest.mark.parametrize(
+    ("printed", "outcome", "word"),
+    [(STACKS, of.HANG, "Timeout; queue.py:180 get < client.py:9 predict"), ("Killed\n", of.CRASH, "died: Killed")],
+)
+def test_a_node_that_ends_its_process_hangs_or_crashes(printed, outcome, word):
+    assert in_mode({"mode": MODES[0], "died": how(printed)}, ABOUT[1:3]) == (outcome, word)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The command: every such node of ComfyUI and of the packs in a folder, or those that are named.
 
 python -m tests.campaigns.compatibility --packs FOLDER --json benchmarks/results/compatibility_DATE.json --docs
+A run that was ended goes on where it was.
 """
 
 import argparse
@@ -21,27 +22,40 @@ import torch
 from scripts.comfyui_server import PACK, find_python
 from tests.comfyui.conftest import ComfyUI
 
-from .report import replace_tables, tables
-from .runner import CORE, FAMILIES, Ground, save_models
+from .report import SPOILT, replace_tables, tables
+from .runner import CORE, FAMILIES, Ground, Node, save_models
 from .verdict import BAD, Verdict, counts
 
-AT_ONCE = 40
+AT_ONCE = 70
 """Nodes of a ComfyUI process: large packs are run in several, side by side."""
 
 
 class Record:
-    """The verdicts so far, in a JSON file that a run adds to."""
+    """The verdicts so far, in a JSON file that a run adds to.
 
-    def __init__(self, path: Path | None, again: bool):
+    `again`: classes whose nodes are run all the same; all if there is none. None: nothing is run that is there.
+    """
+
+    def __init__(self, path: Path | None, again: list[str] | None):
         self.path = path
         self.verdicts: dict[tuple[str, str, str], Verdict] = {}
         self.failed: dict[str, str] = {}
         self._lock = threading.Lock()
-        if path is not None and path.exists() and not again:
+        if path is not None and path.exists():
             found = json.loads(path.read_text())
             self.failed = found["not loaded"]
             for entry in found["verdicts"]:
                 self.add(Verdict(**entry), write=False)
+        self._old = {
+            key
+            for key, verdict in self.verdicts.items()
+            if again is not None and (not again or verdict.outcome in again or (verdict.after and SPOILT in again))
+        }
+
+    def lacks(self, node: Node, family: str) -> bool:
+        """It is to be run."""
+        key = (node.pack, node.name, family)
+        return key in self._old or key not in self.verdicts
 
     def add(self, verdict: Verdict, write: bool = True) -> None:
         with self._lock:
@@ -80,7 +94,7 @@ def run_part(
         chosen = [node for node in ground.nodes if not names or node.name in names]
         parts = -(-len(chosen) // AT_ONCE) if part[1] == 0 else part[1]
         for family in families:
-            todo = [node for node in chosen[part[0] :: parts] if (node.pack, node.name, family) not in record.verdicts]
+            todo = [node for node in chosen[part[0] :: parts] if record.lacks(node, family)]
             for verdict in ground.run(todo, family) if todo else ():
                 record.add(verdict)
                 psnr = "" if verdict.psnr is None else f"{verdict.psnr:.0f} dB"
@@ -103,7 +117,9 @@ def main() -> int:
     parser.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI", help="folder with ComfyUI's main.py")
     parser.add_argument("--processes", type=int, default=2, help="ComfyUI processes at a time")
     parser.add_argument("--json", type=Path, help="the result; what is there already is not run again")
-    parser.add_argument("--again", action="store_true", help="run all the same, and write the file anew")
+    parser.add_argument(
+        "--again", nargs="*", metavar="CLASS", help="run what is there all the same: all of it, or nodes of these classes"
+    )
     parser.add_argument("--docs", action="store_true", help="write the tables of docs/compatibility.md")
     parser.add_argument("--before", type=Path, help="an earlier result, whose counts stand beside these")
     options = parser.parse_args()

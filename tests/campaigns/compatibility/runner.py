@@ -124,7 +124,8 @@ class Ground:
                 limit=TRIAL_SECONDS,
             )
         except (AssertionError, OSError) as error:
-            died = str(error)
+            said = self.base / "compatibility.txt"
+            died = said.read_text(errors="replace") if said.exists() else str(error)
         seen: dict[str, dict[str, Any]] = {}
         if self.progress.exists():
             for line in self.progress.read_text().splitlines():
@@ -132,9 +133,9 @@ class Ground:
                 seen.setdefault(said["key"], {"mode": mode}).update(said)
         for trial in seen.values():
             if "outcome" not in trial:
-                trial["died"] = _how(died)
+                trial["died"] = how(died)
             elif "after" not in trial:
-                trial["after"] = {"error": {"type": "died", "text": _how(died)}}
+                trial["after"] = {"error": {"type": "died", "text": how(died)}}
         if not seen:
             raise RuntimeError(f"{family}, {mode}: no trial began:\n{died[-3000:]}")
         for key, trial in seen.items():
@@ -161,10 +162,9 @@ def _runs(native: dict[str, Any]) -> bool:
     return native.get("outcome", {}).get("finite", False)
 
 
-def _how(died: str) -> str:
-    """How a process ended: the stack of a trial that hung, or its last words."""
-    if "Timeout (" in died:
-        stack = died[died.index("Timeout (") :]
-        frames = re.findall(r'File "([^"]+)", line (\d+) in (\w+)', stack)
-        return "Timeout; " + " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in frames[:6])
-    return f"died: {died.strip()[-300:]}"
+def how(died: str) -> str:
+    """How a process ended: where its main thread was when a trial hung, or its last words."""
+    if "Timeout (" not in died:
+        return f"died: {died.strip()[-300:]}"
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\w+)', died[died.rindex("(most recent call first)") :])
+    return "Timeout; " + " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in frames[:6])

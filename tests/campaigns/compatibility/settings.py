@@ -100,8 +100,6 @@ RES4LYF = {
     "SharkSampler_Beta": CLOWN,
     "SharkChainsampler_Beta": {"inputs": CHAINED["inputs"] | CLOWN["inputs"], "nodes": CHAINED["nodes"] | CLOWN["nodes"]},
     "ClownsharkChainsampler_Beta": CHAINED,
-    "SamplerOptions_GarbageCollection": CLOWN,
-    "SamplerOptions_TimestepScaling": CLOWN,
     "ClownInpaint": {"inputs": {"mask": {"link": "MASK"}}},
     "ClownInpaintSimple": {"inputs": {"mask": {"link": "MASK"}}},
 }
