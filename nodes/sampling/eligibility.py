@@ -116,8 +116,7 @@ def why_not_displaced(sampling: Sampling) -> str | None:
                 return f"the conditioning has its own {key}"
     options = sampling.guider.model_options
     if wrappers := sampling.guider.inner_model.diffusion_model.wrappers(options, is_model_options=True):
-        node = named(nodes_of(wrappers[0])) or "another node"
-        return f"what {node} has put around the model looks at whole calls"
+        return f"what {_owner(wrappers[0])} has put around the model looks at whole calls"
     if options.get("context_handler") is not None:
         return "context windows call the model for one part of the latent after another"
     if any(_is_other_model(value, sampling.guider.model_patcher) for value in vars(sampling.guider).values()):
@@ -150,11 +149,16 @@ def why_not_banded(sampling: Sampling) -> str | None:
         return "random inpaint noise is drawn for the whole latent"
     for kind, function in functions_of(options):
         if name_of(function) not in PIXEL_WISE_GUIDANCE | WHOLE_GUIDANCE.keys():
-            return f"another node's {kind} may look at the whole latent"
+            return f"{_owner(function)}'s {kind} may look at the whole latent"
     made = options.get("denoise_mask_function")
     if sampling.denoise_mask is not None and made is not None and name_of(made) not in PIXEL_WISE_MASKS:
-        return "another node's denoise_mask_function may look at the whole latent"
+        return f"{_owner(made)}'s denoise_mask_function may look at the whole latent"
     return None
+
+
+def _owner(function: Callable) -> str:
+    """The node that a function is of, in words."""
+    return named(nodes_of(function)) or "another node"
 
 
 def needs_the_whole(sampling: Sampling) -> bool:

@@ -260,10 +260,13 @@ def in_parts(put: Callable, guider: str = "CFGGuider", batch: int = 1) -> dict[s
     return {name: difference(expected, result) for name, result in results.items()}
 
 
-def unknown(model):
-    model = model.clone()
-    model.set_model_sampler_post_cfg_function(lambda args: args["denoised"] - args["denoised"].mean())
-    return model
+class Centred:
+    """A node that nobody knows."""
+
+    def patch(self, model):
+        model = model.clone()
+        model.set_model_sampler_post_cfg_function(lambda args: args["denoised"] - args["denoised"].mean())
+        return model
 
 
 def on_ranks(put: Callable, sampler: str) -> dict:
@@ -292,7 +295,7 @@ ON_RANKS = {
     "Perp-Neg, which calls the model itself": (WHOLE["Perp-Neg"], "euler"),
     "Skip Layers, with calls of its own": (PIXEL_WISE["Skip Layers"], "euler"),
     "Skip Layers rescaled, with calls of its own": (WHOLE["Skip Layers rescaled"], "euler"),
-    "unknown": (unknown, "euler"),
+    "unknown": (Centred().patch, "euler"),
 }
 
 
@@ -307,5 +310,6 @@ def main(results: Results, packs: str | None) -> None:
             results.case(name, partial(in_parts, put, batch=2 if "Video" in name else 1))
     for name in guiders:
         results.case(name, partial(in_parts, lambda model: model, name))
+    nodes.NODE_CLASS_MAPPINGS["Centred"] = Centred
     for name, (put, sampler) in ON_RANKS.items() if packs is None else ():
         results.case(f"{name}, on ranks", partial(on_ranks, put, sampler))
