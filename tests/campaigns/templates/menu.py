@@ -146,10 +146,10 @@ def choose(editor: Editor, severity: str) -> None:
 
 
 def first_difference(before: Any, after: Any, place: str = "") -> str:
-    """Where two workflows differ, empty where nowhere. Sizes of nodes are not looked at: ComfyUI gives some their least one
-    when it loads a workflow, which is how it takes a change back."""
+    """Where two workflows differ, empty where nowhere. What ComfyUI works out anew when it loads a workflow, which is how it
+    takes a change back, is not looked at: nodes' places in the order of execution, and their least sizes."""
     if isinstance(before, dict) and isinstance(after, dict):
-        names = sorted((before.keys() | after.keys()) - {"size"})
+        names = sorted((before.keys() | after.keys()) - {"size", "order"})
         parts = [(name, before.get(name), after.get(name)) for name in names]
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         parts = [(str(index), *pair) for index, pair in enumerate(zip(before, after, strict=True))]
