@@ -106,3 +106,13 @@ def main(results: Results, wan: str) -> None:
         for kind in ("default", "batch"):
             guided[f"WanVideoNAG {kind}"] = partial(model_optimization_nodes.nag, text=text, input_type=kind)
             case("pipefusion", f"{wan}.safetensors", f"WanVideoNAG {kind}", **given)
+
+        def in_front() -> dict:
+            """The node on the native MODEL, which has been sampled with it, and Parallelize Model behind."""
+            file, name, settings = f"{wan}.safetensors", "WanVideoNAG default", {"steps": 3}
+            model = node("ParallelizeModel", guided[name](natives[file]), 2, "ulysses")
+            wanted, plain = (native(file, each, *given.values(), **settings) for each in (name, "plain"))
+            found = ksampler(model, given["texts"], latent, **settings)
+            return {"difference": difference(wanted, found), "effect": difference(wanted, plain), "whole because": []}
+
+        results.case("WanVideoNAG in front, parallelized", in_front)
