@@ -21,6 +21,7 @@ from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
 from .lora import NativeWeights
 from .reach import Unread, refuse_unread
+from .rope import riflex
 from .saving import for_saving, key_patches, patched_weight, stored_weights
 from .step_cache import begin_cache
 from .text_guidance import GUIDANCE_KEY, text_guidance
@@ -133,19 +134,24 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
             super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
     def add_object_patch(self, name, obj):
-        """As ComfyUI's. A compiled module is left out, with a word; guidance of the look at the text goes with the calls.
+        """As ComfyUI's. A compiled module is left out, with a word; what is known to be guidance of the look at the text, or
+        RIFLEx, goes with the calls.
 
         ValueError for what else would be put into the native model, or have it compute in another dtype.
         """
         if any(hasattr(obj, attribute) for attribute in OF_COMPILED):
             self._skip_compile()
             return
+        stub, options = self.model.diffusion_model, self.model_options["transformer_options"]
         if (guidance := text_guidance(name, obj)) is not None:
-            self.model_options["transformer_options"][GUIDANCE_KEY] = guidance
+            options[GUIDANCE_KEY] = guidance
+            return
+        if entry := riflex(stub.checkpoint.family, name, obj):
+            options.update(entry)
             return
         if name == INSIDE or name.startswith(f"{INSIDE}."):
             refuse_unread([Unread(f"another '{name}'", obj, by=named(calling_nodes()))])
-        if name == "manual_cast_dtype" and obj not in (None, self.model.diffusion_model.dtype):
+        if name == "manual_cast_dtype" and obj not in (None, stub.dtype):
             refuse(f"computing in another dtype ({obj})", "Choose weight_dtype in Parallel DiT Loader.")
         super().add_object_patch(name, obj)
 

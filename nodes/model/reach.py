@@ -36,7 +36,7 @@ READ_BY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("chroma_radiance_options", "ar_config", "ar_state", "animate2_cache", "audio_embeds"), frozenset()),
     "rope_options": frozenset(
         {
-            *("Flux", "FluxInpaint", "FluxSchnell", "Flux2", "LongCatImage", "Chroma", "Lumina2", "ZImage"),
+            *("Flux", "FluxInpaint", "FluxSchnell", "Flux2", "LongCatImage", "Lumina2", "ZImage"),
             *("ErnieImage", "Kandinsky5", "Kandinsky5Image", "WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN22_T2V"),
             *("WAN21_Camera", "WAN22_Camera", "WAN21_Vace", "WAN22_Animate", "WAN21_SCAIL", "WAN21_SCAIL2"),
         }

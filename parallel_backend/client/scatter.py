@@ -6,7 +6,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, TEXT_MASK
+from parallel_backend.families.base.step_inputs import EVERYWHERE, REFERENCES
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire import messages as m
 
@@ -86,7 +86,7 @@ class Scatter:
                 for index in range(degrees.sequence):
                     tensors = {}
                     for name, tensor in conditioning.tensors.items():
-                        everywhere = name in (*family.inputs.vector_tensors, TEXT_MASK, REFERENCE_POSITIONS)
+                        everywhere = name in (*family.inputs.vector_tensors, *EVERYWHERE)
                         if stage > 0 and not everywhere:
                             continue
                         whole = everywhere or name == REFERENCES or family.whole_text

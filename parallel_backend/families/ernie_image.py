@@ -16,6 +16,7 @@ from parallel_backend.families.base.step_inputs import Config, Shapes, StepInput
 from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS
 from parallel_backend.families.parts.conditioning import count_blocks, text
 from parallel_backend.families.parts.key_map import KeyMap
+from parallel_backend.families.parts.rope import OPTION, rope_tensors
 
 BLOCKS = "layers"
 _WEIGHT = ("weight",)
@@ -92,8 +93,11 @@ ERNIE_IMAGE = Family(
         head_size=lambda config: config["hidden_size"] // config["num_attention_heads"],
     ),
     inputs=Inputs(
-        conditioning=lambda config, given: {"context": text("ERNIE-Image", config["text_in_dim"], given)},
+        conditioning=lambda config, given: (
+            {"context": text("ERNIE-Image", config["text_in_dim"], given)} | rope_tensors(given)
+        ),
         accepts=(),
+        options=(OPTION,),
         token_tensors=("context",),
         example=lambda config, tokens: {"context": torch.randn(1, tokens, config["text_in_dim"])},
     ),

@@ -33,6 +33,7 @@ from parallel_backend.families.parts.flux_blocks import (
 )
 from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
+from parallel_backend.families.parts.rope import OPTION, rope_tensors, scale_and_shift
 
 _OUTSIDE = {  # diffusers module <- original module
     "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",
@@ -80,7 +81,9 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
     tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", config, given)
-    return tensors | reference_tensors(Patching(), given, method="offset") | embedded_guidance(config, given)
+    scale, shift = scale_and_shift(given)
+    references = reference_tensors(Patching(), given, method="offset", scale=scale, shift=shift)
+    return tensors | references | rope_tensors(given) | embedded_guidance(config, given)
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
@@ -114,6 +117,7 @@ FLUX = Family(
     inputs=Inputs(
         conditioning=_conditioning,
         accepts=("y", "guidance", *ACCEPTS),
+        options=(OPTION,),
         token_tensors=("context",),
         vector_tensors=("pooled", "guidance"),
         example=_example,

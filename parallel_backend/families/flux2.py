@@ -33,6 +33,7 @@ from parallel_backend.families.parts.flux_blocks import (
 )
 from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
+from parallel_backend.families.parts.rope import OPTION, rope_tensors, scale_and_shift
 
 PATCHING = Patching(side=1)
 _WEIGHT = ("weight",)
@@ -96,7 +97,8 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
     tensors = {"context": text("Flux.2", config["joint_attention_dim"], given)}
-    tensors |= reference_tensors(PATCHING, given, method="index", step=10.0)
+    scale, shift = scale_and_shift(given)
+    tensors |= reference_tensors(PATCHING, given, method="index", step=10.0, scale=scale, shift=shift) | rope_tensors(given)
     if config["guidance_embeds"] and given.get("guidance") is not None:
         tensors["guidance"] = given["guidance"]
     return tensors
@@ -124,6 +126,7 @@ FLUX2 = Family(
     inputs=Inputs(
         conditioning=_conditioning,
         accepts=("y", "guidance", *ACCEPTS),
+        options=(OPTION,),
         token_tensors=("context",),
         vector_tensors=("guidance",),
     ),

@@ -4,6 +4,7 @@ The text has blocks of its own, which every rank computes once per call, and is 
 Kandinsky's, which diffusers' Kandinsky5Transformer3DModel has too; the class is ours.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from parallel_backend.families.base.step_inputs import Config, Shapes, StepInput
 from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from parallel_backend.families.parts.conditioning import count_blocks, text_and_pooled
 from parallel_backend.families.parts.key_map import KeyMap
+from parallel_backend.families.parts.rope import OPTION, rope_tensors
 
 VISUAL, TEXT = "visual_transformer_blocks", "text_transformer_blocks"
 PRO_VIDEO, LARGE = 4096, 14080
@@ -71,11 +73,16 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """See Inputs.conditioning; `start` [B, C, t, H, W] takes the place of the latent's first frames."""
+    """See Inputs.conditioning; `start` [B, C, t, H, W] takes the place of the latent's first frames, `unscaled` [B] bool
+    says that positions are not brought closer."""
     named = {**config, "joint_attention_dim": config["in_text_dim"], "pooled_projection_dim": config["in_text_dim2"]}
     tensors = text_and_pooled("Kandinsky 5", "DualCLIPLoader of type kandinsky5 or kandinsky5_image", named, given)
     start = given.get("time_dim_replace")
-    return tensors if start is None else tensors | {"start": start}
+    tensors |= rope_tensors(given) | ({} if start is None else {"start": start})
+    # With options of any kind ComfyUI's class does without its own scale.
+    return tensors | (
+        {} if given.get(OPTION) is None else {"unscaled": torch.ones(len(tensors["context"]), dtype=torch.bool)}
+    )
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
@@ -94,7 +101,7 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
 
 def _positions(step: StepInputs, config: Config) -> torch.Tensor:
     """[n, 3] float32 of the rank's tokens, as ComfyUI scales them."""
-    if not config["visual_cond"]:
+    if not config["visual_cond"] or "unscaled" in step.tensors:
         return step.positions()
     rows, columns = step.grid[-2:]
     closer = 3.16 if config["model_dim"] == PRO_VIDEO and 4 * rows * columns >= LARGE else 2.0
@@ -107,7 +114,8 @@ def _with_start(tokens: torch.Tensor, start: torch.Tensor, step: StepInputs) -> 
     frames = start.shape[2]
     packed = VIDEO_PATCHING.cut(step.token_order.along).pack(F.pad(start, (0, 0, 0, 0, 0, step.grid[0] - frames)))
     own = packed[:, step.token_order.images(step.image).slice].to(tokens)
-    first = step.positions()[:, 0] < frames
+    pictures = frames * math.prod(step.grid[1:])
+    first = step.of_tokens("first frames", lambda image: step.places_in_class(image) < pictures)
     width = own.shape[-1]
     return torch.cat((torch.where(first[:, None], own, tokens[..., :width]), tokens[..., width:]), dim=-1)
 
@@ -174,7 +182,8 @@ def _family(name: str, native: str, video: bool) -> Family:
         inputs=Inputs(
             conditioning=_conditioning,
             accepts=("y", "attention_mask", *(("time_dim_replace",) if video else ())),  # ComfyUI's class ignores the mask
-            vector_tensors=("context", "pooled", "start"),
+            options=(OPTION,),
+            vector_tensors=("context", "pooled", "start", "unscaled"),
             example=_example,
             check_grid=_check_grid,
         ),

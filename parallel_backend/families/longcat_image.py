@@ -34,6 +34,7 @@ from parallel_backend.families.parts.flux_blocks import (
 )
 from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
+from parallel_backend.families.parts.rope import OPTION, rope_tensors, scale_and_shift
 
 _OUTSIDE = {  # diffusers module <- original module
     "time_embed.timestep_embedder.linear_1": "time_in.in_layer",
@@ -77,10 +78,10 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
     words = text("LongCat-Image", config["joint_attention_dim"], given)
     behind = (1, words.shape[1], words.shape[1])
-    usual = dict(zip(("shift_t", "shift_y", "shift_x"), behind, strict=True))  # ComfyUI's BaseModel sets them in every call
-    if any(value != usual.get(name, 1) for name, value in (given.get("rope_options") or {}).items()):
-        raise ValueError("model: other positions (ScaleROPE) cannot be forwarded to Parallel DiT's ranks. Remove the node.")
-    return {"context": words} | reference_tensors(Patching(), given, method="offset", shift=behind)
+    scale, shift = scale_and_shift(given, behind)  # ComfyUI's BaseModel shifts positions in every call
+    shift = tuple(own + more for own, more in zip(behind, shift, strict=True))
+    references = reference_tensors(Patching(), given, method="offset", scale=scale, shift=shift)
+    return {"context": words} | references | rope_tensors(given, behind)
 
 
 LONGCAT_IMAGE = Family(
@@ -97,7 +98,7 @@ LONGCAT_IMAGE = Family(
         native_patches=NATIVE_PATCHES,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"] // 4),
-    inputs=Inputs(conditioning=_conditioning, accepts=ACCEPTS, options=("rope_options",), token_tensors=("context",)),
+    inputs=Inputs(conditioning=_conditioning, accepts=ACCEPTS, options=(OPTION,), token_tensors=("context",)),
     forward=Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("time_embed", factor=1000.0),

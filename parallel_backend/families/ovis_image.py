@@ -36,6 +36,7 @@ from parallel_backend.families.parts.flux_blocks import (
 )
 from parallel_backend.families.parts.key_map import KeyMap
 from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
+from parallel_backend.families.parts.rope import OPTION, rope_tensors, scale_and_shift
 
 _OUTSIDE = {  # diffusers module <- original module
     "timestep_embedder.linear_1": "time_in.in_layer",
@@ -100,7 +101,9 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
     words = text("Ovis-Image", config["joint_attention_dim"], given)
-    return {"context": words} | reference_tensors(Patching(), given, method="offset")
+    scale, shift = scale_and_shift(given)
+    references = reference_tensors(Patching(), given, method="offset", scale=scale, shift=shift)
+    return {"context": words} | references | rope_tensors(given)
 
 
 OVIS_IMAGE = Family(
@@ -124,7 +127,12 @@ OVIS_IMAGE = Family(
         native_patches=NATIVE_PATCHES,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"] // 4),
-    inputs=Inputs(conditioning=_conditioning, accepts=("y", "guidance", *ACCEPTS), token_tensors=("context",)),
+    inputs=Inputs(
+        conditioning=_conditioning,
+        accepts=("y", "guidance", *ACCEPTS),
+        options=(OPTION,),
+        token_tensors=("context",),
+    ),
     forward=Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("time_proj", factor=1000.0),

@@ -127,7 +127,7 @@ WAN = Family(
         conditioning=_conditioning,
         check_grid=_check_grid,
         accepts=(*wan.ACCEPTS, "context_latents", "reference_latent"),
-        options=(wan.TEXT_GUIDANCE,),
+        options=(*wan.OPTIONS, wan.TEXT_GUIDANCE),
         vector_tensors=("context", "picture", "away", "normalized"),
         exact=("normalized",),
         example=wan.example,
@@ -140,4 +140,5 @@ WAN = Family(
     half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={"blocks": block_plan("ffn")},
     patching=wan.PATCHING,
+    native_values=wan.native_values,
 )

@@ -148,6 +148,7 @@ WAN_ANIMATE = replace(
         conditioning=_conditioning,
         check_grid=_check_grid,
         accepts=(*wan.ACCEPTS, "pose_latents", "face_pixel_values"),
+        options=wan.OPTIONS,
         vector_tensors=(*WAN.inputs.vector_tensors, "faces"),
     ),
     forward=replace(
@@ -158,4 +159,5 @@ WAN_ANIMATE = replace(
         | dict.fromkeys(("*.face.to_k", "*.face.to_v", "*.face.norm_k", "*.face.pre_norm_kv"), CacheScope.CALL),
     ),
     tensor_plan={"blocks": block_plan("ffn") | _LOOK_PLAN},
+    native_values=wan.native_values,
 )

@@ -62,6 +62,7 @@ WAN_CAMERA = replace(
         conditioning=_conditioning,
         check_grid=_check_grid,
         accepts=(*wan.ACCEPTS, "camera_conditions"),
+        options=wan.OPTIONS,
     ),
     forward=replace(
         WAN.forward,

@@ -110,6 +110,7 @@ WAN_VACE = replace(
         conditioning=_conditioning,
         check_grid=_check_grid,
         accepts=(*wan.ACCEPTS, "vace_context", "vace_strength"),
+        options=wan.OPTIONS,
         vector_tensors=(*WAN.inputs.vector_tensors, "strength"),
         example=_example,
     ),
@@ -119,4 +120,5 @@ WAN_VACE = replace(
         cached_modules=WAN.forward.cached_modules | {"patch_embedding.control": CacheScope.PROMPT} | _CONTROL_KEYS,
     ),
     tensor_plan={"blocks": block_plan("ffn") | _CONTROL_PLAN},
+    native_values=wan.native_values,
 )

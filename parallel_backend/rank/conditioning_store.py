@@ -11,10 +11,10 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families import Family
-from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCE_POSITIONS
+from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCE_POSITIONS, ROPE, ROPE_FREQUENCY
 from parallel_backend.wire.sampling import PutConditioning, Step
 
-KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE)
+KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE, ROPE, ROPE_FREQUENCY)
 """Conditioning tensors that no dtype but their own can hold: positions above 256 are not all there in bf16."""
 
 

@@ -97,12 +97,14 @@ def test_guidance_that_a_model_has_no_use_for_is_left_out(file):
     assert checkpoint.family.inputs.conditioning(checkpoint.config, given).keys() == {"context"}
 
 
-def test_longcats_own_shift_of_positions_is_no_reason_to_refuse_and_another_is(file):
-    """ComfyUI's BaseModel notes it in every call, behind the text's end; a scale it leaves to ScaleROPE."""
+def test_longcats_own_shift_of_positions_is_the_usual_one_and_scalerope_takes_its_place(file):
+    """ComfyUI's BaseModel notes it in every call, behind the text's end, where ScaleROPE has not set another."""
     checkpoint = open_checkpoint(file("longcat-image"))
     words = torch.zeros(1, 7, checkpoint.config["joint_attention_dim"])
     for rope in ({"shift_t": 1.0, "shift_y": 7.0, "shift_x": 7.0}, {"scale_x": 1.0}):
-        checkpoint.family.inputs.conditioning(checkpoint.config, {"context": words, "rope_options": rope})
-    for rope in ({"shift_t": 1.0, "shift_y": 6.0, "shift_x": 7.0}, {"scale_x": 2.0}):
-        with pytest.raises(ValueError, match=r"^model: other positions \(ScaleROPE\)"):
-            checkpoint.family.inputs.conditioning(checkpoint.config, {"context": words, "rope_options": rope})
+        tensors = checkpoint.family.inputs.conditioning(checkpoint.config, {"context": words, "rope_options": rope})
+        assert tensors.keys() == {"context"}
+    for rope, expected in {(("shift_t", 1.0), ("shift_y", 5.0)): (1.0, -2.0), (("scale_y", 2.0),): (2.0, 0.0)}.items():
+        given = {"context": words, "rope_options": dict(rope)}
+        scale, shift = checkpoint.family.inputs.conditioning(checkpoint.config, given)["rope"][0]
+        assert (scale[1].item(), shift[1].item()) == expected

@@ -31,6 +31,17 @@ REFERENCES_AT_ZERO = "references_at_zero"
 """Conditioning tensor [B] bool: reference tokens are modulated for time 0, not for the sampler's. Absent: they are not.
 A family that can have it names it in `Inputs.vector_tensors`."""
 
+ROPE = "rope"
+"""Conditioning tensor [B, 2, 3] float32, alike for all entries: what the picture's positions (index or frame, row, column)
+are multiplied by, and what is then added. Absent: positions are the usual ones."""
+
+ROPE_FREQUENCY = "rope_frequency"
+"""Conditioning tensor [B, 2] float32, alike for all entries: number of a rotary frequency of the frames' axis, and its
+radians for each frame. Absent: frequencies are the usual ones."""
+
+EVERYWHERE = (TEXT_MASK, REFERENCE_POSITIONS, ROPE, ROPE_FREQUENCY)
+"""Conditioning tensors that every stage gets, of whatever family."""
+
 
 @dataclass(frozen=True)
 class StepInputs:
@@ -104,7 +115,8 @@ class StepInputs:
     def positions(self, top: int = 0, left: int = 0, front: int = 0) -> torch.Tensor:
         """(frame, row, column) of the rank's image tokens, [n, 3] float32.
 
-        Rows count from `top`, columns from `left`, frames from `front`. Reference tokens have their REFERENCE_POSITIONS.
+        Rows count from `top`, columns from `left`, frames from `front`, by ROPE. Reference tokens have their
+        REFERENCE_POSITIONS.
         """
         if (top, left, front) not in self.kept:
             self.kept[top, left, front] = self._positions(top, left, front)
@@ -123,11 +135,11 @@ class StepInputs:
         return self.of_tokens("at zero", lambda span: self.token_order.places(span) >= self.token_order.image)
 
     def _positions(self, top: int, left: int, front: int) -> torch.Tensor:
-        frames, rows, columns = (1, *self.grid)[-3:]
-        sides = torch.arange(float(frames)) + front, torch.arange(rows) + float(top), torch.arange(columns) + float(left)
         device = self.timestep.device
-        references = self.tensors.get(REFERENCE_POSITIONS)
-        own = to_device(torch.cartesian_prod(*sides), device)
+        references, rope = self.tensors.get(REFERENCE_POSITIONS), self.tensors.get(ROPE)
+        own = to_device(torch.cartesian_prod(*(torch.arange(float(side)) for side in (1, *self.grid)[-3:])), device)
+        own = own if rope is None else own * rope[0, 0] + rope[0, 1]
+        own = own + to_device(torch.tensor((front, top, left), dtype=torch.float32), device)
         whole = own if references is None else torch.cat((own, references[0].float()))
         return whole[to_device(self.places_in_class(self.image), device)]
 

@@ -15,6 +15,8 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import nn
 
+from parallel_backend.core.device_copies import to_device
+
 from .wan_rotary import RotaryProcessor
 from .wan_text import GuidedProcessor, GuidedText
 
@@ -49,18 +51,20 @@ class WanVariant(diffusers.WanTransformer3DModel):
         given: dict[str, Any] | None = None,
         away: torch.Tensor | None = None,
         normalized: torch.Tensor | None = None,
+        rope: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         return_dict: bool = False,
     ) -> tuple[torch.Tensor]:
         """[b, C, T, H, W] in whole patches, timestep [b] or [b, n], text [b, t, text_dim] -> [b, out_channels, T, H, W].
 
         `positions` [b, R, 4] float32: frame, row, column and number of the source of R reference tokens. `embedded`:
         arguments of `patch_embedding`, behind the latent. `given`: those of `block_arguments`. `away` [b, u, text_dim]
-        (or embedded, [b, u, width]), `normalized` [b, 3]: text of GuidedText, and its settings.
+        (or embedded, [b, u, width]), `normalized` [b, 3]: text of GuidedText, and its settings. `rope`: ROPE and
+        ROPE_FREQUENCY of the conditioning (families/base/step_inputs.py).
         """
         assert not return_dict
         batch, _, *sizes = hidden_states.shape
         frames, rows, columns = (size // side for size, side in zip(sizes, self.config.patch_size, strict=True))
-        rotary_emb = self.rope(hidden_states, positions)
+        rotary_emb = self.rope(hidden_states, positions, *rope)
         given = self.block_arguments(hidden_states, timestep, **(given or {}))
         hidden_states = self.patch_embedding(hidden_states, **(embedded or {}))
         times = timestep.shape[1] if timestep.ndim == 2 else None
@@ -108,22 +112,43 @@ class Rope(WanRotaryPosEmbed):
     """Rotary tables of the video's tokens and of references behind them."""
 
     def forward(
-        self, hidden_states: torch.Tensor, positions: torch.Tensor | None = None
+        self,
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        scaled: torch.Tensor | None = None,
+        frequency: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latent [b, C, T, H, W], positions [b, R, 4] as WanVariant's, alike for all entries -> two of [1, n + R, 1, D]."""
-        tables = super().forward(hidden_states)
+        """Latent [b, C, T, H, W], positions [b, R, 4] as WanVariant's, `scaled` and `frequency` as its `rope`, all alike for
+        every entry -> two of [1, n + R, 1, D]."""
+        if scaled is None and frequency is None:
+            own = super().forward(hidden_states)
+        else:
+            sizes = zip(hidden_states.shape[2:], self.patch_size, strict=True)
+            places = torch.cartesian_prod(*(torch.arange(float(size // side)) for size, side in sizes))
+            own = self._tables(to_device(places, hidden_states.device), scaled, frequency)
         if positions is None:
-            return tables
-        axes = (self.t_dim, self.h_dim, self.w_dim)
-        angles = [
-            place * _frequencies(width, place.device)
-            for place, width in zip(positions[0, :, :3].split(1, dim=-1), axes, strict=True)
-        ]
-        # Another source is another rotation of all channels.
-        source = positions[0, :, 3:] * _frequencies(self.attention_head_dim, positions.device)
-        angles = (torch.cat(angles, dim=-1) + source).repeat_interleave(2, dim=-1)[None, :, None]
-        own = (angles.cos(), angles.sin())
-        return tuple(torch.cat((table, other), dim=1) for table, other in zip(tables, own, strict=True))
+            return own
+        others = self._tables(positions[0, :, :3], scaled, frequency, positions[0, :, 3:])
+        return tuple(torch.cat(tables, dim=1) for tables in zip(own, others, strict=True))
+
+    def _tables(
+        self,
+        places: torch.Tensor,
+        scaled: torch.Tensor | None,
+        frequency: torch.Tensor | None,
+        sources: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frame, row, column [n, 3] and number of the source [n, 1] -> two of [1, n, 1, D]."""
+        places = places if scaled is None else places * scaled[0, 0] + scaled[0, 1]
+        frames, *sides = (_frequencies(width, places.device) for width in (self.t_dim, self.h_dim, self.w_dim))
+        if frequency is not None:
+            number = torch.arange(len(frames), device=places.device)
+            frames = torch.where(number == frequency[0, 0], frequency[0, 1], frames)
+        angles = torch.cat([place * each for place, each in zip(places.split(1, -1), (frames, *sides), strict=True)], dim=-1)
+        if sources is not None:  # another source is another rotation of all channels
+            angles = angles + sources * _frequencies(self.attention_head_dim, places.device)
+        angles = angles.repeat_interleave(2, dim=-1)[None, :, None]
+        return angles.cos(), angles.sin()
 
 
 def _frequencies(width: int, device: torch.device) -> torch.Tensor:

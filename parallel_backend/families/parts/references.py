@@ -21,6 +21,7 @@ def reference_tensors(
     step: float = 1.0,
     centred: bool = False,
     methods: tuple[str, ...] = METHODS,
+    scale: tuple[float, float, float] = (1, 1, 1),
     shift: tuple[float, float, float] = (0, 0, 0),
 ) -> dict[str, torch.Tensor]:
     """Conditioning tensors of a call's reference pictures, one behind the other. Empty if it has none.
@@ -28,7 +29,8 @@ def reference_tensors(
     Positions are (index, row, column), as ComfyUI's native models count them (comfy/ldm/flux/model.py). With 'index' and
     'negative_index' each picture has an index of its own, `step` apart; with 'offset' all have index 1 and lie beside each
     other. `method`: used where the call names none. `centred`: rows and columns count from the middle. `methods`: those that
-    the family has, AT_ZERO perhaps among them. `shift`: added to every position. ValueError for other methods.
+    the family has, AT_ZERO perhaps among them. `scale`: what a picture's own rows and columns are multiplied by. `shift`:
+    added to every position. ValueError for other methods.
     """
     pictures = given.get("ref_latents")
     if not pictures:
@@ -53,9 +55,11 @@ def reference_tensors(
             else:
                 down = height
             height, width = max(height, picture.shape[-2] + down), max(width, picture.shape[-1] + right)
-        row = torch.arange(rows) + (down + patching.side // 2) // patching.side - (rows // 2 if centred else 0)
-        column = torch.arange(columns) + (right + patching.side // 2) // patching.side - (columns // 2 if centred else 0)
-        positions.append(torch.cartesian_prod(torch.tensor([float(index)]), row.float(), column.float()))
+        top, left = ((side + patching.side // 2) // patching.side for side in (down, right))
+        if centred:
+            top, left = top - rows // 2, left - columns // 2
+        own = (torch.arange(float(rows)) * scale[1] + top, torch.arange(float(columns)) * scale[2] + left)
+        positions.append(torch.cartesian_prod(torch.tensor([float(index)]), *own))
         tokens.append(patching.pack(picture))
     packed = torch.cat(tokens, dim=1)
     places = (torch.cat(positions) + torch.tensor(shift)).expand(len(packed), -1, -1).to(packed.device)

@@ -13,12 +13,15 @@ from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import (
     REFERENCE_POSITIONS,
     REFERENCES,
+    ROPE,
+    ROPE_FREQUENCY,
     Config,
     Shapes,
     StepInputs,
 )
 from parallel_backend.families.parts.conditioning import count_blocks, hidden, text
 from parallel_backend.families.parts.key_map import KeyMap
+from parallel_backend.families.parts.rope import FREQUENCY, OPTION, rope_tensors
 
 PATCHING = Patching(video=True)
 """In bands of rows or frames: a video of one frame, as Wan makes pictures, has some too."""
@@ -32,6 +35,8 @@ ACCEPTS = ("clip_fea", "denoise_mask")
 """`Inputs.accepts`: arguments of ComfyUI's model call that `conditioning` knows. The mask has made the frames' timesteps."""
 TEXT_GUIDANCE = "text_guidance"
 """Among what `conditioning` gets: (text [B, U, text_dim], settings [B, 3]) of normalized attention guidance."""
+OPTIONS = (OPTION, FREQUENCY)
+"""`Inputs.options`, of the variants whose native class scales all positions alike."""
 MARKS = {  # a variant's name -> a key that only it has, in the order in which ComfyUI looks for them
     "vace": "vace_patch_embedding.weight",
     "camera": "control_adapter.conv.weight",
@@ -141,27 +146,28 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
     """See Inputs.conditioning.
 
     `context` [B, T, text_dim] and, for models with layers for it, `picture` [B, P, image_dim]: CLIP's tokens. With
-    TEXT_GUIDANCE also `away` [B, U, text_dim or width] and `normalized` [B, 3]: see models/wan_text.py.
+    TEXT_GUIDANCE also `away` [B, U, text_dim or width] and `normalized` [B, 3]: see models/wan_text.py. ROPE and
+    ROPE_FREQUENCY where OPTIONS say so.
 
     ValueError for text that the class cannot tell from the picture, and for CLIP output of another model.
     """
     context, picture = text("Wan", config["text_dim"], given), given.get("clip_fea")
-    guidance = {}
+    more = rope_tensors(given)
     if TEXT_GUIDANCE in given:
         away, settings = given[TEXT_GUIDANCE]
         width = (
             hidden(config) if away.shape[-1] == hidden(config) else config["text_dim"]
         )  # the native model has embedded it
-        guidance = {"away": text("Wan", width, {"context": away}), "normalized": settings}
+        more |= {"away": text("Wan", width, {"context": away}), "normalized": settings}
     if config["image_dim"] is None:
-        return guidance | {"context": context}  # the native model ignores the picture as well
+        return more | {"context": context}  # the native model ignores the picture as well
     if context.shape[1] != PROMPT:
         raise ValueError(
             f"positive, negative: this model needs prompts of {PROMPT} tokens, this one has {context.shape[1]}. Shorten it, "
             "and do not concatenate conditionings."
         )
     if picture is None:  # the native model then takes the text in the picture's place too
-        return guidance | {"context": torch.cat((context, context), dim=1)}
+        return more | {"context": torch.cat((context, context), dim=1)}
     tokens = config["pos_embed_seq_len"] or picture.shape[1]
     if picture.shape[1:] != (tokens, config["image_dim"]):
         raise ValueError(
@@ -169,7 +175,7 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
             f"needs {tokens} of {config['image_dim']}. Use clip_vision_h, and both a first and a last picture if the model "
             "was made for them."
         )
-    return guidance | {"context": context, "picture": picture}
+    return more | {"context": context, "picture": picture}
 
 
 def packed(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,6 +202,11 @@ def check_sizes(what: str, grid: tuple[int, ...], sizes: tuple[int, ...]) -> Non
         )
 
 
+def native_values(config: Config) -> dict[str, Any]:
+    """See Family.native_values: what RIFLEx's node looks at."""
+    return {"dim": config["num_attention_heads"] * config["attention_head_dim"], "num_heads": config["num_attention_heads"]}
+
+
 def example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
     """See Inputs.example."""
     tokens = text_tokens if config["image_dim"] is None else 2 * PROMPT
@@ -216,4 +227,5 @@ def arguments(step: StepInputs, config: Config) -> dict[str, Any]:
         "encoder_hidden_states_image": picture,
         "away": step.tensors.get("away"),
         "normalized": step.tensors.get("normalized"),
+        "rope": (step.tensors.get(ROPE), step.tensors.get(ROPE_FREQUENCY)),
     }
