@@ -28,8 +28,8 @@ FROM_COMFYUI = {
     "ModelComputeDtype": ("ModelComputeDtype", "computing in another dtype (torch.bfloat16)", "Choose weight_dtype"),
 }
 CHANGES = [
-    *(("tiny.safetensors", name) for name in ("EasyCache", "LazyCache")),
-    *(("wan.safetensors", name) for name in ("EasyCache", "LazyCache")),
+    *(("tiny.safetensors", name) for name in ("EasyCache", "LazyCache", "ScaleROPE")),
+    *(("wan.safetensors", name) for name in ("EasyCache", "LazyCache", "ScaleROPE", "RIFLEx", "RIFLEx and ScaleROPE")),
     ("tiny-sd3.safetensors", "LazyCache"),
 ]
 
@@ -58,8 +58,9 @@ def test_a_cache_of_another_node_sees_whole_calls_under_pipefusion(found, file, 
     assert got["whole because"][0] is not None
 
 
-def test_wrappers_that_a_native_model_ignores_are_ignored(found):
-    got = found["tiny-sd3.safetensors EasyCache"]
+@pytest.mark.parametrize("change", ["EasyCache", "ScaleROPE"])
+def test_what_a_native_model_takes_no_notice_of_is_ignored(found, change):
+    got = found[f"tiny-sd3.safetensors {change}"]
     assert got["moved"] == 0.0
     assert got["difference"] <= LIMIT
 

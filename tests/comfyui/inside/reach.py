@@ -3,12 +3,12 @@
 The test process has put `wan.safetensors` into models/diffusion_models. Run by serve.py.
 """
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from boot import BASE, CHECKOUT, PACK, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, torch
+from block_patches import extra, load_extras
+from boot import BASE, PACK, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, torch
 from families import detecting
 
 MEDDLING = PACK / "tests" / "comfyui" / "meddling_nodes"
@@ -16,11 +16,6 @@ EXTRAS = ("nodes_easycache", "nodes_rope", "nodes_model_advanced")
 FLUX, SD3, WAN = FILES = ("tiny.safetensors", "tiny-sd3.safetensors", "wan.safetensors")
 WIDTHS = {FLUX: (64, 32), SD3: (64, 32), WAN: (24, 8)}
 LATENTS = {FLUX: (1, 16, 16, 12), SD3: (1, 16, 16, 12), WAN: (1, 16, 3, 12, 8)}
-
-
-def extra(name: str, model: Any, **inputs: Any) -> Any:
-    """First output of one of ComfyUI's own nodes of the kind V3."""
-    return nodes.NODE_CLASS_MAPPINGS[name].execute(model, **inputs).args[0]
 
 
 def prompts(file: str) -> list:
@@ -43,13 +38,36 @@ def scaled(model: Any) -> Any:
     return extra("ScaleROPE", model, scale_x=1.7, shift_x=2.5, scale_y=0.6, shift_y=-1.0, scale_t=1.3, shift_t=0.5)
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {"EasyCache": easy, "LazyCache": lazy}
+class EmbedND_RifleX(torch.nn.Module):
+    """As KJNodes': the native module for positions, but for one frequency of the frames' axis."""
+
+    def __init__(self, usual: Any, num_frames: int, k: int):
+        super().__init__()
+        self.usual, self.num_frames, self.k = usual, num_frames, k
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded = self.usual(ids)
+        angle = ids[..., 0].float() * 0.9 * 2 * torch.pi / self.num_frames
+        turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], dim=-1).unflatten(-1, (2, 2))
+        embedded[:, 0, :, self.k - 1] = turn.to(embedded)
+        return embedded
+
+
+def longer(model: Any) -> Any:
+    clone, name = model.clone(), "diffusion_model.rope_embedder"
+    native = clone.model.diffusion_model
+    assert native.dim // native.num_heads == 128
+    usual = None if getattr(native, "on_ranks", False) else native.rope_embedder
+    clone.add_object_patch(name, EmbedND_RifleX(usual, num_frames=3, k=4))
+    return clone
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {"EasyCache": easy, "LazyCache": lazy, "ScaleROPE": scaled}
+FOR_WAN = {"RIFLEx": longer, "RIFLEx and ScaleROPE": lambda model: scaled(longer(model))}
 
 
 def main(results: Results) -> None:
-    for name in EXTRAS:
-        if (path := CHECKOUT / "comfy_extras" / f"{name}.py").is_file():
-            asyncio.run(nodes.load_custom_node(str(path), module_parent="comfy_extras"))
+    load_extras(*EXTRAS)
     load_pack(MEDDLING)
 
     def sample(file: str, model: Any, **settings: Any) -> torch.Tensor:
@@ -66,7 +84,7 @@ def main(results: Results) -> None:
         return found | {"whole because": [wrapper.last.reason for wrapper in pipefusion]}
 
     for file in FILES:
-        for name, change in CHANGES.items():
+        for name, change in (CHANGES | (FOR_WAN if file == WAN else {})).items():
             with detecting({"text_dim": WIDTHS[WAN][0]} if file == WAN else {}):
                 results.case(f"{file} {name}", partial(changed, file, change))
 
