@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.comfyui.test_families import CASES, save_case
 from tests.families.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
@@ -27,6 +28,8 @@ REFUSED = {  # node -> what is said of it
 FROM_COMFYUI = {
     "ModelComputeDtype": ("ModelComputeDtype", "computing in another dtype (torch.bfloat16)", "Choose weight_dtype"),
 }
+REFUSING_SCALES = ("lumina2", "z-image")
+"""Cases of families that do not scale positions, where ComfyUI's own model does."""
 CHANGES = [
     *(("tiny.safetensors", name) for name in ("EasyCache", "LazyCache", "ScaleROPE")),
     *(("wan.safetensors", name) for name in ("EasyCache", "LazyCache", "ScaleROPE", "RIFLEx", "RIFLEx and ScaleROPE")),
@@ -77,3 +80,27 @@ def test_what_cannot_reach_the_ranks_is_refused_by_the_nodes_name(found, node):
 @pytest.mark.parametrize("node", ["Nothing", "Wrapper", "ModelAttentionBackend", "after the refusals"])
 def test_what_changes_nothing_passes(found, node):
     assert found[node] == 0.0
+
+
+@pytest.fixture(scope="module")
+def around(request, inside, base):
+    """Results by case, of one run of ComfyUI for those cases that were selected."""
+    calls = [
+        item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
+    selected = {params["case"].name: params["case"] for params in calls if "case" in params}
+    for case in selected.values():
+        save_case(case, base)
+    return inside.run("around", names=sorted(selected))[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_scaled_positions_and_a_wrapper_are_as_in_the_native_model(around, case):
+    got = around[case.name]
+    if "'rope_options' of transformer_options" in got.get("error", ""):
+        assert case.name in REFUSING_SCALES
+        return
+    assert "error" not in got, got
+    assert got["saw"] == got["native saw"]
+    assert got["difference"] <= max(case.native.limit, LIMIT)
