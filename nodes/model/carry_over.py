@@ -22,9 +22,8 @@ def carry_over(source: comfy.model_patcher.ModelPatcher, target: RemoteModelPatc
             check(key, patch)
         target.patches[key] = patches[:]
     target.patches_uuid = source.patches_uuid  # what ranks have of them is known by it
-    target.model_options = comfy.model_patcher.create_model_options_clone(
-        source.model_options
-    )  # object patches may add to them
+    # Before object patches, which may add to them.
+    target.model_options = comfy.model_patcher.create_model_options_clone(source.model_options)
     for name, value in source.object_patches.items():
         target.add_object_patch(name, value)
     for name, functions in source.weight_wrapper_patches.items():

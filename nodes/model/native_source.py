@@ -61,6 +61,9 @@ def native_source(model: comfy.model_patcher.ModelPatcher) -> NativeSource:
         )
     if others := [key for key in options if key not in WITHOUT_MEANING]:
         raise ValueError(f"model: its loader has {', '.join(others)}, which ranks do not have. {INSTEAD}")
+    compute = model.object_patches.get("manual_cast_dtype")  # as KJNodes' loaders set it, and Select Model Device
+    if compute in DTYPES and dtype != torch.float8_e4m3fn:
+        dtype = compute or dtype
     return NativeSource(Path(given[path_name]), DTYPES[dtype])
 
 

@@ -4,7 +4,10 @@ import pytest
 
 pytestmark = pytest.mark.comfyui
 
-SAME = ("nothing", "two LoRAs", "ModelSamplingFlux", "RescaleCFG", "wrappers and options")
+SAME = (
+    *("nothing", "two LoRAs", "ModelSamplingFlux", "RescaleCFG", "wrappers and options"),
+    *("LoRA in bypass mode", "merge"),
+)
 LIMIT = 2e-5
 """fp32 rounding of a whole run: weights in a file's map may begin at other addresses, for which a CPU has other kernels."""
 SAID = {
@@ -38,9 +41,10 @@ def test_nodes_before_and_behind_it_do_what_they_do_behind_the_loader(found, cas
     assert result(found, case) == {"behind": 0.0, "ahead": 0.0, "native loaded": False}
 
 
-def test_controlnet_and_load_checkpoint(found):
-    control, checkpoint = result(found, "ControlNet"), result(found, "CheckpointLoaderSimple")
-    assert control["behind"] == 0.0 < control["moved"]
+def test_controlnet_hooks_and_load_checkpoint(found):
+    for case in ("ControlNet", "hooks"):
+        assert result(found, case)["behind"] == 0.0 < result(found, case)["moved"]
+    checkpoint = result(found, "CheckpointLoaderSimple")
     assert (checkpoint["behind"], checkpoint["mapped"]) == (0.0, 1.0)
     assert checkpoint["native"] <= LIMIT
 
@@ -65,7 +69,7 @@ def test_the_native_model_is_unloaded_needs_no_memory_and_is_right_afterwards(fo
     assert got["loaded"][0] > 0 == got["loaded"][1]
     assert got["mapped"] == [0.0, 1.0]
     assert got["again"] <= LIMIT
-    assert result(found, "fp8") == ["fp8_e4m3fn", "0.0"]
+    assert result(found, "fp8") == ["fp8_e4m3fn", "bf16", "0.0"]
 
 
 def test_degrees_of_a_mode(found):

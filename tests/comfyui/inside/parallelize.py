@@ -1,16 +1,18 @@
 """Parallelize Model against Parallel DiT Loader with the same degrees, and against the native MODEL. Run by serve.py."""
 
+import functools
 import sys
 from collections.abc import Callable
 from functools import partial
 from types import MethodType, SimpleNamespace
 from unittest.mock import patch
 
+import comfy.hooks
 import comfy.model_management
 import controlnet
 import folder_paths
 from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
-from comfy_extras import nodes_model_advanced
+from comfy_extras import nodes_model_advanced, nodes_model_merging
 from safetensors.torch import load_file, save_file
 
 FLUX, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
@@ -45,13 +47,22 @@ def mapped(model, name: str) -> float:
     return sum(each.nbytes for each in inside) / sum(each.nbytes for each in weights)
 
 
+@functools.cache
+def native():
+    """Load Diffusion Model's MODEL."""
+    return node("UNETLoader", FLUX, "default")
+
+
+def lora(number: int) -> dict[str, torch.Tensor]:
+    layer, g = LAYERS[number], torch.Generator().manual_seed(number)
+    weight = load_file(BASE / "models" / "diffusion_models" / FLUX)[f"{layer}.weight"]
+    up, down = torch.randn(len(weight), 4, generator=g), 0.05 * torch.randn(4, weight.shape[1], generator=g)
+    return {f"diffusion_model.{layer}.lora_B.weight": up, f"diffusion_model.{layer}.lora_A.weight": down}
+
+
 def two_loras(model):
-    for number, layer in enumerate(LAYERS):
-        g = torch.Generator().manual_seed(number)
-        weight = load_file(BASE / "models" / "diffusion_models" / FLUX)[f"{layer}.weight"]
-        up, down = torch.randn(len(weight), 4, generator=g), 0.05 * torch.randn(4, weight.shape[1], generator=g)
-        tensors = {f"diffusion_model.{layer}.lora_B.weight": up, f"diffusion_model.{layer}.lora_A.weight": down}
-        save_file(tensors, BASE / "models" / "loras" / f"parallelize {number}.safetensors")
+    for number in range(len(LAYERS)):
+        save_file(lora(number), BASE / "models" / "loras" / f"parallelize {number}.safetensors")
         folder_paths.filename_list_cache.clear()
         model = node("LoraLoaderModelOnly", model, f"parallelize {number}.safetensors", 1.0 - 0.3 * number)
     return model
@@ -73,13 +84,14 @@ WRAPS: dict[str, Callable] = {
     "ModelSamplingFlux": lambda model: nodes_model_advanced.ModelSamplingFlux().patch(model, 1.5, 0.6, 1024, 768)[0],
     "RescaleCFG": lambda model: nodes_model_advanced.RescaleCFG().patch(model, 0.6)[0],
     "wrappers and options": wrapped,
+    "LoRA in bypass mode": lambda model: comfy.sd.load_bypass_lora_for_models(model, None, lora(0), 0.8, 0.0)[0],
+    "merge": lambda model: nodes_model_merging.ModelMergeSimple().merge(model, two_loras(native()), 0.4)[0],
 }
 
 
 def main(results: Results) -> None:
     pack = nodes.NODE_CLASS_MAPPINGS["ParallelizeModel"].__module__.rpartition(".")[0]
     NativeWeights = sys.modules[f"{pack}.model.lora"].NativeWeights
-    native = node("UNETLoader", FLUX, "default")
     loaded, given = [], comfy.model_management.load_models_gpu
 
     def load_models_gpu(models, *arguments, **named):
@@ -90,29 +102,40 @@ def main(results: Results) -> None:
         ours = sampled(wrap(parallel(FLUX, pipe=1, config=sequence(ulysses=2))))
         loaded.clear()
         with patch.object(comfy.model_management, "load_models_gpu", load_models_gpu):
-            behind = difference(ours, sampled(wrap(taken(native))))
-            ahead = difference(ours, sampled(taken(wrap(native))))
-        return {"behind": behind, "ahead": ahead, "native loaded": any(model is native.model for model in loaded)}
+            behind = difference(ours, sampled(wrap(taken(native()))))
+            ahead = difference(ours, sampled(taken(wrap(native()))))
+        return {"behind": behind, "ahead": ahead, "native loaded": any(model is native().model for model in loaded)}
 
     for name, wrap in WRAPS.items():
         results.case(name, partial(compare, wrap))
 
+    def conditioned(texts: Callable[[], list]) -> dict:
+        ours = sampled(parallel(FLUX, pipe=1, config=sequence(ulysses=2)), texts())
+        model = taken(native())
+        return {"behind": difference(ours, sampled(model, texts())), "moved": difference(ours, sampled(model))}
+
     def with_controlnet() -> dict:
         kind = controlnet.Kind(FLUX, partial(controlnet.flux, False), (1, 16, 8, 12), None)
         texts = kind.apply(prompts(9, 5), kind.control_net(kind.module()))
-        ours = sampled(parallel(FLUX, pipe=1, config=sequence(ulysses=2)), texts)
-        return {"behind": difference(ours, sampled(taken(native), texts)), "moved": difference(ours, sampled(taken(native)))}
+        return conditioned(lambda: texts)
 
     results.case("ControlNet", with_controlnet)
 
+    def with_hook() -> list:
+        """Texts with a LoRA; made anew for each run, as hooks keep where they are in their schedule."""
+        hook = comfy.hooks.create_hook_lora(lora(0), 1.0, 0.0)
+        return [comfy.hooks.set_hooks_for_conditioning(text, hook) for text in prompts(9, 5)]
+
+    results.case("hooks", lambda: conditioned(with_hook))
+
     def stands() -> dict:
         """What is on a MODEL before is on it behind, and there once."""
-        before = two_loras(wrapped(native))
+        before = two_loras(wrapped(native()))
         model = taken(before)
         sampled(model)
         twice = taken(model, "ring")
-        planned, kind = taken(native, "auto"), comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
-        native_wrapper = native.clone()
+        planned, kind = taken(native(), "auto"), comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
+        native_wrapper = native().clone()
         native_wrapper.add_wrapper_with_key(kind, "mine", lambda executor, *arguments: executor(*arguments))
         return {
             "around a run": [
@@ -130,7 +153,7 @@ def main(results: Results) -> None:
 
     def not_sent_again() -> list[int]:
         """LoRA layers sent for two MODELs of the same patches."""
-        before = two_loras(native)
+        before = two_loras(native())
         sent, delta = [], NativeWeights._delta
         with patch.object(NativeWeights, "_delta", lambda *arguments: sent.append(1) or delta(*arguments)):
             sampled(taken(before))
@@ -142,7 +165,7 @@ def main(results: Results) -> None:
 
     def pipelined() -> dict:
         """`mode` pipefusion is Apply PipeFusion with its defaults, and one behind replaces its settings."""
-        model, ours = taken(native, "pipefusion"), parallel(FLUX)
+        model, ours = taken(native(), "pipefusion"), parallel(FLUX)
         few = {"steps": 4}
         default = sampled(node("ApplyPipeFusion", ours, 0, 1, True), **few)
         warmed = sampled(node("ApplyPipeFusion", ours, 2, 3, True), **few)
@@ -204,14 +227,15 @@ def main(results: Results) -> None:
             "config": ("auto", 0, sequence(ulysses=2)),
             "config and pipefusion": ("pipefusion", 4, sequence(ring=2)),
         }
-        keys = {name: taken(native, *how).model.diffusion_model.key for name, how in asked.items()}
+        keys = {name: taken(native(), *how).model.diffusion_model.key for name, how in asked.items()}
         return {name: [str(key.degrees), len(key.devices)] for name, key in keys.items()}
 
     results.case("degrees", chosen)
 
     def fp8() -> list[str]:
-        own = node("UNETLoader", FLUX, "fp8_e4m3fn")
-        return [taken(own).model.diffusion_model.key.dtype, str(mapped(own, FLUX))]
+        own, other = node("UNETLoader", FLUX, "fp8_e4m3fn"), native().clone()
+        other.set_model_compute_dtype(torch.bfloat16)
+        return [*(taken(each).model.diffusion_model.key.dtype for each in (own, other)), str(mapped(own, FLUX))]
 
     results.case("fp8", fp8)
 
@@ -256,6 +280,6 @@ def main(results: Results) -> None:
     for change in (written, other_forward, other_class, inner_patch, other_gpus, unknown, made_elsewhere, second_file):
         results.case(change.__name__, partial(edited, change))
     results.case("fp8_e5m2", lambda: taken(node("UNETLoader", FLUX, "fp8_e5m2")) and None)
-    results.case("too many for tensor", lambda: taken(native, "tensor", 5) and None)
-    results.case("no multiple", lambda: taken(native, "pipefusion", 3, sequence(ulysses=2)) and None)
-    results.case("no config", lambda: taken(native, "auto", 2, {}) and None)
+    results.case("too many for tensor", lambda: taken(native(), "tensor", 5) and None)
+    results.case("no multiple", lambda: taken(native(), "pipefusion", 3, sequence(ulysses=2)) and None)
+    results.case("no config", lambda: taken(native(), "auto", 2, {}) and None)
