@@ -24,6 +24,7 @@ from .known_local import (
     looks_at_the_whole,
     name_of,
 )
+from .known_samplers import why_global
 from .noise import WholeNoise
 
 REGIONS = ("area", "gligen", "hooks", "default")
@@ -138,13 +139,8 @@ def why_not_banded(sampling: Sampling) -> str | None:
         return "the conditioning has its own mask"
     if name_of(type(guider)) not in PIXEL_WISE_GUIDERS | WHOLE_GUIDERS:
         return f"the guider {type(guider).__name__} may look at the whole latent"
-    if type(sampler) is not comfy.samplers.KSAMPLER:
-        return f"{type(sampler).__name__} is not one of ComfyUI's samplers"
-    function = sampler.sampler_function
-    if not function.__module__.startswith("comfy."):
-        return f"{function.__name__} is not one of ComfyUI's samplers"
-    if function.__name__ in ("dpm_adaptive_function", "sample_dpm_adaptive"):
-        return "dpm_adaptive sets its step size by the whole latent"
+    if (reason := why_global(sampler)) is not None:
+        return reason
     if sampling.denoise_mask is not None and sampler.inpaint_options.get("random"):
         return "random inpaint noise is drawn for the whole latent"
     for kind, function in functions_of(options):

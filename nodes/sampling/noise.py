@@ -1,6 +1,5 @@
 """Noise that samplers draw between steps: drawn for the whole latent, so that each band gets its own rows of it."""
 
-import inspect
 import threading
 from collections.abc import Callable
 
@@ -9,6 +8,8 @@ import comfy.samplers
 import torch
 
 from parallel_backend.client.pipefusion.band_cut import BandCut
+
+from .known_samplers import innermost
 
 NoiseSampler = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """ComfyUI's: sigma, next sigma -> noise."""
@@ -40,16 +41,13 @@ class WholeNoise:
         return sample
 
 
-def takes_noise_sampler(sampler: comfy.samplers.KSAMPLER) -> bool:
-    return "noise_sampler" in inspect.signature(sampler.sampler_function).parameters
-
-
 def whole_noise(sampler: comfy.samplers.KSAMPLER, noise: torch.Tensor, sigmas: torch.Tensor, seed: int | None) -> WholeNoise:
     """Noise that `sampler` would draw for the whole latent `noise`: by its own option, a Brownian tree, or plain noise.
 
     Which one is k_diffusion's rule (comfy/k_diffusion/sampling.py): the dpmpp *_sde samplers default to a tree, on the
     CPU unless their name ends in _gpu.
     """
+    sampler = innermost(sampler)
     if (given := sampler.extra_options.get("noise_sampler")) is not None:
         return WholeNoise(given)
     name = sampler.sampler_function.__name__

@@ -33,7 +33,8 @@ from .band_guidance import BandedGuidance
 from .band_guider import band_guider, banded_controls, releasing_waiters
 from .eligibility import Sampling, needs_the_whole, why_not_banded, why_not_displaced
 from .host_sampling import on_host
-from .noise import takes_noise_sampler, whole_noise
+from .known_samplers import takes_noise_sampler
+from .noise import whole_noise
 
 WRAPPER_KEY = "parallel_dit_pipefusion"
 
@@ -189,8 +190,7 @@ class PipeFusion:
         calls: StepCache | None,
     ) -> tuple[torch.Tensor, BandedRun]:
         """Displaced patches: the sampler runs as it is, on ComfyUI's thread; its calls belong to one run on the ranks."""
-        stochastic = not isinstance(sampling.sampler, comfy.samplers.KSAMPLER) or takes_noise_sampler(sampling.sampler)
-        extrapolate = self.extrapolate and not stochastic
+        extrapolate = self.extrapolate and not takes_noise_sampler(sampling.sampler)
         run = _banded_run(model, patching, rows, sampling, True, overlap, extrapolate, calls)
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
