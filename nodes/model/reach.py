@@ -48,7 +48,14 @@ others ignore it, and so do we. A family that reads it too has it in `Inputs.opt
 FOR_PATCHES = frozenset(
     {
         # RES4LYF: its samplers set them, its own models read them. Those come by object patches, which are refused.
-        *("regional_conditioning_weight", "regional_conditioning_floor", "regional_conditioning_mask_orig"),
+        *(
+            "regional_conditioning_weight",
+            "regional_conditioning_floor",
+            "regional_conditioning_mask_orig",
+            "sigma_next",
+            "z_",
+        ),
+        *("regional_conditioning_weight_neg", "regional_conditioning_floor_neg"),
         *("AttnMask", "AttnMask_neg", "RegContext", "RegContext_neg", "ExtraOptions", "StyleMMDiT", "update_cross_attn"),
         *("x_init", "x_tmp", "y0", "y0_inv", "y0_standard_guide", "y0_inv_standard_guide", "model_sampling", "latent_type"),
         *("y0_adain", "blocks_adain", "blocks_adain_cache", "sort_and_scatter", "noise_mode_adain", "y0_attninj"),
