@@ -519,6 +519,27 @@ CLIENT_MUTANTS = (
         ("tests/client/test_banded_run.py",),
     ),
     Mutant(
+        "keys that rested for a step taken for fresh",
+        CLIENT + "pipefusion/banded_run.py",
+        "self._known.get(conditioning.id, -1) > 1",
+        "self._known.get(conditioning.id, -1) > self._times",
+        ("tests/client/test_banded_run.py",),
+    ),
+    Mutant(
+        "prompts that look at each other on two replicas",
+        CLIENT + "call.py",
+        "if self.changes.together else",
+        "if False else",
+        ("tests/rank/test_block_changes.py",),
+    ),
+    Mutant(
+        "blocks that a call skips run",
+        RANK + "stage_forward.py",
+        "skipping(conditioning.changes.skipped)",
+        "skipping(())",
+        ("tests/rank/test_block_changes.py",),
+    ),
+    Mutant(
         "the last odd row in no band",
         CLIENT + "pipefusion/banded_run.py",
         "rows = -(-size // patch)",
