@@ -78,6 +78,7 @@ def test_a_node_that_ends_its_process_hangs_or_crashes(printed, outcome, word):
         ("model: TeaCache for Wan video", ("WanVideoTeaCacheKJ", "WanVideo Tea Cache"), True),
         ("model: a cache of KJNodes for Wan video", ("WanVideoTeaCacheKJ", "WanVideo Tea Cache"), False),
         ("a wrapper around the diffusion model", ("ApplyFBCacheOnModel", "Apply First Block Cache"), False),
+        ("model: a merge is not possible", ("ModelMergeSimple", "Merge Models (Simple)"), False),
         ("model: NAGuidance", ("NAGuidance", "Normalized Attention Guidance"), True),
     ],
 )

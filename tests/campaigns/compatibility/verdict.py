@@ -11,7 +11,7 @@ LIMIT, TIMES = 5e-5, 10.0
 when it attends by another of ComfyUI's kernels."""
 NOTHING = 5e-6
 """A native result this near to that without the node is the same."""
-FAR = 15.0
+FAR = 25.0
 """dB. A pipelined run that is further from the native one is another picture."""
 EQUAL, CLOSE, WHOLE, REFUSED, UNNAMED = "equal", "close", "whole", "refused", "refused without its name"
 NO_EFFECT, WRONG, CRASH, HANG = "no effect", "wrong", "crash", "hang"
@@ -127,7 +127,7 @@ def is_named(text: str, names: Iterable[str]) -> bool:
         words = [
             word for word in map(str.lower, re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)) if word not in GENERAL
         ]
-        if _letters(name) in said or (words and all(word in said for word in words)):
+        if _letters(name) in said or (len(words) > 1 and all(word in said for word in words)):
             return True
     return False
 
