@@ -375,8 +375,11 @@ def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> N
 
 
 def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel:
-    """The stub inside a MODEL. ValueError if the MODEL is not from Parallel DiT Loader."""
+    """The stub inside a MODEL. ValueError if the MODEL is a native one."""
     stub = getattr(getattr(model, "model", None), "diffusion_model", None)
     if not isinstance(stub, RemoteDiffusionModel):
-        raise ValueError("model: this MODEL runs in ComfyUI itself. Load it with Parallel DiT Loader to use PipeFusion.")
+        raise ValueError(
+            "model: this MODEL runs in ComfyUI itself. Load it with Parallel DiT Loader, or put Parallelize Model before "
+            "this node."
+        )
     return stub
