@@ -184,7 +184,6 @@ class Toy:
         self.model = put(parallel(BUNDLED))
         base = self.model.model
         base.current_patcher, base.apply_model = self.model, pixel_wise
-        base.diffusion_model.in_channels = 16  # RenormCFG asks for it
         self.guider = guider_of(self.model, guider)
         conds, self.guider.model_options = self.guider.original_conds, self.model.model_options
         comfy.sampler_helpers.prepare_model_patcher(self.model, conds, self.model.model_options)
