@@ -262,8 +262,8 @@ RANK_MUTANTS = (
     Mutant(
         "guidance rounded to the compute dtype",
         RANK + "conditioning_store.py",
-        "KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE)",
-        "KEPT_EXACT = (REFERENCE_POSITIONS,)",
+        "KEPT_EXACT = (REFERENCE_POSITIONS, GUIDANCE, ROPE, ROPE_FREQUENCY)",
+        "KEPT_EXACT = (REFERENCE_POSITIONS, ROPE, ROPE_FREQUENCY)",
         ("tests/families/test_families.py", "-k", "bf16_rounds and flux"),
     ),
     Mutant(
