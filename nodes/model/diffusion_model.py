@@ -34,7 +34,7 @@ from .block_patches import block_changes
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .controlnet import residuals
 from .lora import PREFIX, NativeWeights, Patch
-from .native_call import by_name, native_class, runs_wrappers, wrappers_of
+from .native_call import by_name, leaves_wrappers_to_parent, native_class, runs_wrappers, wrappers_of
 from .native_names import NativeNames
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
 from .room import make_room
@@ -244,6 +244,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         given = {"context": context, "control": control, "transformer_options": options, **extra}
         if self.wrappers(options):
             return self.native.forward(self, x, timestep, **given)
+        if leaves_wrappers_to_parent(self.native):
+            refuse_unread(Unread("a wrapper around the diffusion model", each) for each in wrappers_of(options))
         return self._call(x, timestep, **given)
 
     def wrappers(self, options: dict[str, Any], is_model_options: bool = False) -> list[Any]:

@@ -54,6 +54,14 @@ def runs_wrappers(native: type) -> bool:
     return "WrapperExecutor" in native.forward.__code__.co_names
 
 
+def leaves_wrappers_to_parent(native: type) -> bool:
+    """Whether only a forward that the native class calls as its parent's runs wrappers, as LTX-2's does. That one needs an
+    object of the class, so such wrappers cannot be run around the ranks' call."""
+    forwards = (vars(base)["forward"] for base in native.__mro__ if "forward" in vars(base))
+    others = (forward for forward in forwards if hasattr(forward, "__code__"))
+    return not runs_wrappers(native) and any("WrapperExecutor" in forward.__code__.co_names for forward in others)
+
+
 def wrappers_of(options: dict[str, Any], is_model_options: bool = False) -> list[Any]:
     """The wrappers in a call's transformer_options, or in the model_options that have those."""
     kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL

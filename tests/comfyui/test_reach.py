@@ -28,8 +28,10 @@ REFUSED = {  # node -> what is said of it
 FROM_COMFYUI = {
     "ModelComputeDtype": ("ModelComputeDtype", "computing in another dtype (torch.bfloat16)", "Choose weight_dtype"),
 }
-REFUSING_SCALES = ("lumina2", "z-image")
-"""Cases of families that do not scale positions, where ComfyUI's own model does."""
+REFUSING_SCALES = ("lumina2", "z-image", "wan-scail")
+"""Families that do not scale positions, where ComfyUI's own model does."""
+REFINED_ON_RANKS = ("minimax-h3",)
+"""Families whose wrappers see the prompt as the text encoder gave it out: ComfyUI's own model refines it before."""
 CHANGES = [
     *(("tiny.safetensors", name) for name in ("EasyCache", "LazyCache", "ScaleROPE")),
     *(("wan.safetensors", name) for name in ("EasyCache", "LazyCache", "ScaleROPE", "RIFLEx", "RIFLEx and ScaleROPE")),
@@ -98,9 +100,15 @@ def around(request, inside, base):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_scaled_positions_and_a_wrapper_are_as_in_the_native_model(around, case):
     got = around[case.name]
+    if "a wrapper around the diffusion model" in got.get("error", ""):
+        assert case.family == "ltx-2"
+        return
     if "'rope_options' of transformer_options" in got.get("error", ""):
-        assert case.name in REFUSING_SCALES
+        assert case.family in REFUSING_SCALES
         return
     assert "error" not in got, got
+    if case.family in REFINED_ON_RANKS:
+        for saw in (got["saw"], got["native saw"]):
+            saw[0][0][2].pop()  # the text's width
     assert got["saw"] == got["native saw"]
     assert got["difference"] <= max(case.native.limit, LIMIT)
