@@ -18,7 +18,13 @@ def bypass_patches(injections: Mapping[str, Iterable[Any]]) -> dict[str, list[Pa
     patches: dict[str, list[Patch]] = {}
     for made in injections.values():
         for injection in made:
-            for layer, (adapter, strength) in _manager(injection).adapters.items():
+            manager = _manager(injection)
+            used = {
+                id(hook.adapter) for hook in manager.hooks
+            }  # not those for what is no layer, such as Z-Image's pad tokens
+            for layer, (adapter, strength) in manager.adapters.items():
+                if id(adapter) not in used:
+                    continue
                 patches.setdefault(f"{layer}.weight", []).append((strength, _plain(adapter), 1.0, None, None))
     return patches
 

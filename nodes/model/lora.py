@@ -32,8 +32,6 @@ LORA_MID, LORA_RESHAPE = 3, 5
 SENT_AS_IS = (torch.float32, torch.bfloat16, torch.float16)
 MODEL_AS_LORA = "model_as_lora"
 """Kind of a patch in a conditioning: what another model's weight differs by."""
-TABLES = ("pos_embed",)
-"""Buffers of native models that are in files: SD3's table of positions."""
 KINDS = ("diff", "set", MODEL_AS_LORA)
 
 
@@ -56,6 +54,8 @@ class NativeWeights:
             renamed = model_config.process_unet_state_dict({key: tensor})
             self.tensors |= renamed
             self._keys |= dict.fromkeys(renamed, key)
+        modules = {name.rpartition(".")[0] for name in self.tensors}
+        self._with_modules = {above for module in modules for above in _above(module)}
 
     def check(self, key: str, patch: Patch, hooked: bool = False) -> None:
         """ValueError, in the user's words, unless `deltas` can say what the patch does. `hooked`: in a conditioning."""
@@ -98,9 +98,11 @@ class NativeWeights:
         return value
 
     def is_patched(self, key: str, hooked: bool = False) -> bool:
-        """Whether ComfyUI applies patches to it. For buffers it keeps them to no effect, but in conditionings."""
-        original = self._keys[self._find(key)[0]]
-        return original not in self._computed and (hooked or original not in TABLES)
+        """Whether ComfyUI applies patches to it. Those for tensors of a module that has modules in it, such as Wan's
+        `blocks.0.modulation` and SD3's table of positions, it keeps to no effect, but for those in conditionings.
+        """
+        name, _ = self._find(key)
+        return self._keys[name] not in self._computed and (hooked or name.rpartition(".")[0] not in self._with_modules)
 
     def stored(self, key: str) -> torch.Tensor | None:
         """The checkpoint's value as its file has it. See OriginalTensors.stored."""
@@ -182,6 +184,13 @@ def why_not_hooked(patch: Patch) -> str | None:
         return None
     kind = patch[1].name.upper() if isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase) else "a whole weight"
     return f"{kind} in a conditioning (a hook), where it would be worked out anew for each call,"
+
+
+def _above(module: str) -> Iterator[str]:
+    """Names of the modules that a module is in, up to the model itself: ''."""
+    while module:
+        module = module.rpartition(".")[0]
+        yield module
 
 
 def _kind(value: Any) -> str:
