@@ -7,7 +7,7 @@ from typing import Any
 import comfy.weight_adapter
 
 from ..ui.host import refuse
-from .lora import DORA_SCALE, NativeWeights, Patch
+from .lora import DORA_SCALE, PREFIX, NativeWeights, Patch
 
 MANAGER = "BypassInjectionManager"
 """ComfyUI's class that makes the injections of a LoRA in bypass mode."""
@@ -34,6 +34,11 @@ def check_injections(weights: NativeWeights, key: str, injections: Iterable[Any]
     for injection in injections:
         if _manager(injection) is None:
             refuse(f"what another node injects into the model ('{key}')", "Remove that node.")
+        manager = _manager(injection)
+        used = {id(hook.adapter) for hook in manager.hooks}
+        lost = [layer for layer, (adapter, _) in manager.adapters.items() if id(adapter) not in used]
+        if missed := [layer for layer in lost if f"{layer}.weight".removeprefix(PREFIX) in weights.tensors]:
+            refuse(f"a LoRA in bypass mode for {missed[0]}", "Use a plain LoRA loader for it.")
     for target, patches in bypass_patches({key: injections}).items():
         for patch in patches:
             adapter = patch[1]

@@ -48,8 +48,9 @@ class NativeNames:
         refuse("computing with its layers (some ControlNets do)", "Use another ControlNet, or a native loader.")
 
     def __len__(self) -> int:
+        """Of a list of blocks, or of layers some of which have no tensors: up to the last that has one."""
         names = {key.removeprefix(self._prefix).partition(".")[0] for key in self._tensors if key.startswith(self._prefix)}
-        return sum(name.isdecimal() for name in names)
+        return max((int(name) + 1 for name in names if name.isdecimal()), default=0)
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
