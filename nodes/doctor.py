@@ -59,7 +59,10 @@ class ParallelDoctor:
     def INPUT_TYPES(cls):
         return {
             "required": {
-                "model": ("MODEL", {"tooltip": "From Parallel DiT Loader, with any degrees: they are not looked at."}),
+                "model": (
+                    "MODEL",
+                    {"tooltip": "From Parallel DiT Loader or Parallelize Model, with any degrees: they are not looked at."},
+                ),
                 "latent_image": ("LATENT", {"tooltip": "The latent that you want to sample; its size and batch count."}),
                 "steps": ("INT", {"default": 20, "min": 1, "max": 10000, "tooltip": "Denoising steps of the run."}),
                 "cfg": cfg_scale("As in the sampler. At 1 the model runs one prompt, otherwise two."),

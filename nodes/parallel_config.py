@@ -31,7 +31,7 @@ class UlyssesConfig:
     FUNCTION = "configure"
     DESCRIPTION = (
         "Splits one picture's tokens over GPUs: Ulysses, ring attention, or patches (DistriFusion). Connect it to "
-        "Parallel DiT Loader."
+        "Parallel DiT Loader or Parallelize Model."
     )
 
     @classmethod

@@ -48,11 +48,14 @@ class ApplyPipeFusion:
     CATEGORY = CATEGORY
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "apply"
-    DESCRIPTION = "Makes every native sampler pipeline its steps over the stages of a MODEL from Parallel DiT Loader."
+    DESCRIPTION = (
+        "Makes every native sampler pipeline its steps over the stages of a MODEL from Parallel DiT Loader or Parallelize "
+        "Model."
+    )
 
     @classmethod
     def INPUT_TYPES(cls):
-        model = ("MODEL", {"tooltip": "From Parallel DiT Loader; LoRA loaders may stand between."})
+        model = ("MODEL", {"tooltip": "From Parallel DiT Loader or Parallelize Model; LoRA loaders may stand between."})
         return {"required": {"model": model, **SETTINGS}, "optional": OPTIONAL_SETTINGS}
 
     def apply(self, model, num_pipeline_patch, warmup_steps, overlap, extrapolate=True):
@@ -72,7 +75,10 @@ class PipeFusionSampler:
         sampler = comfy.samplers.KSampler
         return {
             "required": {
-                "model": ("MODEL", {"tooltip": "From Parallel DiT Loader; LoRA loaders may stand between."}),
+                "model": (
+                    "MODEL",
+                    {"tooltip": "From Parallel DiT Loader or Parallelize Model; LoRA loaders may stand between."},
+                ),
                 "seed": (
                     "INT",
                     {

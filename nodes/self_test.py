@@ -62,8 +62,8 @@ class ParallelSelfTest:
                 "model": (
                     "MODEL",
                     {
-                        "tooltip": "From Parallel DiT Loader: its file is sampled with in ComfyUI, on one GPU and on all. "
-                        "Degrees and dtype do not count."
+                        "tooltip": "From Parallel DiT Loader or Parallelize Model: its file is sampled with in ComfyUI, on "
+                        "one GPU and on all. Degrees and dtype do not count."
                     },
                 ),
             },

@@ -12,8 +12,8 @@ class ParallelStepCache:
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "apply"
     DESCRIPTION = (
-        "Does not compute model calls whose result can be told from the calls before. For a MODEL from Parallel DiT Loader, "
-        "in every mode, with or without PipeFusion."
+        "Does not compute model calls whose result can be told from the calls before. For a MODEL from Parallel DiT Loader "
+        "or Parallelize Model, in every mode, with or without PipeFusion."
     )
 
     @classmethod
@@ -23,7 +23,10 @@ class ParallelStepCache:
             "required": {
                 "model": (
                     "MODEL",
-                    {"tooltip": "From Parallel DiT Loader; LoRA loaders and Apply PipeFusion may stand before or after."},
+                    {
+                        "tooltip": "From Parallel DiT Loader or Parallelize Model; LoRA loaders and Apply PipeFusion may "
+                        "stand before or after."
+                    },
                 ),
                 "threshold": threshold(
                     0.04,
