@@ -1,7 +1,7 @@
 """Functions of ComfyUI's nodes and of other packs of which it is known how much of the latent they look at.
 
 A function is known by `name_of` it: its module, without the path by which a pack was found, and its qualified name. Whoever
-adds a row adds it to a test that cuts and compares: tests/comfyui/inside/guidance_parts.py.
+adds a row adds it to a test that cuts and compares: tests/comfyui/inside/guidance_in_bands.py.
 """
 
 import functools
