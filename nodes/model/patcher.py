@@ -39,7 +39,8 @@ COMPILE_WRAPPER = "torch.compile"
 OF_COMPILED = ("_orig_mod", "_torchdynamo_orig_callable")
 """Attributes of what torch.compile gives for a module, and for anything else that can be called."""
 COMPILE_SKIPPED = (
-    "torch.compile is skipped: this MODEL's layers are on its ranks. To have them compiled there, set compile on the loader."
+    "torch.compile is skipped: this MODEL's layers are on its ranks. To have them compiled there, set compile on the "
+    "loader: Parallel DiT Loader has it."
 )
 
 

@@ -86,7 +86,7 @@ EXACT_KERNELS = ("attention_pytorch", "attention_flash", "attention_xformers", "
 INSTEAD = {
     "cache": "Take Parallel Step Cache in its place",
     "compile": "Switch on `compile` in Parallel DiT Loader in its place",
-    "attention kernel": "Ulysses Config's widget attention chooses that of the ranks",
+    "attention kernel": "Ulysses Config's widget attention chooses the ranks' kernel: take that in its place",
 }
 """Word in a node's name, or in what is refused -> what to take in its place."""
 
@@ -133,7 +133,7 @@ def refuse_unread(found: Iterable[Unread]) -> None:
     text = ", ".join(described)
     advice = [instead for word, instead in INSTEAD.items() if word in text.lower()]
     advice = "; ".join(advice) + ", or load" if advice else "Remove the node that adds it, or load"
-    advice += " the model with a native loader."
+    advice += " the model with a native loader, without Parallelize Model."
     raise ValueError(f"model: {text} cannot be forwarded to Parallel DiT's ranks in this version. {advice}")
 
 
