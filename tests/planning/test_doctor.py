@@ -514,9 +514,13 @@ def test_cancel_ends_it(pools, flux_file):
 
 
 CASES = all_cases()
+DEFAULT = ("flux-dev", "ltx-2.3", "minimax-h3", "qwen-image-edit", "sana", "sd3.5-medium", "wan-2.1-t2v", "wan-vace")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name in DEFAULT else pytest.mark.full) for case in CASES],
+)
 def test_every_family_can_be_rehearsed(case, pools, tmp_path, once):
     """Whole and, where it can be cut, in bands; every kind of block is timed, and counted as often as there are such."""
     model = case.model()

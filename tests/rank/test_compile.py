@@ -264,13 +264,16 @@ def test_modes_of_several_ranks(tracing_pools, pools, flux_file, degrees):
         assert graphs_of(model) == [GRAPHS["flux-dev"]] * degrees.world
 
 
+DEFAULT = ("sd3.5-medium", "wan-2.1-t2v")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("degrees", "family"),
     [
-        pytest.param(degrees, family, id=f"{name(degrees)}-{family}")
+        pytest.param(degrees, family, id=f"{name(degrees)}-{family}", marks=() if family in DEFAULT else pytest.mark.full)
         for degrees in (Degrees(tensor=2), Degrees(ulysses=2))
-        for family in ("sd3.5-medium", "pixart-alpha", "wan-2.1-t2v", "sana", "z-image")
+        for family in (*DEFAULT, "pixart-alpha", "sana", "z-image")
         if degrees in CASES[family].modes
     ],
 )
