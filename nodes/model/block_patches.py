@@ -15,12 +15,13 @@ from parallel_backend.core.spans import Span
 from parallel_backend.families import Family
 from parallel_backend.families.base.step_inputs import Config
 
+from ..ui.other_nodes import name_of
+
 SKIP = re.compile(r"nodes_slg\.SkipLayerGuidance\w+\.\w+\.<locals>\.skip")
 """A block's replacement that gives out what it is given."""
 PERTURBED = re.compile(r"nodes_pag\.PerturbedAttentionGuidance\.\w+\.<locals>\.perturbed_attention")
 """A replacement of attention, of a UNet's middle block: no transformer looks at it."""
 NORMALIZED = re.compile(r"nodes_nag\.NAGuidance\.\w+\.<locals>\.nag_attention_output_patch")
-SEPARATORS = re.compile(r"[./\\]")
 
 POSITIVE, NEGATIVE = 0, 1
 """ComfyUI's numbers of the prompts, in `cond_or_uncond`."""
@@ -48,9 +49,8 @@ def block_changes(
 
 
 def is_known(name: re.Pattern[str], function: Callable[..., Any]) -> bool:
-    """Whether it is the function of this name. Of its module the last part counts: ComfyUI puts a folder before it."""
-    module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    return bool(module) and name.fullmatch(f"{SEPARATORS.split(module)[-1]}.{path}") is not None
+    """Whether it is the function of this name."""
+    return name.fullmatch(name_of(function)) is not None
 
 
 def _skipped(family: Family, config: Config, replaced: dict[str, dict]) -> tuple[tuple[str, ...], dict[str, dict]]:

@@ -19,25 +19,19 @@ def bypass_patches(injections: Mapping[str, Iterable[Any]]) -> dict[str, list[Pa
     for made in injections.values():
         for injection in made:
             manager = _manager(injection)
-            used = {
-                id(hook.adapter) for hook in manager.hooks
-            }  # not those for what is no layer, such as Z-Image's pad tokens
+            without_effect = _not_placed(manager)
             for layer, (adapter, strength) in manager.adapters.items():
-                if id(adapter) not in used:
-                    continue
-                patches.setdefault(f"{layer}.weight", []).append((strength, _plain(adapter), 1.0, None, None))
+                if layer not in without_effect:
+                    patches.setdefault(f"{layer}.weight", []).append((strength, _plain(adapter), 1.0, None, None))
     return patches
 
 
 def check_injections(weights: NativeWeights, key: str, injections: Iterable[Any]) -> None:
     """ValueError unless all of it is a LoRA in bypass mode, of a kind that is added to a layer's output."""
     for injection in injections:
-        if _manager(injection) is None:
+        if (manager := _manager(injection)) is None:
             refuse(f"what another node injects into the model ('{key}')", "Remove that node.")
-        manager = _manager(injection)
-        used = {id(hook.adapter) for hook in manager.hooks}
-        lost = [layer for layer, (adapter, _) in manager.adapters.items() if id(adapter) not in used]
-        if missed := [layer for layer in lost if f"{layer}.weight".removeprefix(PREFIX) in weights.tensors]:
+        if missed := [layer for layer in _not_placed(manager) if f"{layer}.weight".removeprefix(PREFIX) in weights.tensors]:
             refuse(f"a LoRA in bypass mode for {missed[0]}", "Use a plain LoRA loader for it.")
     for target, patches in bypass_patches({key: injections}).items():
         for patch in patches:
@@ -55,6 +49,12 @@ def _manager(injection: Any) -> Any | None:
         return None
     manager = inspect.getclosurevars(function).nonlocals.get("self")
     return manager if type(manager).__name__ == MANAGER else None
+
+
+def _not_placed(manager: Any) -> list[str]:
+    """Those of its adapters for which it found no layer, such as Z-Image's pad tokens: they have no effect."""
+    placed = {id(hook.adapter) for hook in manager.hooks}
+    return [layer for layer, (adapter, _) in manager.adapters.items() if id(adapter) not in placed]
 
 
 def _plain(adapter: Any) -> Any:

@@ -9,12 +9,15 @@ from typing import Any
 import comfy.model_patcher
 import torch
 
+from ..ui.other_nodes import name_of
+
 LOADERS = {
-    "load_diffusion_model": "unet_path",
-    "load_checkpoint_guess_config": "ckpt_path",
-    "_load_diffusion_model_kj": "unet_path",
+    "sd.load_diffusion_model": "unet_path",
+    "sd.load_checkpoint_guess_config": "ckpt_path",
+    "model_optimization_nodes._load_diffusion_model_kj": "unet_path",
 }
-"""Functions that a MODEL can be made again by -> their argument for the file. ComfyUI's own, and KJNodes'."""
+"""Functions that a MODEL can be made again by, by `name_of` them -> their argument for the file. ComfyUI's own, and
+KJNodes'."""
 WITHOUT_MEANING = ("load_device", "offload_device", "fp8_optimizations")
 """Options about ComfyUI's own devices, and fp8 products, which ranks make where the GPU does."""
 DTYPES = {
@@ -46,9 +49,8 @@ def native_source(model: comfy.model_patcher.ModelPatcher) -> NativeSource:
     if noted is None:
         raise ValueError(f"model: which file this MODEL is from is not known: its loader does not say it. {INSTEAD}")
     function, arguments = noted[:2]
-    if (path_name := LOADERS.get(name := function.__name__)) is None:
-        maker = f"{function.__module__}.{name}"
-        raise ValueError(f"model: this MODEL is made by {maker}, which is not known here. {INSTEAD}")
+    if (path_name := LOADERS.get(name := name_of(function))) is None:
+        raise ValueError(f"model: this MODEL is made by {name}, which is not known here. {INSTEAD}")
     given = _given(function, arguments)
     if given.get("extra_state_dict") is not None:
         raise ValueError(f"model: its loader adds weights of a second file ({given['extra_state_dict']}). {INSTEAD}")

@@ -11,6 +11,8 @@ import comfy.utils
 import folder_paths
 import torch
 
+from ..ui.other_nodes import definition
+
 COMPARED = 4096
 """Values of a tensor that are compared with the file: its middle. A page or two of a large file for each tensor."""
 
@@ -28,14 +30,15 @@ def check_not_rewritten(model: comfy.model_patcher.ModelPatcher) -> None:
         kind = type(module)
         changed = None
         if _of_a_pack(kind.__module__):
-            changed = f"{kind.__module__}.{kind.__qualname__}"
-        elif getattr(forward := module.forward, "__func__", forward) is not kind.forward:
-            changed = f"{forward.__module__}.{forward.__qualname__}"
+            changed = kind
+        elif getattr(module.forward, "__func__", module.forward) is not kind.forward:
+            changed = definition(module.forward)
         elif module._forward_hooks or module._forward_pre_hooks:
             changed = "a hook"
         if changed is not None:
+            what = changed if isinstance(changed, str) else f"{changed.__module__}.{changed.__qualname__}"
             raise ValueError(
-                f"model: a node has put {changed} in the place of the native model's '{name or 'forward'}', which cannot "
+                f"model: a node has put {what} in the place of the native model's '{name or 'forward'}', which cannot "
                 "reach the ranks. Remove that node, or Parallelize Model."
             )
 

@@ -96,7 +96,12 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
         return (self._own_bytes() if self.model.model_loaded_weight_memory else 0) + self._rank_bytes()
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """As ComfyUI's, always in full: this process has little of the model, and the ranks load at the first call."""
+        """As ComfyUI's, always in full: this process has little of the model, and the ranks load at the first call.
+
+        ValueError where patched values are to be in place afterwards: nodes of ComfyUI's older versions that save.
+        """
+        if force_patch_weights:
+            refuse("saving or extracting weights", "Update ComfyUI, or load the model with a native loader for it.")
         return super().partially_load(device_to, ALL, force_patch_weights)
 
     def partially_unload(self, device_to, memory_to_free=0, *arguments, **named):
@@ -181,6 +186,11 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
         """As ComfyUI's. ValueError for anything but a LoRA in bypass mode."""
         check_injections(self.model.diffusion_model.weights, key, injections)
         super().set_injections(key, injections)
+        self.patches_uuid = uuid.uuid4()
+
+    def remove_injections(self, key):
+        """As ComfyUI's."""
+        super().remove_injections(key)
         self.patches_uuid = uuid.uuid4()
 
     def inject_model(self):

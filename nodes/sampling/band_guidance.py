@@ -26,10 +26,11 @@ import torch
 from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.client.pipefusion.banded_run import NotLocal
 
+from ..ui.other_nodes import name_of
 from .band_controlnet import BandControl
 from .band_exchange import REACH, BandExchange, moved
 from .eligibility import region_of
-from .known_local import WHOLE_GUIDANCE, name_of
+from .known_local import WHOLE_GUIDANCE
 
 WRAPPER_KEY = "parallel_dit_band_guidance"
 POST_CFG = "sampler_post_cfg_function"
@@ -78,8 +79,8 @@ class BandedGuidance(BandExchange):
 
     def whole(self, index: int, key: tuple, turn: int, time: float, value: torch.Tensor, given_before: bool) -> torch.Tensor:
         """The whole of what band `index` has `value` of. `given_before`: the bands gave theirs in the turn before, too."""
-        given = self._given[key]
         with self._changed:
+            given = self._given[key]
             given[index][turn], self._times[turn] = value, time
             given[index].pop(turn - REACH - 1, None)
             self._changed.notify_all()

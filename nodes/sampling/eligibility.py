@@ -14,15 +14,13 @@ from parallel_backend.client.pipefusion.band_cut import BandCut
 
 from ..model.concurrent_conds import evaluate_concurrently
 from ..model.run_shapes import Shapes, shapes_of_run
-from ..ui.other_nodes import named, nodes_of
+from ..ui.other_nodes import name_of, named, nodes_of
 from .known_local import (
-    PIXEL_WISE_GUIDANCE,
     PIXEL_WISE_GUIDERS,
     PIXEL_WISE_MASKS,
-    WHOLE_GUIDANCE,
     WHOLE_GUIDERS,
+    is_known_guidance,
     looks_at_the_whole,
-    name_of,
 )
 from .known_samplers import why_global
 from .noise import WholeNoise
@@ -144,7 +142,7 @@ def why_not_banded(sampling: Sampling) -> str | None:
     if sampling.denoise_mask is not None and sampler.inpaint_options.get("random"):
         return "random inpaint noise is drawn for the whole latent"
     for kind, function in functions_of(options):
-        if name_of(function) not in PIXEL_WISE_GUIDANCE | WHOLE_GUIDANCE.keys():
+        if not is_known_guidance(function):
             return f"{_owner(function)}'s {kind} may look at the whole latent"
     made = options.get("denoise_mask_function")
     if sampling.denoise_mask is not None and made is not None and name_of(made) not in PIXEL_WISE_MASKS:

@@ -1,13 +1,13 @@
 """Functions of ComfyUI's nodes and of other packs of which it is known how much of the latent they look at.
 
-A function is known by `name_of` it: its module, without the path by which a pack was found, and its qualified name. Whoever
-adds a row adds it to a test that cuts and compares: tests/comfyui/inside/guidance_in_bands.py.
+A function is known by `name_of` it. Whoever adds a row adds it to the test that cuts and compares:
+tests/comfyui/inside/guidance_in_bands.py.
 """
 
-import functools
 import inspect
-import re
 from typing import Any
+
+from ..ui.other_nodes import name_of
 
 PIXEL_WISE_GUIDANCE = frozenset(
     {
@@ -66,6 +66,17 @@ their closures -> names of variables of their closures whose objects they change
 PIXEL_WISE_AT_ZERO = {"nodes_slg.SkipLayerGuidanceDiT.execute.<locals>.post_cfg_function": "rescaling_scale"}
 """Of WHOLE_GUIDANCE: functions that are pixel-wise if this variable of their closure is 0."""
 
+OPERATION = {"nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function": "operation"}
+"""Of WHOLE_GUIDANCE: functions that have another do the work -> the variable of their closure that has it."""
+
+OPERATIONS = frozenset(
+    {
+        "nodes_latent.LatentOperationSharpen.execute.<locals>.sharpen",
+        "nodes_latent.LatentOperationTonemapReinhard.execute.<locals>.tonemap_reinhard",
+    }
+)
+"""Functions in OPERATION that keep nothing and draw nothing: called for each band, they give all bands the same."""
+
 PIXEL_WISE_GUIDERS = frozenset(
     {
         "samplers.CFGGuider",
@@ -90,21 +101,17 @@ PIXEL_WISE_MASKS = frozenset(
 """Functions that make a step's denoise mask pixel by pixel."""
 
 
+def is_known_guidance(function: Any) -> bool:
+    """Whether a function is of PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, with what its closure has."""
+    name = name_of(function)
+    if name in OPERATION and name_of(inspect.getclosurevars(function).nonlocals[OPERATION[name]]) not in OPERATIONS:
+        return False
+    return name in PIXEL_WISE_GUIDANCE or name in WHOLE_GUIDANCE
+
+
 def looks_at_the_whole(function: Any) -> bool:
     """Whether a function is of WHOLE_GUIDANCE, with what its closure has."""
     name = name_of(function)
     if name in PIXEL_WISE_AT_ZERO and not inspect.getclosurevars(function).nonlocals[PIXEL_WISE_AT_ZERO[name]]:
         return False
     return name in WHOLE_GUIDANCE
-
-
-def name_of(function: Any) -> str:
-    """Name of a function, a method, a partial or a class, or of the class of another callable.
-
-    Of its module only the last part is in it: ComfyUI names a pack's modules by the folder that it is in.
-    """
-    while isinstance(function, functools.partial):
-        function = function.func
-    named = function if hasattr(function, "__qualname__") else type(function)
-    module = re.split(r"[./\\]", named.__module__)[-1]
-    return f"{module}.{named.__qualname__}"

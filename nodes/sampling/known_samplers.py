@@ -10,7 +10,7 @@ from typing import Any
 
 import comfy.samplers
 
-from .known_local import name_of
+from ..ui.other_nodes import name_of
 
 WRAPPING = {
     # Detail Daemon: other sigmas for the model
@@ -42,8 +42,13 @@ GLOBAL = {
 def innermost(sampler: Any) -> comfy.samplers.KSAMPLER | None:
     """The sampler that does the work, inside those that wrap it. None: `sampler`, or what it wraps, is no KSAMPLER."""
     while type(sampler) is comfy.samplers.KSAMPLER and (option := WRAPPING.get(name_of(sampler.sampler_function))):
-        sampler = (sampler.extra_options | getattr(sampler.sampler_function, "keywords", {})).get(option)
+        sampler = options_of(sampler).get(option)
     return sampler if type(sampler) is comfy.samplers.KSAMPLER else None
+
+
+def options_of(sampler: comfy.samplers.KSAMPLER) -> dict[str, Any]:
+    """What its function is called with: the sampler's own options, and those of a partial function."""
+    return getattr(sampler.sampler_function, "keywords", {}) | sampler.extra_options
 
 
 def why_global(sampler: Any) -> str | None:
@@ -57,7 +62,7 @@ def why_global(sampler: Any) -> str | None:
         return GLOBAL[name]
     if name not in PIXEL_WISE and not _module(function).startswith("comfy."):
         return f"{name.partition('.')[2]} is not one of ComfyUI's samplers"
-    if inner is not sampler and "noise_sampler" in inner.extra_options:
+    if inner is not sampler and "noise_sampler" in options_of(inner):
         return f"{name_of(sampler.sampler_function).partition('.')[2]} wraps a sampler with noise of its own"
     return None
 

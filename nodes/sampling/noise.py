@@ -9,7 +9,8 @@ import torch
 
 from parallel_backend.client.pipefusion.band_cut import BandCut
 
-from .known_samplers import innermost
+from ..ui.other_nodes import name_of
+from .known_samplers import innermost, options_of
 
 NoiseSampler = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """ComfyUI's: sigma, next sigma -> noise."""
@@ -48,9 +49,9 @@ def whole_noise(sampler: comfy.samplers.KSAMPLER, noise: torch.Tensor, sigmas: t
     CPU unless their name ends in _gpu.
     """
     sampler = innermost(sampler)
-    if (given := sampler.extra_options.get("noise_sampler")) is not None:
+    if (given := options_of(sampler).get("noise_sampler")) is not None:
         return WholeNoise(given)
-    name = sampler.sampler_function.__name__
+    name = name_of(sampler.sampler_function).rpartition(".")[2]
     if name.startswith("sample_dpmpp") and "_sde" in name:
         low, high = sigmas[sigmas > 0].min(), sigmas.max()
         cpu = not name.endswith("_gpu")

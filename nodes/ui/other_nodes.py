@@ -1,6 +1,7 @@
 """Which node, of ComfyUI or of another pack, a function or a call comes from: what is refused is refused by that name."""
 
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import nodes as comfyui  # not the pack's own: ComfyUI's module, which has the n
 SAMPLING = ("comfy.sample", "comfy.samplers")
 """Modules that call what nodes have put on a MODEL. Whoever called them is not to blame for what these do."""
 OURS = __name__.removesuffix(".nodes.ui.other_nodes")
+SEPARATORS = re.compile(r"[./\\]")
+"""Of the parts of a module's name."""
 SHOWN = 3
 """Most nodes that are named where several have a function in common."""
 
@@ -52,6 +55,15 @@ def definition(source: Any) -> FunctionType | type:
         source = source.func
     source = getattr(source, "__func__", source)
     return source if isinstance(source, (FunctionType, type)) else type(source)
+
+
+def name_of(source: Any) -> str:
+    """Name of a function, a method, a partial function or a class, or of the class of another object.
+
+    Of its module only the last part is in it: ComfyUI names a pack's modules by the folder that it is in.
+    """
+    made = definition(source)
+    return f"{SEPARATORS.split(made.__module__)[-1]}.{made.__qualname__}"
 
 
 def nodes_that_set(entry: str) -> list[OtherNode]:

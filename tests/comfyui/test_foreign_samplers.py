@@ -20,7 +20,11 @@ def found(inside):
 
 
 @pytest.mark.parametrize(
-    "sampler", ["wrapped euler", "wrapped euler_ancestral", "wrapped dpmpp_2m_sde", "Euler CFG++, alternative"]
+    "sampler",
+    [
+        *("wrapped euler", "wrapped euler_ancestral", "wrapped dpmpp_2m_sde", "Euler CFG++, alternative"),
+        "partial euler_ancestral",
+    ],
 )
 def test_a_sampler_that_computes_pixel_by_pixel_is_pipelined(found, sampler):
     got = found[sampler]

@@ -89,7 +89,14 @@ def test_guidance_of_a_pipelined_model(found, measured, name):
     assert got["stale"] > 1e-3
 
 
-def test_a_function_that_is_not_known_runs_whole_and_says_so(found):
-    got = found["unknown, on ranks"]
-    assert "since Centred's sampler_post_cfg_function may look at the whole latent" in got["warnings"][0]
+UNKNOWN = {
+    "unknown": "Centred's sampler_post_cfg_function",
+    "unknown operation": "another node's sampler_pre_cfg_function",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_function_that_is_not_known_runs_whole_and_says_so(found, name):
+    got = found[f"{name}, on ranks"]
+    assert f"since {UNKNOWN[name]} may look at the whole latent" in got["warnings"][0]
     assert got["stale"] == 0

@@ -121,6 +121,11 @@ def test_bypass_of_a_convolution(hooked, measured):
     check(hooked["SD3, bypass of a convolution"], measured, "SD3 bypass of a convolution")
 
 
+@pytest.mark.parametrize("case", ["Flux, hooks gone", "SD3, hooks gone", "Flux, bypass gone"])
+def test_what_was_taken_away_is_on_the_ranks_no_more(hooked, case):
+    assert hooked[case] == 0.0
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_factors_of_hooks_are_sent_once(hooked, family):
     got = hooked[f"{family}, sent"]

@@ -55,6 +55,14 @@ def test_all_ways_to_pipefusion_give_the_same_picture(oldest):
     assert all(np.array_equal(first, other) for other in others)
 
 
+def test_saving_is_refused(oldest):
+    """This version copies what its models hold, which is nothing here."""
+    (loader,) = (node for node in small("quickstart").values() if node["class_type"] == "ParallelDiTLoader")
+    save = {"class_type": "ModelSave", "inputs": {"model": ["1", 0], "filename_prefix": "model"}}
+    outcome = oldest.run({"1": loader, "2": save})
+    assert "model: saving or extracting weights (asked for by ModelSave) is not possible" in outcome.error
+
+
 def test_cancel_ends_the_prompt_and_the_next_one_runs(oldest):
     with Events(oldest.port, "oldest") as events:
         prompt_id = oldest.queue(small("quickstart", steps=3000, seed=5), client_id="oldest")

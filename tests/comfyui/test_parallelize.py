@@ -17,7 +17,7 @@ SAID = {
     "inner_patch": "model: another 'diffusion_model.single_blocks.0' (Identity of torch.nn.modules.linear) cannot be",
     "other_gpus": "model: ComfyUI's MultiGPU CFG Split",
     "unknown": "model: which file this MODEL is from is not known",
-    "made_elsewhere": "model: this MODEL is made by parallelize.unknown, which is not known here",
+    "made_elsewhere": "model: this MODEL is made by parallelize.main.<locals>.unknown, which is not known here",
     "second_file": "model: its loader adds weights of a second file (vace.safetensors)",
     "fp8_e5m2": "model: its loader keeps weights in float8_e5m2, which ranks do not",
     "too many for tensor": "mode: tensor on 5 GPUs: tensor_parallel_degree is 5, but this model has 2 attention heads",

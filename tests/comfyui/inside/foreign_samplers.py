@@ -74,6 +74,9 @@ def main(results: Results) -> None:
         "Euler CFG++, alternative": SamplerEulerCFGpp.execute("alternative").args[0],
         "wrapped dpm_adaptive": wrapping("dpm_adaptive"),
         "wrapped, with noise of its own": wrapping("euler_ancestral", noise_sampler=draw),
+        "partial euler_ancestral": comfy.samplers.KSAMPLER(
+            functools.partial(comfy.samplers.sampler_object("euler_ancestral").sampler_function, eta=0.6)
+        ),
         "partial": comfy.samplers.KSAMPLER(functools.partial(shifted, 0.1)),
         "partial in ComfyUI's name": comfy.samplers.KSAMPLER(named_like_comfyui(shifted)),
         "object": comfy.samplers.KSAMPLER(Centred()),

@@ -295,6 +295,7 @@ ON_RANKS = {
     "Skip Layers, with calls of its own": (PIXEL_WISE["Skip Layers"], "euler"),
     "Skip Layers rescaled, with calls of its own": (WHOLE["Skip Layers rescaled"], "euler"),
     "unknown": (Centred().patch, "euler"),
+    "unknown operation": (core("nodes_latent", "LatentApplyOperationCFG", lambda latent, **_named: 0.9 * latent), "euler"),
 }
 
 

@@ -57,7 +57,7 @@ def compare_family(family: str, results: Results) -> None:
     def sample(model, texts=prompts) -> torch.Tensor:
         return ksampler(model, texts, torch.zeros(1, 16, 12, 16))
 
-    plain = sample(native)
+    plain, before = sample(native), sample(ours)
 
     def case(
         name: str,
@@ -126,7 +126,7 @@ def compare_family(family: str, results: Results) -> None:
         return {"once": once, "twice": kinds.count(Deltas), "weighed": kinds.count(Weigh)}
 
     results.case(f"{family}, sent", sent)
-    results.case(f"{family}, hooks gone", lambda: {"difference": difference(sample(ours), sample(ours))})
+    results.case(f"{family}, hooks gone", lambda: difference(before, sample(ours)))
 
     width = WIDTH[family]
     factors = {"lora_B.weight": make.random(width, RANK), "lora_A.weight": 0.1 * make.random(RANK, width)}
@@ -142,6 +142,18 @@ def compare_family(family: str, results: Results) -> None:
         case(f"bypass of {kind}", change=partial(bypassed, file=file))
     case("bypass beside a LoRA", change=lambda model: beside(bypassed(model, first)))
     case("bypass once more", change=lambda model: bypassed(bypassed(model, first), second, 0.5))
+
+    def taken_away() -> float:
+        """A MODEL that has another LoRA left."""
+        expected = sample(beside(ours))
+        model = bypassed(beside(ours), first)
+        sample(model)
+        for key in list(model.injections):
+            model.remove_injections(key)
+        return difference(expected, sample(model))
+
+    if family == "Flux":
+        results.case("Flux, bypass gone", taken_away)
     if family == "SD3":
         case("bypass of a convolution", change=partial(bypassed, file=make.locon()))
     oft = make.one("OFT in bypass", {"oft_blocks": torch.ones(8, width // 8, width // 8)})

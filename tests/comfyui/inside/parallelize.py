@@ -4,7 +4,7 @@ import functools
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import comfy.hooks
@@ -248,7 +248,7 @@ def main(results: Results) -> None:
 
     def other_forward(model) -> None:
         block = model.model.diffusion_model.single_blocks[0]
-        block.forward = MethodType(lambda self, *_arguments, **_named: None, block)
+        block.forward = partial(lambda *_arguments, **_named: None)
 
     def other_class(model) -> None:
         block = model.model.diffusion_model.single_blocks[0]
@@ -269,12 +269,14 @@ def main(results: Results) -> None:
         model.cached_patcher_init = None
 
     def made_elsewhere(model) -> None:
-        model.cached_patcher_init = (unknown, ("file",))
+        model.cached_patcher_init = (partial(unknown), ("file",))
 
     def second_file(model) -> None:
         def _load_diffusion_model_kj(unet_path, model_options=None, extra_state_dict=None, disable_dynamic=False):
             """KJNodes' loader."""
 
+        _load_diffusion_model_kj.__module__ = "custom_nodes.kj.nodes.model_optimization_nodes"
+        _load_diffusion_model_kj.__qualname__ = "_load_diffusion_model_kj"
         model.cached_patcher_init = (_load_diffusion_model_kj, (model.cached_patcher_init[1][0], {}, "vace.safetensors"))
 
     for change in (written, other_forward, other_class, inner_patch, other_gpus, unknown, made_elsewhere, second_file):
