@@ -60,7 +60,8 @@ def test_saving_is_refused(oldest):
     (loader,) = (node for node in small("quickstart").values() if node["class_type"] == "ParallelDiTLoader")
     save = {"class_type": "ModelSave", "inputs": {"model": ["1", 0], "filename_prefix": "model"}}
     outcome = oldest.run({"1": loader, "2": save})
-    assert "model: saving or extracting weights (asked for by ModelSave) is not possible" in outcome.error
+    assert "model: saving or extracting weights (asked for by Save Checkpoint or ModelSave" in outcome.error
+    assert "Update ComfyUI" in outcome.error
 
 
 def test_cancel_ends_the_prompt_and_the_next_one_runs(oldest):
