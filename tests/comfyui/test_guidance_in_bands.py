@@ -47,11 +47,13 @@ def of_packs(inside):
 
 def check_pixel_wise(got):
     assert got.get("moved", 0) > 1e-3, got
+    assert not got["unknown"]
     assert got["cut"] == 0
 
 
 def check_whole(got):
     assert got.get("moved", 0) > 1e-3, got
+    assert not got["unknown"]
     assert got["cut"] > 1e-3  # the test would notice
     assert got["exact"] == got["continued"] == 0
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from boot import BUNDLED, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, torch
 from samplers import Warnings
@@ -237,12 +238,21 @@ def ours(name: str):
     return sys.modules[f"{package}.sampling.{name}"]
 
 
-def in_parts(put: Callable, guider: str = "CFGGuider", batch: int = 1) -> dict[str, float]:
+def unknown(toy: Toy) -> list[str]:
+    """What of a guider and its MODEL a run would not be cut for."""
+    local = ours("known_local")
+    functions = [function for _, function in ours("eligibility").functions_of(toy.model.model_options)]
+    names = [ours("eligibility").name_of(function) for function in functions if not local.is_known_guidance(function)]
+    own = ours("eligibility").name_of(type(toy.guider))
+    return names + [own] * (own not in local.PIXEL_WISE_GUIDERS | local.WHOLE_GUIDERS)
+
+
+def in_parts(put: Callable, guider: str = "CFGGuider", batch: int = 1) -> dict[str, Any]:
     """Largest differences to a sampling of the whole latent.
 
     "moved": of one without the node and with ComfyUI's own guider. "cut": of bands that have a guider to themselves.
     "exact", "stale": of bands with BandedGuidance, all steps exact or the first one. "continued": of exact bands for half
-    of the steps, and the whole latent for the others.
+    of the steps, and the whole latent for the others. "unknown": names.
     """
     toy = partial(Toy, put, guider, batch)
     x, all_times = toy().noise, times()
@@ -256,7 +266,7 @@ def in_parts(put: Callable, guider: str = "CFGGuider", batch: int = 1) -> dict[s
         "stale": toy().bands(x, all_times, float(all_times[1]) * (1 + 1e-6)),
         "continued": both.whole(half, all_times[2:]),
     }
-    return {name: difference(expected, result) for name, result in results.items()}
+    return {name: difference(expected, result) for name, result in results.items()} | {"unknown": unknown(both)}
 
 
 class Centred:
