@@ -43,6 +43,7 @@ def trials(effect=0.1, **changes):
         ({MODES[0]: {"difference": float("inf"), "psnr": None, "itself": float("inf")}}, of.WRONG),
         ({MODES[1]: {"error": OURS | {"text": "model: Skip Layer Guidance is not possible."}}}, of.REFUSED),
         ({MODES[1]: {"error": OURS | {"text": "model: a wrapper is not possible."}}}, of.UNNAMED),
+        ({MODES[1]: {"error": OURS | {"type": "AttributeError", "text": "model: 'params' is not possible."}}}, of.UNNAMED),
         ({MODES[1]: {"error": OURS | {"type": "KeyError", "text": "'x'"}}}, of.CRASH),
         ({MODES[1]: {"error": OURS | {"ours": False, "text": "SkipLayerGuidanceDiT"}}}, of.CRASH),
         ({NATIVE: {"error": OURS | {"text": "no such layer"}}}, of.NOT_THESE),
@@ -91,12 +92,12 @@ def test_a_node_counts_once_and_a_spoilt_prompt_is_said():
     spoilt[MODES[0]]["after"] = {"error": {"type": "BadMessage", "text": "no header"}}
     verdicts = [judge(ABOUT, spoilt), judge((*ABOUT[:3], "wan"), trials(**{MODES[0]: {"difference": 1.0, "psnr": 1.0}}))]
     assert counts(verdicts) == {of.WRONG: 1, "next prompt not right": 1}
-    page = replace_tables(
-        f"before\n{START}\nold\n{END}\nafter", tables(verdicts, {"TeaCache": "no such name"}, {of.CRASH: 2})
-    )
+    before = [judge(ABOUT, trials(**{MODES[0]: {"error": OURS | {"type": "KeyError", "text": "'x'"}}}))]
+    page = replace_tables(f"before\n{START}\nold\n{END}\nafter", tables(verdicts, {"TeaCache": "no such name"}, before))
     assert "old" not in page and page.startswith("before\n") and page.endswith("\nafter")
-    assert "| wrong | 1 | 0 |" in page and "| crash | 0 | 2 |" in page
-    assert "| SkipLayerGuidanceDiT | close, 30 dB, **next prompt not right** | - | **wrong** |" in page
+    assert "| wrong | 1 |\n| next prompt not right | 1 |" in page
+    assert "of ComfyUI (Flux):" in page and "| close | 0 | 1 |\n| crash | 1 | 0 |\n| next prompt not right | 0 | 1 |" in page
+    assert "| SkipLayerGuidanceDiT | close, 30 dB, **next prompt not right** |  | **wrong** |" in page
     assert "## TeaCache\n\nIt could not be loaded: no such name" in page
 
 

@@ -121,7 +121,7 @@ def main() -> int:
         "--again", nargs="*", metavar="CLASS", help="run what is there all the same: all of it, or nodes of these classes"
     )
     parser.add_argument("--docs", action="store_true", help="write the tables of docs/compatibility.md")
-    parser.add_argument("--before", type=Path, help="an earlier result, whose counts stand beside these")
+    parser.add_argument("--before", type=Path, help="an earlier result, to count what became of its nodes")
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
     comfyui = ComfyUI(checkout, find_python(checkout))
@@ -144,7 +144,7 @@ def main() -> int:
     verdicts = list(record.verdicts.values())
     print(json.dumps(counts(verdicts), indent=1))
     if options.docs:
-        before = None if options.before is None else json.loads(options.before.read_text())["counts"]
+        before = list(Record(options.before, None).verdicts.values())
         page = PACK / "docs" / "compatibility.md"
         page.write_text(replace_tables(page.read_text(), tables(verdicts, record.failed, before)))
     return int(any(verdict.outcome in BAD or verdict.after for verdict in verdicts))

@@ -19,17 +19,15 @@ def replace_tables(page: str, tables: str) -> str:
     return f"{before}{START}\n{tables}\n{END}{after}"
 
 
-def tables(verdicts: Sequence[Verdict], failed: Mapping[str, str], before: Mapping[str, int] | None) -> str:
-    """Markdown: the counts, those of an earlier run beside them; then a table of each pack, ComfyUI's own nodes first."""
-    found = counts(verdicts)
-    lines = [
-        "| class | nodes |" if before is None else "| class | nodes | before |",
-        "|---|---|" + "---|" * (before is not None),
-    ]
-    for outcome in (*ORDER, SPOILT):
-        earlier = [] if before is None else [before.get(outcome, 0)]
-        if found.get(outcome) or any(earlier) or outcome == SPOILT:
-            lines.append(f"| {' | '.join(map(str, (outcome, found.get(outcome, 0), *earlier)))} |")
+def tables(verdicts: Sequence[Verdict], failed: Mapping[str, str], before: Sequence[Verdict]) -> str:
+    """Markdown: the counts, and those of an earlier run; then a table of each pack, ComfyUI's own nodes first."""
+    lines = ["| class | nodes |", "|---|---|", *_rows(counts(verdicts))]
+    if before:
+        keys = {(each.pack, each.node, each.family) for each in before}
+        again = [each for each in verdicts if (each.pack, each.node, each.family) in keys]
+        packs = ", ".join(sorted({f"{_title(each.pack)} ({TITLES[each.family]})" for each in before}))
+        lines += ["", f"The same nodes before and after, of {packs}:", "", "| class | before | after |", "|---|---|---|"]
+        lines += _rows(counts(before), counts(again))
     packs = sorted({verdict.pack for verdict in verdicts}, key=lambda pack: (pack != CORE, pack.lower()))
     for pack in packs:
         lines += [
@@ -41,6 +39,16 @@ def tables(verdicts: Sequence[Verdict], failed: Mapping[str, str], before: Mappi
     for pack, why in sorted(failed.items()):
         lines += ["", f"## {pack}", "", f"It could not be loaded: {_short(why)}"]
     return "\n".join(lines)
+
+
+def _rows(*found: Mapping[str, int]) -> list[str]:
+    """A row of each class that there is, and of the prompts behind."""
+    classes = [each for each in (*ORDER, SPOILT) if each == SPOILT or any(each in one for one in found)]
+    return [f"| {' | '.join((each, *(str(one.get(each, 0)) for one in found)))} |" for each in classes]
+
+
+def _title(pack: str) -> str:
+    return "ComfyUI" if pack == CORE else pack
 
 
 def _pack(verdicts: Iterable[Verdict]) -> list[str]:
@@ -68,7 +76,9 @@ def _pack(verdicts: Iterable[Verdict]) -> list[str]:
 
 
 def _cell(verdict: Verdict | None) -> str:
-    if verdict is None or verdict.outcome in NOT:
+    if verdict is None:
+        return ""
+    if verdict.outcome in NOT:
         return "-"
     text = f"{CLOSE}, {verdict.psnr:.0f} dB" if verdict.outcome == CLOSE else verdict.outcome
     text = f"**{text}**" if verdict.outcome in BAD else text

@@ -93,7 +93,7 @@ def in_mode(trial: dict[str, Any], names: Iterable[str]) -> tuple[str, str]:
     told = trial["outcome"]
     if "error" in told:
         error = told["error"]
-        if error["type"] == "ValueError" and error["ours"]:
+        if error["ours"] and (error["type"] == "ValueError" or error["text"].startswith("model: ")):  # hasattr's error too
             return (REFUSED if is_named(error["text"], names) else UNNAMED), error["text"].splitlines()[0]
         return CRASH, last_line(error)
     if "missing" in told:
