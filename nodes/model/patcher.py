@@ -149,10 +149,11 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
             self._skip_compile()
             return
         stub, options = self.model.diffusion_model, self.model_options["transformer_options"]
-        if (guidance := text_guidance(name, obj)) is not None:
+        family = stub.checkpoint.family
+        if (guidance := text_guidance(family, name, obj)) is not None:
             options[GUIDANCE_KEY] = guidance
             return
-        if entry := riflex(stub.checkpoint.family, name, obj):
+        if entry := riflex(family, name, obj):
             options.update(entry)
             return
         if name == INSIDE or name.startswith(f"{INSIDE}."):

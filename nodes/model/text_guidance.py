@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from parallel_backend.families import Family
+from parallel_backend.families.parts.wan import TEXT_GUIDANCE
+
 from .block_patches import is_known
 from .native_names import NativeNames
 
@@ -63,10 +66,14 @@ class TextGuidance:
         return self._made[entries]
 
 
-def text_guidance(name: str, patch: Any) -> TextGuidance | None:
-    """What an object patch of this name stands for. None: something else."""
+def text_guidance(family: Family, name: str, patch: Any) -> TextGuidance | None:
+    """What an object patch of this name stands for. None: something else, or the family does not read it."""
     function = getattr(patch, "__func__", patch)
-    if CROSS_ATTENTION.fullmatch(name) is None or not is_known(GUIDED, function):
+    if (
+        TEXT_GUIDANCE not in family.inputs.options
+        or CROSS_ATTENTION.fullmatch(name) is None
+        or not is_known(GUIDED, function)
+    ):
         return None
     node = inspect.getclosurevars(function).nonlocals["self"]
     settings = (float(value) for value in (node.nag_scale, node.nag_tau, node.nag_alpha))

@@ -116,3 +116,4 @@ def main(results: Results, wan: str) -> None:
             return {"difference": difference(wanted, found), "effect": difference(wanted, plain), "whole because": []}
 
         results.case("WanVideoNAG in front, parallelized", in_front)
+    results.case("refusal", lambda: model_optimization_nodes.of_other_model(parallel(FILE)))

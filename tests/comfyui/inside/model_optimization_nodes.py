@@ -29,7 +29,13 @@ class WanCrossAttentionPatch:
             away = torch.where(after / before > self.nag_tau, away * before * self.nag_tau / after, away)
             return layer.o(torch.cat((self.nag_alpha * away + (1 - self.nag_alpha) * positive, out[guided:])))
 
-        return types.MethodType(wrapped_attention, layer)
+        return types.MethodType(wrapped_attention, layer or self)
+
+
+def of_other_model(model) -> None:
+    """WanVideoNAG's attention on a MODEL that has no such layer on its ranks."""
+    made = WanCrossAttentionPatch(torch.zeros(1, 1, 8), 5.0, 0.5, 1.5, False, "default").__get__(None)
+    model.clone().add_object_patch("diffusion_model.blocks.0.cross_attn.forward", made)
 
 
 def nag(model, text: torch.Tensor, input_type: str):
