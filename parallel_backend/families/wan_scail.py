@@ -119,6 +119,7 @@ WAN_SCAIL = replace(
             "sam_latents",
             "ref_mask_flag",
         ),
+        options=(),  # its references have positions that ComfyUI's class scales otherwise
     ),
     forward=replace(
         WAN.forward,
