@@ -5,6 +5,7 @@ models themselves), and what KJNodes, RES4LYF, TeaCache, WaveSpeed, bleh, Effici
 """
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,11 +85,11 @@ EXACT_KERNELS = ("attention_pytorch", "attention_flash", "attention_xformers", "
 """ComfyUI's attention kernels that differ from each other by rounding only, and so from those of the ranks."""
 
 INSTEAD = {
-    "cache": "Take Parallel Step Cache in its place",
+    r"(?<!kv)(?<!kv )cache": "Take Parallel Step Cache in its place",
     "compile": "Switch on `compile` in Parallel DiT Loader in its place",
     "attention kernel": "Ulysses Config's widget attention chooses the ranks' kernel: take that in its place",
 }
-"""Word in a node's name, or in what is refused -> what to take in its place."""
+"""Pattern of what a node's name, or what is refused, has in it -> what to take in its place. A KV cache skips no steps."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def refuse_unread(found: Iterable[Unread]) -> None:
     if not (described := list(dict.fromkeys(each.described() for each in found))):
         return
     text = ", ".join(described)
-    advice = [instead for word, instead in INSTEAD.items() if word in text.lower()]
+    advice = [instead for pattern, instead in INSTEAD.items() if re.search(pattern, text.lower())]
     advice = "; ".join(advice) + ", or load" if advice else "Remove the node that adds it, or load"
     advice += " the model with a native loader, without Parallelize Model."
     raise ValueError(f"model: {text} cannot be forwarded to Parallel DiT's ranks in this version. {advice}")
