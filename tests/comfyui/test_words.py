@@ -47,7 +47,8 @@ def test_translations_are_those_of_the_locales(session_server, ours):
     served = json.loads(session_server.get("/i18n"))
     assert served.keys() == {"en", "zh"}
     for language, words in served.items():
-        assert words == {"nodeDefs": json.loads((PACK / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))}
+        files = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (PACK / "locales" / language).iterdir()}
+        assert words == {**files.pop("main", {}), **files}
         assert words["nodeDefs"].keys() == ours.keys()
 
 
@@ -61,5 +62,6 @@ def test_english_words_are_what_the_server_says_of_the_nodes(session_server, our
         assert [words["name"] for words in entry["outputs"].values()] == node["output_name"]
 
 
-def test_no_script_of_ours_runs_in_the_browser(session_server):
-    assert not [path for path in json.loads(session_server.get("/extensions")) if FOLDER in path]
+def test_one_script_of_ours_runs_in_the_browser(session_server):
+    scripts = [path for path in json.loads(session_server.get("/extensions")) if FOLDER in path]
+    assert [path.rpartition("/")[2] for path in scripts] == ["run_on_several_gpus.js"]

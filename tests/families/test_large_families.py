@@ -57,7 +57,7 @@ def test_hidream_needs_the_layers_of_llama(llama):
 
 @pytest.mark.parametrize(("width", "side", "distance"), [(4096, 58, 1 / 2), (4096, 60, 1 / 3.16), (1792, 60, 1 / 2)])
 def test_positions_of_a_large_video_lie_closer_together_in_the_pro_model(width, side, distance):
-    step = SimpleNamespace(grid=(2, side, side), positions=lambda: torch.tensor([[1.0, 2.0, 3.0]]))
+    step = SimpleNamespace(grid=(2, side, side), positions=lambda: torch.tensor([[1.0, 2.0, 3.0]]), tensors={})
     found = kandinsky5._positions(step, kandinsky5_cases.VIDEO | {"model_dim": width})
     assert torch.allclose(found, torch.tensor([[1.0, 2 * distance, 3 * distance]]))
 

@@ -7,7 +7,7 @@ import functools
 from unittest.mock import patch
 
 import torch
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import PatcherInjection, WrappersMP
 
 
 def outside(executor, *arguments, **named):
@@ -124,7 +124,7 @@ class OwnKernel(Node):
 
 class Injection(Node):
     def put(self, model):
-        model.set_injections("meddling", [])
+        model.set_injections("meddling", [PatcherInjection(inject=lambda patcher: None, eject=lambda patcher: None)])
 
 
 class Wrapper(Node):
