@@ -22,7 +22,7 @@ import execution
 import node_graphs
 import numpy
 import stand_ins
-from boot import BASE, PACK, Results, comfy, load_pack, other_attention, torch
+from boot import PACK, Results, load_pack, other_attention, torch
 from families import detecting
 from node_graphs import GIVEN, Missing
 from server import PromptServer
@@ -230,6 +230,3 @@ def main(results: Results, packs: list[str] | None = None, kinds: dict[str, str]
         prepare(results, packs, kinds or {})
     else:
         trials(**task)
-
-
-assert BASE.is_dir() and comfy
