@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import random
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -68,7 +69,8 @@ def prepare(results: Results, packs: list[str], kinds: dict[str, str]) -> None:
         try:
             load_pack(Path(folder))
         except AssertionError:
-            failed[Path(folder).name] = told.last.strip().splitlines()[-1]
+            reason = told.last.strip().splitlines()[-1].rpartition("custom nodes: ")[2]
+            failed[Path(folder).name] = re.sub(r" ?\(/.*?\)", "", reason)
         finally:
             logging.getLogger().removeHandler(told)
         added = {name for name, kind in nodes.NODE_CLASS_MAPPINGS.items() if kind is not before.get(name)}
