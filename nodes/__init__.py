@@ -15,7 +15,8 @@ from .self_test import ParallelSelfTest
 from .step_cache import ParallelStepCache
 from .trace import ParallelTrace
 from .unload import UnloadParallelDiT
-from .vae import ParallelVAEDecode
+from .vae.decode import ParallelVAEDecode
+from .vae.encode import ParallelVAEEncode
 
 registry().logs = log_folder
 add_route()
@@ -30,6 +31,7 @@ NODE_CLASS_MAPPINGS = {
     "QuickstartDecode": QuickstartDecode,
     "UnloadParallelDiT": UnloadParallelDiT,
     "ParallelVAEDecode": ParallelVAEDecode,
+    "ParallelVAEEncode": ParallelVAEEncode,
     "ParallelTrace": ParallelTrace,
     "ParallelDoctor": ParallelDoctor,
     "ParallelStepCache": ParallelStepCache,
@@ -46,6 +48,7 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "QuickstartDecode": "Quickstart Decode",
     "UnloadParallelDiT": "Unload Parallel DiT",
     "ParallelVAEDecode": "Parallel VAE Decode",
+    "ParallelVAEEncode": "Parallel VAE Encode",
     "ParallelTrace": "Parallel Trace",
     "ParallelDoctor": "Parallel Doctor",
     "ParallelStepCache": "Parallel Step Cache",

@@ -1,5 +1,7 @@
 """Parallel Checkpoint Loader: an all-in-one file -> MODEL on the ranks, CLIP and VAE in ComfyUI."""
 
+from parallel_backend.client.placement.residency import AUTO as STREAMED
+
 from .loader import CHECKPOINTS, LoadSettings, file_path, load_model, safetensors_names, widgets
 from .model.all_in_one import clip_and_vae
 from .sampling.auto_degrees import AS_SET
@@ -34,6 +36,8 @@ class ParallelCheckpointLoader:
         stage_split="auto",
         compile=False,
         degrees=AS_SET,
+        offload=STREAMED,
+        cuda_graphs=False,
     ):
         path = file_path(CHECKPOINTS, coerce("ckpt_name", ckpt_name, "STRING", {}))
         if path is None:
@@ -48,6 +52,8 @@ class ParallelCheckpointLoader:
             stage_split=stage_split,
             compile=compile,
             degrees=degrees,
+            offload=offload,
+            cuda_graphs=cuda_graphs,
         )
         try:
             model = load_model(path, settings)

@@ -29,7 +29,7 @@ def doctor_devices(text: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
 
 
 def memory_to_share(devices: tuple[str, ...]) -> HostFree:
-    """That of the machine that CPU ranks are on, so far as it is known: not for those on a Ray cluster."""
+    """That of the machine, for CPU ranks and for weights that are streamed, so far as it is known: not on a Ray cluster."""
     return (lambda: None) if any(map(on_ray, devices)) else (lambda: host_memory()[0])
 
 
@@ -97,13 +97,21 @@ class ParallelDoctor:
         if checkpoint.family.patching.video and len(shape) == 4:  # a picture for a model of videos, as samplers take it
             shape = (*shape[:2], 1, *shape[2:])
         entries = shape[0] * (1 if cfg == 1.0 else 2)
-        workload = workload_of(checkpoint, key.dtype, chosen[0], shape, entries, steps, text_tokens)
+        run = (shape, entries, steps, text_tokens, key.transfer_dtype)
+        workload = workload_of(checkpoint, key.dtype, chosen[0], *run)
         progress = comfy.utils.ProgressBar(1)
         with registry().borrow(chosen, check_cancelled) as pool:
             calibration = calibrated(chosen, checkpoint, key.dtype, key.attention, pool)
-            planned = plan(CalibratedCosts(calibration, workload))
+            planned = plan(CalibratedCosts(calibration, workload), offload=key.offload)
             rehearsed = examine(
-                pool, checkpoint, workload, key.attention, memory_to_share(chosen), check_cancelled, progress.update_absolute
+                pool,
+                checkpoint,
+                workload,
+                key.attention,
+                memory_to_share(chosen),
+                check_cancelled,
+                progress.update_absolute,
+                key.offload,
             )
         text = f"{describe_rehearsed(rehearsed)}\n\n{compare(planned, rehearsed)}"
         if len(set(chosen)) == 1 and (hidden := why_hidden()):

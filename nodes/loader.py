@@ -10,6 +10,8 @@ import folder_paths
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.placement.balance import check_stage_split
+from parallel_backend.client.placement.residency import AUTO as STREAMED
+from parallel_backend.client.placement.residency import offload_of
 from parallel_backend.client.registry import ModelKey
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.degrees import DTYPES, Degrees
@@ -25,7 +27,7 @@ from .ui.attention import attention_for
 from .ui.devices import choose_devices, half_dtypes, possible_devices, why_hidden
 from .ui.input_checks import coerce, short, validate
 from .ui.node_text import say
-from .ui.widgets import CATEGORY, degree
+from .ui.widgets import CATEGORY, degree, offload
 
 BUNDLED = "quickstart-digits (bundled)"
 FOLDER = "diffusion_models"
@@ -147,6 +149,16 @@ def widgets(name: str, chosen: tuple[Any, dict[str, Any]]) -> dict[str, dict[str
                     "where it is applied. devices says which GPUs may be used.",
                 },
             ),
+            "offload": offload(),
+            "cuda_graphs": (
+                "BOOLEAN",
+                {
+                    "default": False,
+                    "tooltip": "Experimental. Steps that come again are started on a GPU as one piece, for small models and "
+                    "pictures that the CPU is too slow for. Takes some more memory. Only with pipefusion_degree and "
+                    "split_batch_degree; elsewhere it changes nothing.",
+                },
+            ),
         },
     }
 
@@ -164,6 +176,8 @@ class LoadSettings:
     stage_split: str
     compile: bool
     degrees: str
+    offload: str
+    cuda_graphs: bool
 
 
 @validate("model_name")
@@ -196,6 +210,8 @@ class ParallelDiTLoader:
         stage_split="auto",
         compile=False,
         degrees=AS_SET,
+        offload=STREAMED,
+        cuda_graphs=False,
     ):
         path = model_path(coerce("model_name", model_name, "STRING", {}))
         settings = LoadSettings(
@@ -208,6 +224,8 @@ class ParallelDiTLoader:
             stage_split=stage_split,
             compile=compile,
             degrees=degrees,
+            offload=offload,
+            cuda_graphs=cuda_graphs,
         )
         return (load_model(path, settings),)
 
@@ -254,6 +272,8 @@ def load_model(path: Path, settings: LoadSettings) -> RemoteModelPatcher:
         settings.stage_split,
         settings.compile,
         config.transfer_dtype,
+        offload_of(settings.offload),
+        cuda_graphs=settings.cuda_graphs,
     )
     if planned:
         return model_to_plan(checkpoint, key, config.comm_overlap)

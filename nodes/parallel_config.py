@@ -84,7 +84,8 @@ class UlyssesConfig:
                         "default": "full",
                         "tooltip": "What ulysses_degree sends: full (exact), or one byte for each value, int8 or fp8. For "
                         "slow links: half the traffic of bf16, a quarter of fp32, for a slightly different picture. "
-                        "int8 is closer.",
+                        "int8 is closer. residual: patch_mode displaced sends what changed since the last step, in 4 bits a "
+                        "value, and ulysses_degree int8.",
                     },
                 ),
             },

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.placement.residency import AUTO as STREAMED
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import storage_name
 from parallel_backend.planning.named_modes import AUTO, MODES, degrees_of, ranks_of
@@ -20,7 +21,7 @@ from .sampling.pipefusion import apply_pipefusion, has_pipefusion
 from .ui.devices import possible_devices, why_hidden
 from .ui.input_checks import validate
 from .ui.node_text import say
-from .ui.widgets import CATEGORY, MAX_DEGREE
+from .ui.widgets import CATEGORY, MAX_DEGREE, offload
 
 
 @validate()
@@ -71,10 +72,11 @@ class ParallelizeModel:
                         "open."
                     },
                 ),
+                "offload": offload(),
             },
         }
 
-    def parallelize(self, model, gpus, mode, parallel_config=None):
+    def parallelize(self, model, gpus, mode, parallel_config=None, offload=STREAMED):
         stub = getattr(getattr(model, "model", None), "diffusion_model", None)
         ours = stub if isinstance(stub, RemoteDiffusionModel) else None
         if ours is None:
@@ -85,7 +87,7 @@ class ParallelizeModel:
             source = NativeSource(ours.checkpoint.path, storage_name(ours.key.dtype))
         config = parallel_config if parallel_config is not None else _config_of(ours)
         try:
-            parallel, degrees = _parallel(source, gpus, mode, config, ours is not None and ours.key.compile)
+            parallel, degrees = _parallel(source, gpus, mode, config, _settings_on_ranks(ours), offload)
         except ValueError as error:  # as Parallel DiT Loader words it, by the name of its own input
             if not str(error).startswith("model_name: "):
                 raise
@@ -111,7 +113,13 @@ def _config_of(ours: RemoteDiffusionModel | None) -> ParallelConfig:
     )
 
 
-def _parallel(source: NativeSource, gpus: int, mode: str, config: ParallelConfig, compiled: bool):
+def _settings_on_ranks(ours: RemoteDiffusionModel | None) -> dict[str, bool]:
+    """How a MODEL that is parallel already computes on its ranks."""
+    names = "compile", "cuda_graphs"
+    return {name: ours is not None and getattr(ours.key, name) for name in names}
+
+
+def _parallel(source: NativeSource, gpus: int, mode: str, config: ParallelConfig, on_ranks: dict[str, bool], offload: str):
     """The MODEL of the file on its ranks, and its degrees; None where they are worked out at the first picture."""
     if not isinstance(config, ParallelConfig):
         raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
@@ -145,7 +153,8 @@ def _parallel(source: NativeSource, gpus: int, mode: str, config: ParallelConfig
         devices=",".join(devices),
         parallel_config=replace(config, ring_degree=set_degrees.ring, ulysses_degree=set_degrees.ulysses),
         stage_split="auto",
-        compile=compiled,
         degrees=AUTO if degrees is None else AS_SET,
+        offload=offload,
+        **on_ranks,
     )
     return load_model(source.path, settings), degrees

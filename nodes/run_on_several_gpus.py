@@ -16,7 +16,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.tensor_files import GGUF
-from parallel_backend.client.placement.memory_model import model_sizes
+from parallel_backend.client.placement.model_sizes import model_sizes
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.planning.before_running import Cards, why_pipefusion

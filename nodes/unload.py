@@ -2,6 +2,7 @@
 
 from parallel_backend.client.registry import registry
 
+from .ui.host import check_cancelled
 from .ui.widgets import ANY, CATEGORY
 
 
@@ -26,5 +27,5 @@ class UnloadParallelDiT:
         return float("nan")  # equal to nothing, itself included: with every prompt there is something to unload anew
 
     def unload(self, anything=None):
-        registry().unload()
+        registry().unload(poll=check_cancelled)
         return (anything,)

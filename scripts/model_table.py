@@ -49,12 +49,12 @@ def memory(name: str, count: int, weight_bytes: int) -> tuple[float, float]:
 
 
 def fastest(name: str, card: str, count: int) -> tuple[Prediction, str] | None:
-    """The fastest mode that fits, and a star where that is one with packed weights."""
+    """The fastest mode, with a star for packed weights and a plus where weights are streamed."""
     found = []
-    for weight_bytes, mark in ((BF16, ""), (PACKED, "*")):
+    for weight_bytes, packed in ((BF16, ""), (PACKED, "*")):
         planned = plan(costs(name, card, count, weight_bytes), [count]).predictions
         best = advise([each for each in planned if (each.mode.device is None) == (count > 1)])
-        found += [(best, mark)] if best is not None else []
+        found += [(best, packed + "+" * bool(best.most_streamed))] if best is not None else []
     return min(found, key=lambda each: each[0].seconds, default=None)
 
 

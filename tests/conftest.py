@@ -22,6 +22,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
+from parallel_backend.wire.rank_settings import EmulatedDevice
 from tests.families.cases.case import Case
 from tests.support import tiny
 from tests.support.fork_server import fork_server, started_by
@@ -44,6 +45,8 @@ class RootIsNoTestPackage:
 
 
 FIGURES = pytest.StashKey[dict[str, float]]()
+LONG = ("test_exactness.py", "test_transport.py", "test_compile.py", "test_browser.py")
+"""Files that go first: each is one process's (`--dist loadfile`), so what comes last should be short, or the others wait."""
 STARTING = ("processes", "alone", "comfyui", "ray", "gpu")
 """Marks of tests that may start rank processes. The quick tier has none of these."""
 
@@ -70,6 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if any(isinstance(value, Case) and value.full for value in params.values()):
             item.add_marker("full")
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -146,8 +150,13 @@ def spawned() -> Iterator[None]:
 class Pools:
     """Pools by number of ranks, started when first asked for and again if they have failed, and the model on each."""
 
-    def __init__(self, start: Callable[[StartSettings], Ranks], silence: float = SILENCE_SECONDS):
-        self._start, self._silence = start, silence
+    def __init__(
+        self,
+        start: Callable[[StartSettings], Ranks],
+        silence: float = SILENCE_SECONDS,
+        emulated: EmulatedDevice | None = None,
+    ):
+        self.start, self._silence, self._emulated = start, silence, emulated
         self._pools: dict[int, Pool] = {}
         self._models: dict[int, tuple[tuple, RemoteTransformer]] = {}
 
@@ -157,7 +166,9 @@ class Pools:
             self.end(world)
             pool = None
         if pool is None:
-            pool = self._pools[world] = Pool(("cpu",) * world, start=self._start, silence=self._silence)
+            pool = self._pools[world] = Pool(
+                ("cpu",) * world, start=self.start, silence=self._silence, emulated=self._emulated
+            )
             pool.ready.result(timeout=300)
         return pool
 

@@ -22,6 +22,8 @@ SKIP = re.compile(r"nodes_slg\.SkipLayerGuidance\w+\.\w+\.<locals>\.skip")
 PERTURBED = re.compile(r"nodes_pag\.PerturbedAttentionGuidance\.\w+\.<locals>\.perturbed_attention")
 """A replacement of attention, of a UNet's middle block: no transformer looks at it."""
 NORMALIZED = re.compile(r"nodes_nag\.NAGuidance\.\w+\.<locals>\.nag_attention_output_patch")
+FUN_CONTROL = re.compile(r"nodes_model_patch\.ZImageControlPatch")
+"""Z-Image's Fun control, an object: what it adds is worked out in this process (fun_control.py)."""
 
 POSITIVE, NEGATIVE = 0, 1
 """ComfyUI's numbers of the prompts, in `cond_or_uncond`."""
@@ -43,7 +45,7 @@ def block_changes(
         for function in functions:
             if name == "attn1_output_patch" and guidance is None and is_known(NORMALIZED, function):
                 guidance = _normalized(function, options.get("cond_or_uncond"), entries)
-            else:
+            elif name not in family.blocks.residuals or not is_known(FUN_CONTROL, type(function)):
                 patches.setdefault(name, []).append(function)
     return BlockChanges(skipped, guidance), {"patches": patches, "patches_replace": replaced}
 

@@ -31,7 +31,7 @@ def residuals(
         name = family.blocks.residuals.get(kind)
         if name is None and any(tensor is not None for tensor in tensors):
             _refuse(f"it has '{kind}' outputs, which {family.name} takes none of on several devices")
-        for index, tensor in enumerate(tensors[: counts[name]] if name else ()):
+        for index, tensor in enumerate(tensors[: counts.get(name)] if name else ()):  # a prologue's list has no count
             if tensor is None:
                 continue
             if tensor.shape != size:

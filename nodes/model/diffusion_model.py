@@ -14,7 +14,6 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal
 from parallel_backend.client.placement.expected_request import expected_request
-from parallel_backend.client.placement.gpu_overheads import context_bytes
 from parallel_backend.client.placement.memory_model import Request
 from parallel_backend.client.registry import ModelKey, registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -33,6 +32,7 @@ from ..ui.other_nodes import calling_nodes, named
 from .block_patches import block_changes
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .controlnet import residuals
+from .fun_control import FunControl, fun_controls
 from .lora import PREFIX, NativeWeights, Patch
 from .native_call import by_name, leaves_wrappers_to_parent, native_class, runs_wrappers, wrappers_of
 from .native_names import NativeNames
@@ -93,13 +93,14 @@ class RemoteDiffusionModel(torch.nn.Module):
     share this module. `beside`: its LoRAs in bypass mode, as patches. `idle`: what was said in this sampling run about
     replicas that have nothing to do. `loaded`: what it was on ranks at its last call in this run. `turns`: how often that
     became another one, since another MODEL takes its ranks in between. `devices`: those that it may use. `key` has the ones
-    that it does use; degrees `auto` set it before a run.
+    that it does use; degrees `auto` set it before a run. `elsewhere`: see RemoteModelPatcher.get_nested_additional_models.
     """
 
     on_ranks = True
     """As of RemoteModelPatcher."""
     weights: NativeWeights  # set by make_model
     native_kind: str  # set by make_model: the class of ComfyUI's supported_models
+    unet_config: dict[str, Any]  # set by make_model: arguments of the native model's class
 
     def __init__(self, checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool):
         super().__init__()
@@ -114,6 +115,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.idle: str | None = None
         self.loaded: Callable[[], RemoteTransformer | None] = lambda: None
         self.turns = 0
+        self.elsewhere: dict[torch.device, comfy.model_patcher.ModelPatcher] = {}
         self.dtype = compute_dtype(key.dtype, torch.device(device_kind(key.devices[0])))
         values = checkpoint.family.native_values(checkpoint.config)
         self.patch_size = values.get("patch_size", checkpoint.family.patching.side)
@@ -139,12 +141,16 @@ class RemoteDiffusionModel(torch.nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
         copy = RemoteDiffusionModel(self.checkpoint, self.key, self.comm_overlap)
         copy.devices = self.devices
-        copy.weights, copy.native_kind = self.weights, self.native_kind
+        copy.weights, copy.native_kind, copy.unet_config = self.weights, self.native_kind, self.unet_config
         return copy
 
     @functools.cached_property
     def _text(self) -> NativeText:
         return NativeText(self.checkpoint)
+
+    @functools.cached_property
+    def fun_control(self) -> FunControl:
+        return FunControl(self.checkpoint, self.native, self.unet_config, self.dtype)
 
     @functools.cached_property
     def native(self) -> type:
@@ -181,6 +187,12 @@ class RemoteDiffusionModel(torch.nn.Module):
     def transformer(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """The model on its ranks, patched. At first use they are started and loaded, for a run like `expected()`."""
         model = registry().model(self.key, check_cancelled, LoadingBar(), self.patcher(), make_room, expected)
+        kinds = {(each.family.name, repr(each.config)) for each in (self.checkpoint, model.checkpoint)}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"model_name: {self.checkpoint.path.name} has been replaced on disk by a model of another kind. Have its "
+                "loader read it again: change one of its widgets, and back."
+            )
         if self.loaded() is not model:
             self.loaded, self.turns = weakref.ref(model), self.turns + 1
             if self.turns == 2:
@@ -204,21 +216,6 @@ class RemoteDiffusionModel(torch.nn.Module):
         hooks = None if patcher is None else patcher.current_hooks
         found = {} if hooks is None else {hook.hook_ref: hook.strength for hook in hooks.hooks}
         return tuple(float(found.get(reference, 0.0)) for reference in self.hook_patches)
-
-    def bytes_on(self, device: torch.device) -> int:
-        """Bytes that the ranks on this device hold now."""
-        return registry().bytes_on(self.key, str(device))
-
-    def release_unused(self, device: torch.device) -> int:
-        """Have ranks free what their allocators keep for later; bytes that came free on this device."""
-        return registry().release_unused(self.key, str(device))
-
-    def share_of(self, device: torch.device) -> int:
-        """Bytes that the ranks on this device are going to take for loading: equal shares of the weights (stage_split may
-        differ), and their processes' own where they have not started yet."""
-        degrees, ranks = self.key.degrees, self.key.devices.count(str(device))
-        started = registry().runs_on(self.key.devices)
-        return ranks * (self.whole_bytes // (degrees.pipe * degrees.tensor) + (0 if started else context_bytes(str(device))))
 
     @functools.cached_property
     def whole_bytes(self) -> int:
@@ -302,6 +299,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         timestep = for_entries(timestep, tensors, len(latents[0]))
         carried = family.inputs.carried if is_carried else Inputs.carried
         latents, finish = carried(latents, timestep, given)
+        if controls := fun_controls(family, options):
+            layers = self.fun_control.model([self.patches, self.beside], self.hook_patches.values(), self.patches_uuid)
+            control = (control or {}) | self.fun_control.additions(layers, controls, latents[0], timestep, context, options)
         along = "rows" if band is None else band.run.patching.along
         added = residuals(family, config, control, tuple(latents[0].shape), along)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])

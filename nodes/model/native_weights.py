@@ -13,6 +13,8 @@ import torch
 
 from ..ui.other_nodes import definition
 
+HALF = torch.bfloat16, torch.float16
+"""Dtypes whose values fp32 has all of."""
 COMPARED = 4096
 """Values of a tensor that are compared with the file: its middle. A page or two of a large file for each tensor."""
 
@@ -55,8 +57,9 @@ def give_back_memory(model: comfy.model_patcher.ModelPatcher, path: Path) -> Non
     """Weights of the native model that are copies of the file's become views of its map, which need no memory of their own.
 
     ComfyUI keeps the loader's output, so they would stay as long as the workflow is open. The MODEL remains as it was for
-    who samples it without the ranks. Weights that the loader has converted stay copies. Those of ComfyUI's dynamic loading
-    are views already. ValueError for weights that are not the file's: a node has written into them.
+    who samples it without the ranks. Weights that the loader has widened to fp32 are widened at each use instead, by
+    ComfyUI's own layers; those that it has rounded (to fp8) stay copies. Those of ComfyUI's dynamic loading are views
+    already. ValueError for weights that are not the file's: a node has written into them.
     """
     if model.is_dynamic() or comfy.utils.DISABLE_MMAP:
         return
@@ -66,7 +69,11 @@ def give_back_memory(model: comfy.model_patcher.ModelPatcher, path: Path) -> Non
                 f"model: a node has written into the native model's weights ({name}): they are not those of {path.name}, "
                 "which the ranks read. Use nodes that patch the MODEL instead, or save it as a file."
             )
+        layer = comfy.utils.get_attr(model.model.diffusion_model, name.rpartition(".")[0]) if "." in name else None
         if own.dtype == stored.dtype:
+            comfy.utils.set_attr_param(model.model.diffusion_model, name, stored)
+        elif own.dtype == torch.float32 and stored.dtype in HALF and hasattr(layer, "comfy_cast_weights"):
+            layer.comfy_cast_weights = True  # as ComfyUI has it for weights in another dtype than what it computes in
             comfy.utils.set_attr_param(model.model.diffusion_model, name, stored)
 
 

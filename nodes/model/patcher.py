@@ -7,8 +7,6 @@ import weakref
 
 import comfy.model_detection
 import comfy.model_management
-import comfy.model_patcher
-from comfy_execution.utils import get_executing_context
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.registry import ModelKey, registry
@@ -19,7 +17,9 @@ from ..ui.other_nodes import calling_nodes, named
 from .bypass import bypass_patches, check_injections
 from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
+from .fun_control import fun_controls
 from .lora import NativeWeights
+from .rank_memory import OnAnotherGPU, RankMemory, other_gpus
 from .reach import Unread, refuse_unread
 from .rope import riflex
 from .saving import for_saving, key_patches, patched_weight, stored_weights
@@ -27,10 +27,6 @@ from .step_cache import begin_cache
 from .text_guidance import GUIDANCE_KEY, text_guidance
 
 log = logging.getLogger(__name__)
-
-ALL = 1e32
-"""Bytes without a limit, as ComfyUI writes it."""
-
 
 INSIDE = "diffusion_model"
 """Attribute of ComfyUI's BaseModel that has the native model."""
@@ -44,11 +40,8 @@ COMPILE_SKIPPED = (
 )
 
 
-class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
+class RemoteModelPatcher(RankMemory):
     """ModelPatcher of a model whose weights are on ranks. Refuses patches that would not reach them."""
-
-    on_ranks = True
-    """What a run takes room for (room.py)."""
 
     _told_of_compile = False
 
@@ -77,8 +70,7 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
         stub.beside, stub.hook_patches = bypass_patches(self.injections), self.hook_patches
         stub.idle, stub.loaded, stub.turns = None, lambda: None, 0
         stub.cache = begin_cache(self)
-        if (model := registry().present()) is not None:  # or it begins when it is loaded
-            model.begin_timeline()
+        registry().begin_run()
 
     def cleanup(self):
         """End a sampling run: what was kept of its calls is dropped."""
@@ -88,49 +80,34 @@ class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
         if cache is not None:
             cache.tell()
 
-    def model_size(self):
-        """Bytes in this process and on ranks on the GPU that ComfyUI uses. Before loading: what those ranks will take."""
-        return self._own_bytes() + (self._rank_bytes() or self._expected_bytes())
+    def model_patches_models(self):
+        """As ComfyUI's, with the layers that Fun controls need in this process."""
+        models = super().model_patches_models()
+        stub = self.model.diffusion_model
+        if fun_controls(stub.checkpoint.family, self.model_options["transformer_options"]):
+            patches = [self.patches, bypass_patches(self.injections)]
+            models.append(stub.fun_control.model(patches, self.hook_patches.values(), self.patches_uuid))
+        return models
 
-    def loaded_size(self):
-        return (self._own_bytes() if self.model.model_loaded_weight_memory else 0) + self._rank_bytes()
+    @property
+    def stub(self) -> RemoteDiffusionModel:
+        return self.model.diffusion_model
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """As ComfyUI's, always in full: this process has little of the model, and the ranks load at the first call.
-
-        ValueError where patched values are to be in place afterwards: nodes of ComfyUI's older versions that save.
-        """
+        """As RankMemory's. ValueError where patched values are to be in place afterwards: nodes of ComfyUI's older versions
+        that save."""
         if force_patch_weights:
             refuse("saving or extracting weights", "Update ComfyUI, or load the model with a native loader for it.")
-        return super().partially_load(device_to, ALL, force_patch_weights)
+        return super().partially_load(device_to, extra_memory, force_patch_weights)
 
-    def partially_unload(self, device_to, memory_to_free=0, *arguments, **named):
-        """Free what the ranks' allocators kept from the last run; bytes. Where that is too little ComfyUI unloads the whole:
-        ranks hold all of their weights or none."""
-        return 0 if self._on_cpu() else self.model.diffusion_model.release_unused(self.load_device)
-
-    def detach(self, unpatch_all=True):
-        """As ComfyUI's. With `unpatch_all` the model is unloaded; without it another clone takes this one's place.
-
-        Unloading frees the ranks' memory, except where a node needs room on a GPU that has none of them.
-        """
-        if unpatch_all and (self._on_cpu() or self._rank_bytes() or get_executing_context() is None):
-            registry().unload(self.model.diffusion_model.key)
-        return super().detach(unpatch_all)
-
-    def _on_cpu(self) -> bool:
-        return comfy.model_management.is_device_cpu(self.load_device)
-
-    def _own_bytes(self) -> int:
-        """Bytes in this process. (`state_dict` lists weights that are elsewhere.)"""
-        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
-
-    def _rank_bytes(self) -> int:
-        """Bytes of ranks on the GPU that ComfyUI uses. 0 on a CPU, whose memory ComfyUI does not manage."""
-        return 0 if self._on_cpu() else self.model.diffusion_model.bytes_on(self.load_device)
-
-    def _expected_bytes(self) -> int:
-        return 0 if self._on_cpu() else self.model.diffusion_model.share_of(self.load_device)
+    def get_nested_additional_models(self):
+        """As ComfyUI's, which loads them with this one; and the ranks' memory on other GPUs that ComfyUI uses too."""
+        places = self.stub.elsewhere
+        devices = other_gpus(self.load_device, self.stub.key.devices)
+        for device in devices:
+            if device not in places:
+                places[device] = OnAnotherGPU.of(self.stub, device)
+        return [*super().get_nested_additional_models(), *(places[device] for device in devices)]
 
     def add_wrapper_with_key(self, wrapper_type, key, wrapper):
         """As ComfyUI's. A wrapper that puts compiled modules in place is left out, with a word."""
@@ -235,6 +212,7 @@ def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> Rem
     config.unet_config["disable_unet_model_creation"] = True
     config.set_inference_dtype(stub.dtype, None)
     stub.weights, stub.native_kind = NativeWeights(checkpoint, stub.native_tensors, config, stub.dtype), kind
+    stub.unet_config = config.unet_config
     model = config.get_model({}, "")
     model.diffusion_model = stub
     # Nothing is computed here, so nothing need be reserved: conditional and unconditional come as one batch if they fit.

@@ -17,8 +17,9 @@ def comfyui_gpus() -> set[torch.device]:
     It has nothing on others. To ask for room there would only make a CUDA context of some 500 MB for its process.
     """
     management = comfy.model_management
-    used = {management.get_torch_device(), *(loaded.device for loaded in management.current_loaded_models)}
-    return {device for device in used if device.type == "cuda"}
+    listed = management.current_loaded_models
+    own = {loaded.device for loaded in listed if not getattr(loaded.model, "on_ranks", False)}
+    return {device for device in own | {management.get_torch_device()} if not management.is_device_cpu(device)}
 
 
 def make_room(device: str, missing: int) -> int:

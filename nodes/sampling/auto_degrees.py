@@ -51,7 +51,7 @@ def calibrated(
 ) -> Calibration:
     """The calibration of these devices: kept from before, or measured now on the ranks of `pool` (None: borrowed here).
 
-    The memory of CPU ranks is what is free now.
+    The host's memory is what is free now.
     """
 
     def measure() -> Calibration:
@@ -67,8 +67,7 @@ def calibrated(
         return found.machine.names == devices and all(set(cost.blocks) == lists for cost in found.costs)
 
     found = cached(folder(), calibration_key(devices, checkpoint, dtype, attention), measure, fits)
-    host_free = host_memory()[0] if "cpu" in devices else None
-    return replace(found, machine=replace(found.machine, host_free=host_free))
+    return replace(found, machine=replace(found.machine, host_free=host_memory()[0]))
 
 
 @dataclass(frozen=True)
@@ -97,12 +96,13 @@ class AutoDegrees:
 
     def _planned(self, key: ModelKey, sampling: Sampling, warm_up: int) -> ModelKey:
         shape, devices, steps = sampling.shapes[0], key.devices, max(1, sampling.steps)
-        workload = workload_of(self.checkpoint, key.dtype, devices[0], shape, sampling.entries, steps, sampling.text_tokens)
+        run = (shape, sampling.entries, steps, sampling.text_tokens, key.transfer_dtype)
+        workload = workload_of(self.checkpoint, key.dtype, devices[0], *run)
         if len(devices) == 1:
             return replace(key, degrees=Degrees())
         calibration = calibrated(devices, self.checkpoint, key.dtype, key.attention)
         costs = CalibratedCosts(calibration, replace(workload, warm_up=warm_up))
-        found = choose(plan(costs, range(1, len(devices) + 1)))
+        found = choose(plan(costs, range(1, len(devices) + 1), key.offload))
         if found.lacks:
             log.warning("Parallel DiT: degrees auto: nothing fits these devices by its estimate; trying what needs least.")
         text = f"Parallel DiT: degrees auto: {choice(found, costs.machine)}"

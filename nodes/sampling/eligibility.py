@@ -13,6 +13,7 @@ import torch
 from parallel_backend.client.pipefusion.band_cut import BandCut
 
 from ..model.concurrent_conds import evaluate_concurrently
+from ..model.fun_control import fun_controls
 from ..model.run_shapes import Shapes, shapes_of_run
 from ..ui.other_nodes import name_of, named, nodes_of
 from .known_local import (
@@ -133,6 +134,8 @@ def why_not_banded(sampling: Sampling) -> str | None:
     options = guider.model_options
     if (reason := why_not_displaced(sampling)) is not None:
         return reason
+    if fun_controls(guider.inner_model.diffusion_model.checkpoint.family, options.get("transformer_options", {})):
+        return "Z-Image's Fun control looks at the whole latent"
     if len(sampling.shapes) > 1 and any("mask" in cond for conds in guider.conds.values() for cond in conds or ()):
         return "the conditioning has its own mask"
     if name_of(type(guider)) not in PIXEL_WISE_GUIDERS | WHOLE_GUIDERS:

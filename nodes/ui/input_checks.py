@@ -115,11 +115,20 @@ def _conditioning(name: str, value: Any, _options: dict[str, Any]) -> Any:
     return value
 
 
+def _image(name: str, value: Any, _options: dict[str, Any]) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name}: this is no picture. Connect a Load Image node.")
+    if value.ndim != 4 or 0 in value.shape or not value.is_floating_point():
+        raise ValueError(f"{name}: {value.dtype} values of the shape {list(value.shape)} are no pictures.")
+    return value
+
+
 CHECKS: dict[str, Callable[[str, Any, dict[str, Any]], Any]] = {
     "INT": functools.partial(_number, whole=True),
     "FLOAT": functools.partial(_number, whole=False),
     "BOOLEAN": _flag,
     "STRING": _text,
     "LATENT": _latent,
+    "IMAGE": _image,
     "CONDITIONING": _conditioning,
 }

@@ -1,5 +1,7 @@
 """Widgets and types that several nodes share."""
 
+from parallel_backend.client.placement.residency import AUTO
+
 CATEGORY = "Parallel DiT"
 MAX_DEGREE = 64
 
@@ -7,6 +9,19 @@ MAX_DEGREE = 64
 def degree(tooltip: str) -> tuple[str, dict]:
     """An INT widget for a degree of parallelism."""
     return ("INT", {"default": 1, "min": 1, "max": MAX_DEGREE, "tooltip": tooltip})
+
+
+def offload() -> tuple[str, dict]:
+    """A STRING widget for residency.offload_of."""
+    return (
+        "STRING",
+        {
+            "default": AUTO,
+            "tooltip": "auto: weights that do not fit on the GPUs stay in host memory and are copied to a GPU whenever "
+            "they are needed, beside the computing. none: a model that does not fit is refused. A number: as auto, and so "
+            "many GB of each GPU stay free.",
+        },
+    )
 
 
 def threshold(default: float, tooltip: str) -> tuple[str, dict]:

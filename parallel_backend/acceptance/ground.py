@@ -107,6 +107,7 @@ class Ground:
     one_rank: OneRank | None = None
     """What the others are compared with, once that check has been made."""
     _registry: Registry = field(default_factory=Registry)
+    _loaded: ModelKey | None = None
 
     def __post_init__(self):
         self._registry.threads = max(1, (os.cpu_count() or 1) // self.world)
@@ -146,6 +147,9 @@ class Ground:
         path = path or self.tiny_file
         open_checkpoint(path).check_degrees(degrees)  # before ranks are asked, which a refusal ends
         key = ModelKey(path, dtype, self.settings.devices[: degrees.world], degrees, attention, "even")
+        if key != self._loaded:
+            self._registry.unload()
+            self._loaded = key
         return self._registry.model(key, self.poll)
 
     def unload(self) -> None:

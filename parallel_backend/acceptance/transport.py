@@ -8,8 +8,7 @@ from typing import Any
 from parallel_backend.client.placement.measurements import measured_links
 from parallel_backend.client.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.planning.links import SIZES
-from parallel_backend.planning.machine import machine_of
+from parallel_backend.planning.links import SIZES, links_of
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.wire.rank_settings import SELF_TEST
@@ -37,7 +36,7 @@ def look_at_links(ground: Ground, findings: Findings) -> None:
 
 def links(pool: Pool, ground: Ground) -> dict[str, Any]:
     """'0-1' -> GB/s and microseconds one way, and how many times slower links are while all send."""
-    found = machine_of(pool.devices, measured_links(pool, SIZES, ground.poll)).links
+    found = links_of(measured_links(pool, SIZES, ground.poll))
     between = {
         f"{one}-{two}": {"GB_per_s": round(link.bandwidth / 1e9, 3), "us": round(link.latency * 1e6, 1)}
         for (one, two), link in found.between.items()

@@ -26,6 +26,7 @@ from parallel_backend.families.base.family import Source
 from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_side
 from parallel_backend.families.others import other_model
 
+from .file_state import check_file_state, file_state
 from .limits import MAX_CONFIG_BYTES, check_settings, check_sizes, check_stated
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
 from .quantised_formats import KEPT, quantised_bytes
@@ -51,6 +52,21 @@ class Checkpoint:
     """Key in the file, without prefix -> tensor."""
     stated: Mapping[str, Any] = field(default_factory=dict)
     """What a single file's header says of the model, see HeaderConfig."""
+    file_state: str = ""
+    """Of its files when they were opened, see file_state.py."""
+
+    def check_unchanged(self, expected: str = "") -> None:
+        """ValueError if the files are no longer as they were when they were opened, or as `expected`."""
+        check_file_state(self._files, expected or self.file_state, self.path.name)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """The files are still as they were when they were opened."""
+        return file_state(self._files) == self.file_state
+
+    @property
+    def _files(self) -> set[Path]:
+        return {entry.file for entry in self.entries.values()}
 
     @property
     def dtype(self) -> str:
@@ -186,7 +202,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not path.is_dir() and not path.is_file():  # a pipe could block for ever
         raise ValueError(f"model_name: {path.name} does not exist at {path.parent}.")
     try:
-        return _open_folder(path) if path.is_dir() else _open_single_file(path)
+        checkpoint = _open_folder(path) if path.is_dir() else _open_single_file(path)
+        return replace(checkpoint, file_state=file_state(entry.file for entry in checkpoint.entries.values()))
     except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
         if isinstance(error, ValueError) and str(error).startswith("model_name: "):
             raise

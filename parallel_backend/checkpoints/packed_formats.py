@@ -5,9 +5,9 @@ A packed weight [rows, bytes] uint8 can be cut between any rows, and between col
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -20,6 +20,15 @@ class Packing(Protocol):
     @property
     def nbytes(self) -> int:
         """Of what is kept beside those bytes."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """What is kept beside those bytes, by name."""
+        ...
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> "Packing":
+        """The same with other `tensors` of these names."""
         ...
 
     def byte_span(self, columns: Span) -> Span | None:
@@ -75,7 +84,15 @@ class Fp8:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.scale, self.input_scale) if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        beside = {"scale": self.scale, "input_scale": self.input_scale}
+        return {name: tensor for name, tensor in beside.items() if tensor is not None}
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> "Fp8":
+        return replace(self, **tensors)
 
     def byte_span(self, columns: Span) -> Span:
         return columns
@@ -96,9 +113,11 @@ class Half:
     kind: str
     """Key of HALF_KINDS."""
 
-    @property
-    def nbytes(self) -> int:
-        return 0
+    nbytes = 0
+    tensors: ClassVar[Mapping[str, torch.Tensor]] = {}
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> "Half":
+        return self
 
     def byte_span(self, columns: Span) -> Span:
         return Span(2 * columns.start, 2 * columns.stop)
@@ -118,9 +137,11 @@ class GgufBlocks:
     kind: str
     """Key of GGUF_BLOCKS."""
 
-    @property
-    def nbytes(self) -> int:
-        return 0
+    nbytes = 0
+    tensors: ClassVar[Mapping[str, torch.Tensor]] = {}
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> "GgufBlocks":
+        return self
 
     def byte_span(self, columns: Span) -> Span | None:
         """Bytes of a row that hold these columns. None if the columns do not begin and end at a block's border."""

@@ -7,7 +7,7 @@ fp8 is here as far as its file goes, and is expanded in packed_formats.py. A wei
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -139,6 +139,13 @@ class Quantised:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.beside.values())
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self.beside
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> "Quantised":
+        return replace(self, beside=tensors)
 
     def byte_span(self, columns: Span) -> Span | None:
         """The bytes of a row that hold these columns; None where they cut a group of them apart."""

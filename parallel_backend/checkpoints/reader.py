@@ -29,23 +29,34 @@ class Reader:
         self._files: dict[Path, Any] = {}
 
     def values(self, target: str, dtype: torch.dtype, shard: Shard | None, device: torch.device) -> torch.Tensor:
-        """The part `shard` of a parameter in `dtype`, converted if the file has another format."""
-        entry = self._entry(target)
-        shape = self.checkpoint.shape(target)
+        """The part `shard` of a parameter in `dtype`, converted if the file has another format.
+
+        On the meta device nothing is read.
+        """
+        out = torch.empty(_resized(self.checkpoint.shape(target), shard), dtype=dtype, device=device)
+        if device.type != "meta":
+            self.read_values(target, shard, out)
+        return out
+
+    def read_values(self, target: str, shard: Shard | None, out: torch.Tensor) -> None:
+        """The part `shard` of a parameter into `out`, which has its size, on any device, converted to its dtype."""
+        entry, shape = self._entry(target), self.checkpoint.shape(target)
+        out = out.view(_resized(shape, shard))
         if entry.dtype in GGUF_BLOCKS or entry.dtype in KEPT:
-            if not self.packable(target, entry.dtype, shard):
-                whole = self.values(target, dtype, None, device)
-                return torch.cat([whole[:, span.slice] for span in shard.spans], dim=1)
-            packed, packing = self.packed(target, entry.dtype, shard, device)
-            return packing.expand(packed, dtype).view(_resized(shape, shard))
-        out = torch.empty(_resized(shape, shard), dtype=dtype if entry.scale is None else torch.float32, device=device)
+            if self.packable(target, entry.dtype, shard):
+                packed, packing = self.packed(target, entry.dtype, shard, out.device)
+                out.copy_(packing.expand(packed, out.dtype).view(out.shape))
+            else:
+                whole = self.values(target, out.dtype, None, out.device)
+                torch.cat([whole[:, span.slice] for span in shard.spans], dim=1, out=out)
+            return
+        values = out if entry.scale is None else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         dim, spans, rows = self._cut(target, shard)
         part = self._slices(entry)
-        for span, place in zip(spans, out.split([len(span) for span in spans], dim=dim), strict=True):
+        for span, place in zip(spans, values.split([len(span) for span in spans], dim=dim), strict=True):
             place.copy_(part[span.slice] if dim == 0 else part[rows.slice, span.slice])
         if entry.scale is not None:
-            out = (out * self._scale(target, shard, device).view(-1, *(1,) * (len(shape) - 1))).to(dtype)
-        return out
+            out.copy_(values * self._scale(target, shard, out.device).view(-1, *(1,) * (len(shape) - 1)))
 
     def packable(self, target: str, storage: str, shard: Shard | None) -> bool:
         """Whether `packed` can give the part `shard`. A part of columns must begin and end at a block's border."""
@@ -54,16 +65,25 @@ class Reader:
         packing = self._stored(target) if self._entry(target).dtype == storage else None
         return packing is None or all(packing.byte_span(span) is not None for span in shard.spans)
 
-    def packed(self, target: str, storage: str, shard: Shard | None, device: torch.device) -> tuple[torch.Tensor, Packing]:
-        """The part `shard` of a matrix as [rows, n] uint8, and how to expand it. Rounded if the file has another format."""
+    def packed(
+        self, target: str, storage: str, shard: Shard | None, device: torch.device, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Packing]:
+        """The part `shard` of a matrix as [rows, n] uint8, and how to expand it. Rounded if the file has another format.
+
+        `out`: where the bytes are put, if not into new memory. On the meta device nothing is read but what is beside them.
+        """
         entry = self._entry(target)
-        if entry.dtype != storage or storage in HALF_KINDS:
-            if storage in HALF_KINDS:
-                return self.values(target, HALF_KINDS[storage], shard, device).view(torch.uint8), Half(storage)
-            if storage in FP8_KINDS:
-                return self.values(target, FP8_KINDS[storage], shard, device).view(torch.uint8), Fp8(storage)
+        kinds = HALF_KINDS | FP8_KINDS
+        if storage in kinds and (entry.dtype != storage or storage in HALF_KINDS):
+            packing = Half(storage) if storage in HALF_KINDS else Fp8(storage)
+            if out is None:
+                return self.values(target, kinds[storage], shard, device).view(torch.uint8), packing
+            self.read_values(target, shard, out.view(kinds[storage]))
+            return out, packing
+        if entry.dtype != storage:
             assert storage == "int8_tensorwise"
-            return quantise_int8(self.values(target, torch.float32, shard, device))
+            packed, packing = quantise_int8(self.values(target, torch.float32, shard, device))
+            return packed if out is None else out.copy_(packed), packing
         packing = self._stored(target)
         if isinstance(packing, Fp8):
             scale = None if entry.scale is None else self._scale(target, shard, device)
@@ -78,7 +98,9 @@ class Reader:
         spans = spans if dim == 0 else [packing.byte_span(span) for span in spans]
         lengths = [len(span) for span in spans]
         size = (sum(lengths), len(packing.byte_span(row))) if dim == 0 else (len(rows), sum(lengths))
-        out = torch.empty(size, dtype=torch.uint8, device=device)
+        out = torch.empty(size, dtype=torch.uint8, device=device) if out is None else out
+        if device.type == "meta":
+            return out, packing
         part = self._slices(entry)
         for span, place in zip(spans, out.split(lengths, dim=dim), strict=True):
             place.copy_((part[span.slice] if dim == 0 else part[rows.slice, span.slice]).view(torch.uint8))
@@ -142,9 +164,11 @@ class Reader:
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
-    """A Reader whose files are closed at the end of the context."""
+    """A Reader whose files are closed at the end of the context. ValueError there if they have changed since the checkpoint
+    was opened: what was read is worth nothing."""
     with ExitStack() as stack:
         yield Reader(checkpoint, stack)
+        checkpoint.check_unchanged()
 
 
 def original_values(checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:

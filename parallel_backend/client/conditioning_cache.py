@@ -10,7 +10,7 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.families.base.step_inputs import REFERENCES
-from parallel_backend.processes.pool import Pool
+from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.wire.sampling import DropConditioning
 
 from .call import Conditioning
@@ -40,7 +40,7 @@ def _seen_now(tensors: dict[str, torch.Tensor]) -> dict[str, Seen]:
 class ConditioningCache:
     """Not thread-safe: the client locks. `scatter` sends a conditioning to the ranks."""
 
-    def __init__(self, checkpoint: Checkpoint, pool: Pool, scatter: Scatter):
+    def __init__(self, checkpoint: Checkpoint, pool: ModelRanks, scatter: Scatter):
         self._family, self._config = checkpoint.family, checkpoint.config
         self._pool, self._scatter = pool, scatter
         self._ids = itertools.count(1)

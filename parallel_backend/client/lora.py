@@ -11,7 +11,8 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.family import Source
-from parallel_backend.processes.pool import Poll, Pool, wait_for
+from parallel_backend.processes.model_ranks import ModelRanks
+from parallel_backend.processes.pool import Poll, wait_for
 from parallel_backend.wire.loading import Adapt, Adapted, AdaptersSent, DropAdapters, Loaded, Rescale, Weigh
 
 
@@ -127,7 +128,7 @@ class Adaptation:
     `loaded`: each rank's reply to Load, in rank order.
     """
 
-    def __init__(self, pool: Pool, checkpoint: Checkpoint, loaded: Sequence[Loaded]):
+    def __init__(self, pool: ModelRanks, checkpoint: Checkpoint, loaded: Sequence[Loaded]):
         self.bytes = [0] * len(loaded)
         """By rank, of what is added."""
         self._pool = pool
@@ -140,6 +141,10 @@ class Adaptation:
     def present(self) -> bool:
         """Something is added to the weights."""
         return self._name is not None
+
+    def has(self, name: Hashable | None, strengths: tuple[float, ...]) -> bool:
+        """The ranks compute with the deltas of this name, in these strengths."""
+        return (name, strengths) == (self._name, self._strengths)
 
     def replace(
         self,
@@ -155,7 +160,7 @@ class Adaptation:
         """
         with self._lock:
             check()
-            if (name, strengths) == (self._name, self._strengths):
+            if self.has(name, strengths):
                 return
             known, self._name = self._name, object()  # equal to no name, until the ranks say that all is in place
             if name != known:
@@ -167,3 +172,11 @@ class Adaptation:
             replies = wait_for(self._pool.ask(AdaptersSent(), Adapted), poll)
             self.bytes = [reply.adapter_bytes for reply in replies]
             self._name, self._strengths = name, strengths
+
+    def drop(self, poll: Poll) -> None:
+        """Free what is added, on all ranks. The next `replace` sends all of it again, whatever its name."""
+        with self._lock:
+            self._name, self._strengths = object(), ()
+            self._deltas.replace((), poll)
+            replies = wait_for(self._pool.ask(AdaptersSent(), Adapted), poll)
+            self.bytes = [reply.adapter_bytes for reply in replies]

@@ -1,19 +1,29 @@
-"""Asks the ranks for their memory before a model is loaded and once for each sampling run. Refuses what cannot fit."""
+"""Asks the ranks for their memory before a model is loaded and once for each sampling run.
 
-from collections.abc import Callable
+What does not fit beside weights has them streamed from host memory; what cannot fit even so is refused.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from parallel_backend.client.placement.memory_check import DeviceMemory, MemoryCheck, device_memories
+from parallel_backend.client.placement.device_memory import DeviceMemory, device_memories
+from parallel_backend.client.placement.gpu_overheads import COPY_RATE
+from parallel_backend.client.placement.memory_check import MemoryCheck
 from parallel_backend.client.placement.memory_model import KV_COPIES, Request
 from parallel_backend.families import Family
 from parallel_backend.processes.failure_text import out_of_memory
-from parallel_backend.processes.pool import Poll, Pool, RankError, wait_for
+from parallel_backend.processes.model_ranks import ModelRanks
+from parallel_backend.processes.pool import Poll, RankError, wait_for
 from parallel_backend.wire.diagnosis import RankMemory, ReadMemory
 
 from .call import Conditioning
 from .conditioning_cache import CONDITIONINGS_KEPT
+from .resident_weights import ResidentWeights
+
+log = logging.getLogger(__name__)
 
 MakeRoom = Callable[[str, int], int]
 """(device of this machine such as cuda:0, bytes that are missing there) -> bytes that have come free. It is for whoever has
@@ -26,27 +36,61 @@ def no_room(device: str, missing: int) -> int:
 
 
 class MemoryGuard:
-    """For one model on the ranks of `pool`. `make_room` is asked before anything is refused."""
+    """For one model on the ranks of `pool`. `make_room` is asked first, then weights leave the devices, as far as `resident`
+    says where they are; what cannot fit all the same is refused.
+    """
 
-    def __init__(self, pool: Pool, memory_check: MemoryCheck, family: Family, make_room: MakeRoom = no_room):
+    def __init__(self, pool: ModelRanks, memory_check: MemoryCheck, family: Family, make_room: MakeRoom = no_room):
         self.pool, self.memory_check, self.family, self.make_room = pool, memory_check, family, make_room
+        self.resident = ResidentWeights(pool, memory_check.weights())
+        self.copy_rates = [0.0] * len(pool.devices)
+        """By rank, bytes a second from host memory to its device; 0.0 where no weights are streamed."""
+        self.has_host = [False] * len(pool.devices)
+        """By rank, whether there is host memory beside its device's, for weights to go to."""
         self._runs: dict[int, _Run] = {}
-        self._found: tuple[DeviceMemory, ...] | None = None  # for exact calls, since `refresh`
+        self._found: _Found | None = None  # for exact calls, since `refresh`
         self._admitted: set[Request] = set()
+        self._of_last_run: set[tuple[Request, ...]] = set()
+        self._of_this_run: set[tuple[Request, ...]] = set()
 
     def make_room_for(self, requests: tuple[Request, ...], poll: Poll) -> None:
         """Before blocks are timed and cut, which goes by what is free: ask for room for the model and these requests."""
-        if any(device.startswith("cuda") for device in self.pool.devices):
-            self._with_room(requests, self._device_memories(poll), loaded=False)
+        self._with_room(requests, self._device_memories(poll), None)
 
-    def check_weights(self, poll: Poll) -> None:
-        """Before loading, once its blocks are cut. ValueError if a rank has no room for its weights."""
-        self.memory_check.check_weights(self._with_room((), self._device_memories(poll), loaded=False))
+    def check_weights(self, requests: tuple[Request, ...], poll: Poll) -> None:
+        """Before loading, once its blocks are cut, for a run of these requests. ValueError if a rank has no room for its
+        weights. `resident` then has the limits to load with.
+        """
+        found = self._with_room(requests, self._device_memories(poll), None)
+        self.memory_check.check_weights(found)
+        limits = self.memory_check.placed(requests, found)
+        self.resident = ResidentWeights(self.pool, self.memory_check.weights(), limits)
+
+    @property
+    def in_run(self) -> bool:
+        """A run that keeps something from call to call is under way."""
+        return bool(self._runs)
+
+    def wake(self, poll: Poll) -> None:
+        """Ranks that lack weights on their device get those that they cannot compute without, see ResidentWeights.wake; room
+        is asked for."""
+        if self.resident.parked:
+            self._with_room((), self._device_memories(poll), self.resident.expected())
+            self.resident.wake()
+
+    def gave_way(self) -> None:
+        """Somebody else has what these weights had of a device. The next call looks at what is free there, and takes back
+        what it can."""
+        for run in list(self._runs.values()):  # they begin and end on other threads
+            run.found.lose(self.resident.expected())
+        self.refresh()
 
     def refresh(self) -> None:
         """A sampling run begins: what is free may have changed since the last one."""
         self._found = None
         self._admitted.clear()
+        if self._of_this_run:
+            self._of_last_run, self._of_this_run = self._of_this_run, set()
 
     def admit(self, conditioning: Conditioning, poll: Poll, timed: bool = False) -> None:
         """Before an exact call: ValueError if it cannot fit. `timed`: see memory_model.Request.
@@ -58,14 +102,14 @@ class MemoryGuard:
         if request in self._admitted:
             return
         if self._found is None:
-            self._found = self._device_memories(poll)
-        self._found = self._with_room((request,), self._found)
-        self.memory_check.check((request,), self._found)
+            self._found = _Found(self._device_memories(poll), self.resident.expected())
+        self._fit((request,), self._found)
         self._admitted.add(request)
 
     def watch(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
         """A run in `bands` begins, whose calls `check` looks at."""
-        self._runs[run] = _Run(self._device_memories(poll), bands, KV_COPIES if extrapolate else 1)
+        found = _Found(self._device_memories(poll), self.resident.expected())
+        self._runs[run] = _Run(found, bands, KV_COPIES if extrapolate else 1)
 
     def check(self, run: int, conditioning: Conditioning, timed: bool = False) -> None:
         """Before a call of a run: ValueError if what it keeps and computes with this conditioning too cannot fit.
@@ -75,14 +119,17 @@ class MemoryGuard:
         Does not wait for ranks, since other calls may be under way.
         """
         known = self._runs.get(run)
-        if known is None or conditioning.id in known.requests:
+        if known is None or (conditioning.id in known.requests and not self.resident.parked):
             return
         known.requests[conditioning.id] = request_of(conditioning, self.family, known.kept, known.bands, timed)
         for dropped in list(known.requests)[:-CONDITIONINGS_KEPT]:
             del known.requests[dropped]
-        requests = tuple(known.requests.values())
-        known.found = self._with_room(requests, known.found)
-        self.memory_check.check(requests, known.found)
+        self._fit(tuple(known.requests.values()), known.found)
+
+    def copy_seconds(self) -> list[float]:
+        """By rank, of the weights that each micro-step brings to its device."""
+        held = zip(self.resident.weights, self.resident.limits, self.copy_rates, strict=True)
+        return [one.streamed(limit) / rate if rate else 0.0 for one, limit, rate in held]
 
     def forget(self, run: int) -> None:
         self._runs.pop(run, None)
@@ -94,24 +141,69 @@ class MemoryGuard:
         first, *rest = str(error).split("\n", 1)
         return RankError("\n".join((first, advice, *rest)))
 
+    def _fit(self, requests: tuple[Request, ...], found: "_Found") -> None:
+        """Have room for these requests, or raise ValueError. `found` then has what is free beside the weights that stay.
+
+        A device that has more room than they need gets weights back, but no more than the last run left room for: the next
+        conditioning would have them leave again. Ranks do what they are told before the calls that come after it.
+        """
+        found.move_to(self.resident.expected())
+        found.rooms = self._with_room(requests, found.rooms, self.resident.expected())
+        present = self.resident.expected()
+        placed = [self.memory_check.placed(each, found.rooms, present) for each in (requests, *self._of_last_run)]
+        self._of_this_run.add(requests)
+        limits = tuple(map(min, zip(*placed, strict=True)))
+        expected = self.resident.expected(limits)
+        found.move_to(expected)
+        self.memory_check.check(requests, found.rooms, expected)  # before anything moves
+        if expected != present or self.resident.parked:
+            self.resident.tell(limits)
+            self.resident.wanted = tuple(map(max, self.resident.wanted, expected))
+            log.info("Parallel DiT: %s", self.memory_check.said_of_streaming(limits) or "all weights stay on the devices")
+
     def _with_room(
-        self, requests: tuple[Request, ...], found: tuple[DeviceMemory, ...], loaded: bool = True
+        self, requests: tuple[Request, ...], found: tuple[DeviceMemory, ...], resident: Sequence[int] | None
     ) -> tuple[DeviceMemory, ...]:
-        """`found`, with what `make_room` has freed on the GPUs of this machine. `loaded`: see MemoryCheck.missing."""
+        """`found`, with what `make_room` has freed there. `resident`: see MemoryCheck.missing."""
         rooms = []
         for room in found:
-            missing = self.memory_check.missing(requests, room, loaded) if room.device.startswith("cuda") else 0
+            missing = self.memory_check.missing(requests, room, resident)
             rooms.append(replace(room, free=room.free + self.make_room(room.device, missing)) if missing else room)
         return tuple(rooms)
 
     def _device_memories(self, poll: Poll) -> tuple[DeviceMemory, ...]:
-        return device_memories(self.pool.devices, wait_for(self.pool.ask(ReadMemory(), RankMemory), poll))
+        found = device_memories(self.pool.devices, wait_for(self.pool.ask(ReadMemory(), RankMemory), poll))
+        for room in found:
+            for rank in room.ranks:
+                self.has_host[rank] = room.streams
+                self.copy_rates[rank] = (room.copy_rate or COPY_RATE) if self.memory_check.streams(room) else 0.0
+        return found
+
+
+class _Found:
+    """`rooms`: what is free beside the weights that each rank's device has, which is `resident` bytes."""
+
+    def __init__(self, rooms: tuple[DeviceMemory, ...], resident: Sequence[int]):
+        self.rooms, self._resident = rooms, resident
+
+    def move_to(self, resident: Sequence[int]) -> None:
+        """Weights have come or gone since, or are about to."""
+        moved = [before - now for before, now in zip(self._resident, resident, strict=True)]
+        self._resident = resident
+        self.rooms = tuple(
+            room if room.free is None else replace(room, free=room.free + sum(moved[rank] for rank in room.ranks))
+            for room in self.rooms
+        )
+
+    def lose(self, resident: Sequence[int]) -> None:
+        """Weights have gone since, and somebody else has their room."""
+        self._resident = resident
 
 
 class _Run:
     """`found`: what was free when it began; `kept`, `bands`: see memory_model.Request; `requests`: by conditioning."""
 
-    def __init__(self, found: tuple[DeviceMemory, ...], bands: int, kept: int):
+    def __init__(self, found: _Found, bands: int, kept: int):
         self.found, self.bands, self.kept = found, bands, kept
         self.requests: dict[int, Request] = {}
 

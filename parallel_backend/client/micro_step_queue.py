@@ -16,7 +16,6 @@ from .call import Call, PartialOutput, PostedStep
 class MicroSteps:
     """Not thread-safe: the client locks. What it is given is called under that lock.
 
-    `newest`: number of the newest micro-step that any model has sent to these ranks, whose output may still arrive.
     `patch`: values that an output's token has for each channel. `send(replica, step)` sends a micro-step to its ranks.
     `done(seq)`: all outputs of that micro-step are there.
     `shard(call, index)`: the rows of the call's output that the sequence rank of this number computes, as spans.
@@ -25,14 +24,13 @@ class MicroSteps:
     def __init__(
         self,
         degrees: Degrees,
-        newest: int,
         patch: int,
         send: Callable[[int, PostedStep], None],
         done: Callable[[int], None],
         shard: Callable[[Call, int], tuple[Span, ...]],
     ):
         self._degrees, self._patch, self._send, self._done, self._shard = degrees, patch, send, done, shard
-        self._newest = newest  # number of the newest micro-step, sent or waiting
+        self._newest = 0  # number of the newest micro-step, sent or waiting
         self._window = window(degrees.pipe)
         self._waiting: list[deque[PostedStep]] = [deque() for _ in range(degrees.batch)]
         self._in_flight: list[dict[int, PostedStep]] = [{} for _ in range(degrees.batch)]
@@ -74,7 +72,7 @@ class MicroSteps:
         """Put a rank's part in its place, and send what the window now allows. `finite`: whether all its values are.
 
         What it is a part of, whether that is complete now, and whether this part is the first of it that is not finite.
-        None for what a cancelled run or another model left. BadMessage for an output that nobody waits for from this rank,
+        None for what a cancelled run left. BadMessage for an output that nobody waits for from this rank,
         and for one of another shape.
         """
         at = self._degrees.coordinate(output.rank)

@@ -12,7 +12,8 @@ import torch
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import compute_name
 from parallel_backend.core.finite import NAMED, all_finite
-from parallel_backend.processes.pool import Pool, RankError
+from parallel_backend.processes.model_ranks import ModelRanks
+from parallel_backend.processes.pool import RankError
 from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound
 
 from .call import Call, fail
@@ -94,7 +95,7 @@ def explanation(
 class CauseSearch:
     """Fails calls whose output is not finite, with what the ranks know of it. `adapted`: whether there is a LoRA now."""
 
-    def __init__(self, pool: Pool, degrees: Degrees, dtype: str, adapted: Callable[[], bool]):
+    def __init__(self, pool: ModelRanks, degrees: Degrees, dtype: str, adapted: Callable[[], bool]):
         self._pool, self._degrees, self._dtype, self._adapted = pool, degrees, dtype, adapted
 
     def fail(self, call: Call, seq: int, first_seq: int) -> None:

@@ -11,7 +11,8 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.finite import all_finite
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
-from parallel_backend.processes.pool import Pool, again
+from parallel_backend.processes.model_ranks import ModelRanks
+from parallel_backend.processes.pool import again
 from parallel_backend.wire import messages as m
 
 from .call import Call, Conditioning, PostedStep, fail
@@ -28,21 +29,25 @@ class Posting:
     with values that are not finite, and must end it; see not_finite.CauseSearch.
     """
 
-    def __init__(self, pool: Pool, degrees: Degrees, patch: int, on_nonfinite: Callable[[Call, int, int], None]):
+    def __init__(self, pool: ModelRanks, degrees: Degrees, patch: int, on_nonfinite: Callable[[Call, int, int], None]):
         """Before the model is loaded; nothing may be posted until `start`."""
-        self._pool, self._degrees, self._on_nonfinite = pool, degrees, on_nonfinite
+        self._degrees, self._on_nonfinite = degrees, on_nonfinite
         self._lock = threading.RLock()
         self.shared = SharedResiduals(degrees, pool)
         """Has the residuals of micro-steps under way. For what sends them, under this object's lock."""
-        self._micro_steps = MicroSteps(degrees, pool.newest_step, patch, self._send_step, self.shared.done, self._rows)
+        self._micro_steps = MicroSteps(degrees, patch, self._send_step, self.shared.done, self._rows)
         self._cut: SequenceCut | None = None
         self._scatter: Scatter | None = None
         self._conditionings: ConditioningCache | None = None
+        self._wake: Callable[[], None] = lambda: None
         self._error: Exception | None = None
 
-    def start(self, cut: SequenceCut, scatter: Scatter, conditionings: ConditioningCache) -> None:
-        """The model is about to be on the ranks, its tokens cut by `cut`."""
-        self._cut, self._scatter, self._conditionings = cut, scatter, conditionings
+    def start(
+        self, cut: SequenceCut, scatter: Scatter, conditionings: ConditioningCache, wake: Callable[[], None] = lambda: None
+    ) -> None:
+        """The model is about to be on the ranks, its tokens cut by `cut`. `wake` is called before each micro-step is sent:
+        weights may have left the devices since its call was posted."""
+        self._cut, self._scatter, self._conditionings, self._wake = cut, scatter, conditionings, wake
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
@@ -113,8 +118,8 @@ class Posting:
             assembly.call.future.set_result(assembly.value)
 
     def _send_step(self, replica: int, step: PostedStep) -> None:
-        self._pool.newest_step = max(self._pool.newest_step, step.seq)
         try:
+            self._wake()
             self._scatter.step(replica, step)
         except BaseException:
             self.shared.done(step.seq)

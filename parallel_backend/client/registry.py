@@ -1,7 +1,7 @@
 """The process's ranks and the models on them, shared by all nodes.
 
 ComfyUI caches node outputs and drops them as it likes. Ranks must neither end nor multiply with them: there is one pool of
-ranks, with one model, and further ones only on GPUs that are apart.
+ranks for a set of devices, and on it as many models as there is room for.
 """
 
 import atexit
@@ -11,58 +11,35 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.pool import LinksDown, LoadProgress, Poll, Pool, RankError, wait_for
+from parallel_backend.core.devices import device_kind
+from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
 from parallel_backend.processes.ray_ranks import start_of
+from parallel_backend.rank.free_memory import host_memory
+from parallel_backend.rank.host_memory.host_store import LEFT_FREE
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.rank_settings import P2P_DISABLE, SELF_TEST
+from parallel_backend.wire.rank_settings import EmulatedDevice, SelfTest
 
 from .memory_guard import MakeRoom, no_room
+from .models_on_ranks import MOST_MODELS, ModelKey, ModelsOnRanks, OnRanks
 from .placement.memory_model import Request
+from .pools import Pools
 from .remote_transformer import RemoteTransformer
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-SECOND_TRY_SECONDS = 15.0
-"""Limit of the self-test's parts without P2P: who has waited a minute in vain is not to wait for another one."""
 
-
-@dataclass(frozen=True)
-class ModelKey:
-    """Everything that a model is loaded with. Equal keys share the ranks and the weights on them."""
-
-    path: Path
-    dtype: str
-    devices: tuple[str, ...]
-    degrees: Degrees
-    attention: str
-    """The kernel, see core/attention_kernels.py."""
-    stage_split: str = "auto"
-    compile: bool = False
-    transfer_dtype: str = "full"
-    planned: str = ""
-    """What the planner chose degrees and devices from. Empty: the user chose them."""
-
-
-@dataclass(frozen=True)
-class Aside:
-    """A pool that was used before another one, and what is on it."""
-
-    pool: Pool
-    key: ModelKey | None = None
-    model: RemoteTransformer | None = None
-    owner: Any = None
+BORROWED = "Parallel DiT: the ranks have been used for something else, and the model is not there any more"
 
 
 class Registry:
-    """Keeps the pool of the devices used last, and the model used last on it. Thread-safe.
+    """Keeps the pools and the models on them. Thread-safe.
 
-    Pools on GPUs that are apart from those are kept aside, each with its model: a guider may have a MODEL for each side.
+    Models give way to each other, the least recently used first: they leave the devices for host memory, and the ranks where
+    the host has no room either.
     """
 
     def __init__(self):
@@ -70,13 +47,12 @@ class Registry:
         """Folder in which logs of ranks to be started are kept, see pool.Pool. None: nowhere."""
         self.threads: int | None = None
         """CPU threads of each rank to be started, see pool.Pool. None: the cores are shared out."""
+        self.emulated: EmulatedDevice | None = None
+        """What CPU ranks to be started have for a device, see pool.Pool."""
         self._lock = threading.RLock()  # make_room may unload another model, on the thread that loads this one
-        self._pool: Pool | None = None
-        self._key: ModelKey | None = None
-        self._model: RemoteTransformer | None = None
-        self._owner: Any = None  # never read: the reference keeps it alive, see `model`
-        self._aside: tuple[Aside, ...] = ()
-        self._without_p2p: set[tuple[str, ...]] = set()
+        self._pools = Pools(self._start)
+        self._models = ModelsOnRanks()
+        self._former_owners: list[Any] = []  # never read: who unloads may be one of them, and need itself to the end
 
     def model(
         self,
@@ -87,221 +63,266 @@ class Registry:
         make_room: MakeRoom = no_room,
         expected: Callable[[], Request | None] = lambda: None,
     ) -> RemoteTransformer:
-        """The model of `key`. Ranks are started and the model is loaded if that is not done yet, or ranks have failed.
+        """The model of `key`. Ranks are started and the model is loaded if that is not done yet, or ranks have failed, or
+        its files have changed since.
 
-        `owner` is kept alive until the next call: the object that frees the weights must outlive them. `make_room`,
-        `expected()`: for loading, see RemoteTransformer. A loaded model stays as it is, whatever size is expected.
+        `owner` is kept alive as long as the model is on ranks, and until the next use of one, or its own by another owner:
+        the object that frees the weights must outlive them. `make_room`, `expected()`: for loading, see RemoteTransformer;
+        other models on the same ranks give way after `make_room`. A loaded model stays as it is, whatever size is expected.
         """
         with self._lock:
-            self._turn_to(key.devices)
-            if self._model is not None and self._key == key:
-                self._owner = owner
-                return self._model
-            checkpoint = open_checkpoint(key.path)
+            found = self._models.find(key)
+            if found is not None and not found.model.checkpoint.is_unchanged:
+                log.info("Parallel DiT: %s has changed on disk and is read again", key.path.name)
+                self._unload(found, poll)
+                found = None
+            if found is None:
+                found = self._models.add(key, self._load(key, poll, progress, make_room, expected))
+            self._models.use(found, owner)
+            self._former_owners.clear()
+            return found.model
 
-            def load() -> RemoteTransformer:
-                return RemoteTransformer(
-                    self._pool,
-                    checkpoint,
-                    key.degrees,
-                    key.dtype,
-                    key.attention,
-                    poll,
-                    key.stage_split,
-                    progress,
-                    compile=key.compile,
-                    transfer_dtype=key.transfer_dtype,
-                    make_room=make_room,
-                    expected=expected(),
-                )
+    def _load(
+        self,
+        key: ModelKey,
+        poll: Poll,
+        progress: LoadProgress,
+        make_room: MakeRoom,
+        expected: Callable[[], Request | None],
+    ) -> RemoteTransformer:
+        checkpoint = open_checkpoint(key.path)
+        while len(present := list(self._models)) >= MOST_MODELS:
+            self._unload(present[0], poll)
 
-            try:
-                self._model = None
-                self._model = self._on_ranks(key.devices, load)
-                self._key, self._owner = key, owner
-            except BaseException:  # Cancel too: half-loaded ranks are useless
-                self._drop(politely=False)
-                raise
-            return self._model
+        def load(pool: Pool) -> RemoteTransformer:
+            return RemoteTransformer(
+                pool,
+                checkpoint,
+                key.degrees,
+                key.dtype,
+                key.attention,
+                poll,
+                key.stage_split,
+                progress,
+                compile=key.compile,
+                transfer_dtype=key.transfer_dtype,
+                make_room=lambda device, missing: self._make_room(key, pool, make_room, device, missing),
+                expected=expected(),
+                offload=key.offload,
+                beside=True,
+                cuda_graphs=key.cuda_graphs,
+            )
+
+        try:
+            return self._pools.use(key.devices, load)
+        except ValueError:  # refused before the ranks were asked for anything
+            raise
+        except BaseException:  # Cancel too: half-loaded ranks are useless
+            self._pools.end(key.devices, politely=False)
+            raise
+
+    def _make_room(self, key: ModelKey, pool: Pool, make_room: MakeRoom, device: str, missing: int) -> int:
+        """A MakeRoom for the model of `key`: asks `make_room` on GPUs, then the other models on its ranks."""
+        freed = make_room(device, missing) if device_kind(device) == "cuda" else 0
+        with self._lock:
+            return freed + self._make_way(self._models.that_give_way_to(key, pool), device, missing - freed, in_turns=True)
+
+    def make_way(self, pool: Pool, device: str, nbytes: int) -> int:
+        """Have the models on these ranks hand over so many bytes of one device's memory. Bytes that come free; ranks do it
+        before what they are sent from now on."""
+        with self._lock:
+            return self._make_way(self._models.of(pool), device, nbytes)
+
+    def held_on(self, pool: Pool, device: str) -> int:
+        """Bytes that the models on these ranks have on one device."""
+        with self._lock:
+            return sum(each.model.bytes_on(device) for each in self._models.of(pool))
+
+    def _make_way(self, models: list[OnRanks], device: str, nbytes: int, in_turns: bool = False) -> int:
+        """As `make_way`, of these models in this order. `in_turns`: for one more model, beside which those that are used in
+        this run go on."""
+        freed = 0
+        for each in models:
+            held, wanted = each.model.bytes_on(device), nbytes - freed
+            if wanted <= 0:
+                break
+            if not held:
+                continue
+            working = in_turns and each.run == self._models.run
+            given = each.model.make_way(device, wanted, working) if self._host_has_room(min(held, wanted)) else None
+            if given is None:
+                self._let_go(each)
+                given = held
+            freed += given
+        return freed
+
+    def _host_has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes of weights can go to this machine's memory. Models that are there alone are unloaded first,
+        the least recently used one first."""
+        room = host_memory()[0] - LEFT_FREE
+        for each in self._models:
+            if room < nbytes and each.model.is_parked:
+                room += sum(each.model.resident.host_bytes)
+                self._let_go(each)
+        return room >= nbytes
 
     def planned(self, key: ModelKey) -> ModelKey | None:
-        """Key of the model on ranks now, if it differs from `key` in nothing but what the planner chose. None otherwise."""
+        """Key of a model on ranks that differs from `key` in nothing but what the planner chose. None: there is none."""
+        same = [each.key for each in self._models if key.differs_by_plan_alone(each.key)]
+        return same[-1] if same else None
+
+    def begin_run(self) -> None:
+        """A sampling run begins: see RemoteTransformer.begin_timeline."""
         with self._lock:
-            present = self._key if self._model is not None and self._pool.error is None else None
-        if present is None or replace(present, devices=key.devices, degrees=key.degrees) != key:
-            return None
-        return present
+            self._models.run += 1
+            for each in self._models:
+                with contextlib.suppress(RankError):  # the next use starts new ranks
+                    each.model.begin_timeline()
 
-    def unload(self, key: ModelKey | None = None) -> None:
-        """Free what the ranks hold, if that is the model of `key`, or if `key` is None. The ranks stay for the next model.
+    def unload(self, key: ModelKey | None = None, poll: Poll = lambda: None) -> None:
+        """Free what the ranks hold of the model of `key`, or all that they hold if `key` is None. The ranks stay.
 
-        Returns when the memory is free. Micro-steps under way finish first.
+        Returns when the memory is free. Micro-steps under way finish first. What `poll` raises ends the waiting alone.
         """
         with self._lock:
-            for each in [each for each in self._aside if key in (None, each.key)]:
-                self._aside = tuple(other for other in self._aside if other is not each)
-                if self._free(each.pool, each.model):
-                    self._aside += (Aside(each.pool),)
-            present = self._key if self._model is not None else None
-            if self._pool is None or key not in (None, present):
+            if key is not None:
+                if (found := self._models.find(key)) is not None:
+                    self._unload(found, poll)
                 return
-            model, self._model = self._model, None
-            if not self._free(self._pool, model):
-                self._pool = self._key = None
+            for each in self._models:
+                self._let_go(each)
+            for pool in self._pools.working:
+                self._free(pool, poll)
 
-    @staticmethod
-    def _free(pool: Pool, model: RemoteTransformer | None) -> bool:
-        """Free what these ranks hold. False: they have failed, and are ended."""
+    def _unload(self, gone: OnRanks, poll: Poll) -> None:
+        """Free what the ranks hold of one model; of the last one on them all that they hold, a VAE's coder too."""
+        pool = gone.model.pool
         try:
-            if model is not None:
-                model.retire()
-            wait_for(pool.ask(m.Unload(), m.Unloaded), lambda: None)  # also a VAE's decoder
-        except RankError as error:  # the memory is free, and the next use starts new ranks
-            log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
-            pool.close()
-            return False
-        return True
+            if (freed := self._let_go(gone)) is not None and self._models.of(pool):
+                wait_for(freed, poll)
+        except RankError as error:
+            self._end_failed(pool, error)
+        else:
+            if not self._models.of(pool):
+                self._free(pool, poll)
 
-    def release_unused(self, key: ModelKey, device: str) -> int:
-        """Have the ranks give back memory that their allocators keep for later. Bytes that came free on `device`.
+    def _let_go(self, gone: OnRanks) -> Future | None:
+        """As `_unload`, of this model alone and without waiting. The future ends when the memory is free; None: the ranks
+        have failed."""
+        self._models.remove(gone)
+        self._former_owners.append(gone.owner)
+        try:
+            return gone.model.unload()
+        except RankError:
+            return None
+
+    def _free(self, pool: Pool, poll: Poll) -> None:
+        """Free all that these ranks hold."""
+        try:
+            wait_for(pool.ask(m.Unload(), m.Unloaded), poll)
+        except RankError as error:
+            self._end_failed(pool, error)
+
+    def _end_failed(self, pool: Pool, error: RankError) -> None:
+        """The memory is free, and the next use starts new ranks."""
+        log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
+        self._pools.end(pool.devices)
+
+    def give_back(self, key: ModelKey, device: str, nbytes: float) -> int:
+        """Have the ranks on `device` hand over so many bytes of its memory, see giving_way.give_way. Bytes that came free.
 
         Their model, which is that of `key`, stays. Waits for micro-steps that are under way.
         """
         with self._lock:
             model = self._model_of(key)
-            if model is None or (pool := model.pool).error is not None:
+            if model is None or model.pool.error is not None:
                 return 0
             try:
-                released = wait_for(pool.ask(m.ReleaseUnused(), m.UnusedReleased), lambda: None)
+                return model.give_way(device, nbytes, lambda: None)
             except RankError as error:  # its memory is free too, which nobody counts here
                 log.warning("%s", str(error))
                 return 0
-            return sum(reply.freed_bytes for reply in released if pool.devices[reply.rank] == device)
 
     def _model_of(self, key: ModelKey) -> RemoteTransformer | None:
         """The model of `key`, if it is on ranks."""
-        found = [each.model for each in self._aside if each.key == key]
-        return next((model for model in (self._model if self._key == key else None, *found) if model is not None), None)
+        found = self._models.find(key)
+        return None if found is None else found.model
 
     def runs_on(self, devices: tuple[str, ...]) -> bool:
         """There are working ranks on just these devices. Never waits."""
-        pools = [self._pool, *(each.pool for each in self._aside)]
-        return any(pool is not None and pool.error is None and pool.devices == devices for pool in pools)
+        return any(pool.devices == devices for pool in self._pools.working)
 
     def bytes_on(self, key: ModelKey, device: str) -> int:
         """Bytes that ranks hold of the model of `key` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
         model = self._model_of(key)
-        return model.bytes_on(device) if model is not None and model.pool.error is None else 0
+        return 0 if model is None else model.bytes_on(device)
+
+    def wanted_on(self, key: ModelKey, device: str) -> int | None:
+        """Bytes that ranks hold of the model of `key` on one device if nobody needs room. None: it is not loaded."""
+        model = self._model_of(key)
+        return None if model is None else model.wanted_on(device)
 
     def pool_for(self, devices: tuple[str, ...] | None, poll: Poll) -> Pool | None:
-        """The ranks on these devices, started if they do not run. `devices` None: the ranks that run now, or None."""
+        """The ranks on these devices, started if they do not run. `devices` None: the ranks used last, or None."""
         with self._lock:
-            self._turn_to(devices)
             if devices is not None:
-                self._on_ranks(devices, lambda: wait_for(self._pool.ready, poll))
-            elif self._pool is not None:
-                wait_for(self._pool.ready, poll)
-            return self._pool
+                return self._pools.use(devices, lambda pool: _ready(pool, poll))
+            self._pools.end_failed()
+            return None if (pool := self.pool) is None else _ready(pool, poll)
+
+    @property
+    def pool(self) -> Pool | None:
+        """The ranks used last, or None. Never waits."""
+        working = self._pools.working
+        return working[-1] if working else None
 
     def present(self) -> RemoteTransformer | None:
-        """The model on ranks now, or None if there is none or ranks have failed. Loads and starts nothing."""
-        with self._lock:
-            working = self._pool is not None and self._pool.error is None
-            return self._model if working else None
+        """The model used last, or None if there is none or its ranks have failed. Loads and starts nothing."""
+        models = list(self._models)
+        return models[-1].model if models else None
 
     @contextlib.contextmanager
     def borrow(self, devices: tuple[str, ...], poll: Poll = lambda: None) -> Iterator[Pool]:
         """Context that has the ranks on these devices for something other than sampling, started if they do not run.
 
-        Their model counts as gone: the next `model` loads it again. An exception inside ends the ranks, since their state
-        is unknown.
+        Their models are gone: the next `model` loads one again. An exception inside ends the ranks, since their state is
+        unknown.
         """
-        with self._lock:
-            self._turn_to(devices)
-            self._key = self._model = None
-            try:
-                self._on_ranks(devices, lambda: wait_for(self._pool.ready, poll))
-            except BaseException:
-                self._drop(politely=False)
-                raise
-            pool = self._pool
         try:
+            with self._lock:
+                pool = self._pools.use(devices, lambda pool: _ready(pool, poll))
+                pool.clear(RuntimeError(BORROWED))
             yield pool
+            pool.clear(RuntimeError(BORROWED))
         except BaseException:
             with self._lock:
-                if self._pool is pool:
-                    self._drop(politely=False)
+                self._pools.end(devices, politely=False)
             raise
 
     def close(self) -> None:
         """End the ranks, which frees everything they hold."""
         with self._lock:
-            self._drop()
-            self._owner = None
-            for each in self._aside:
-                each.pool.close()
-            self._aside = ()
+            self._models.clear()
+            self._pools.close()
 
-    def _on_ranks(self, devices: tuple[str, ...], use: Callable[[], T]) -> T:
-        """What `use` gives with ranks on these devices.
-
-        Where NCCL's links fail their self-test, once more with new ranks that have P2P off: what fails first is direct
-        access between consumer cards. It stays off for these devices as long as the process lives.
-        """
-        self._start(devices)
-        try:
-            return use()
-        except LinksDown as error:
-            if error.backend != "nccl" or not self._pool.self_test.p2p or P2P_DISABLE in os.environ:
-                raise
-            log.warning("%s\nParallel DiT: starting new ranks without P2P", str(error))
-        self._drop(politely=False)
-        self._without_p2p.add(devices)
-        self._start(devices)
-        try:
-            return use()
-        except BaseException:  # it was not P2P, or nobody knows: Cancel, a file that cannot be read
-            self._without_p2p.remove(devices)
-            raise
-
-    def _turn_to(self, devices: tuple[str, ...] | None) -> None:
-        """End the ranks if they have failed, or if `devices` is given and they are on other devices.
-
-        But those that are apart from `devices` are kept aside, and ranks on these devices that are aside come back.
-        """
-        if self._pool is not None and (self._pool.error is not None or devices not in (None, self._pool.devices)):
-            if self._pool.error is None and apart(self._pool.devices, devices):
-                self._aside += (Aside(self._pool, self._key, self._model, self._owner),)
-                self._pool = self._key = self._model = None
-            else:
-                self._drop()
-        if self._pool is not None or devices is None:
-            return
-        aside, self._aside = self._aside, ()
-        for each in aside:
-            if each.pool.error is None and each.pool.devices == devices:
-                self._pool, self._key, self._model, self._owner = each.pool, each.key, each.model, each.owner
-            elif each.pool.error is None and apart(each.pool.devices, devices):
-                self._aside += (each,)
-            else:
-                each.pool.close()
-
-    def _start(self, devices: tuple[str, ...]) -> None:
-        if self._pool is None:
-            log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
-            without = devices in self._without_p2p
-            self_test = replace(SELF_TEST, p2p=False, seconds=SECOND_TRY_SECONDS) if without else SELF_TEST
-            self._pool = Pool(devices, threads=self.threads, start=start_of(devices), logs=self.logs(), self_test=self_test)
-
-    def _drop(self, politely: bool = True) -> None:
-        if self._pool is not None:
-            self._pool.close(politely)
-        self._pool = self._model = self._key = None
+    def _start(self, devices: tuple[str, ...], self_test: SelfTest) -> Pool:
+        threads = self.threads
+        if threads is None and device_kind(devices[0]) == "cpu":  # with the CPU ranks that are there already
+            beside = [name for pool in self._pools.working for name in pool.devices if device_kind(name) == "cpu"]
+            threads = max(1, (os.cpu_count() or 1) // len((*devices, *beside)))
+        return Pool(
+            devices,
+            threads=threads,
+            start=start_of(devices),
+            logs=self.logs(),
+            self_test=self_test,
+            emulated=self.emulated,
+        )
 
 
-def apart(these: tuple[str, ...], others: tuple[str, ...]) -> bool:
-    """Both are GPUs of this machine, and none is in both."""
-    return all(device.startswith("cuda") for device in (*these, *others)) and not {*these} & {*others}
+def _ready(pool: Pool, poll: Poll) -> Pool:
+    wait_for(pool.ready, poll)
+    return pool
 
 
 @functools.cache

@@ -6,6 +6,8 @@ posted in order with a small window, and its outputs, shard by shard, are put to
 
 import math
 from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future
+from dataclasses import replace
 from statistics import fmean
 
 import torch
@@ -16,6 +18,7 @@ from parallel_backend.client.placement.balance import balance, even_stages
 from parallel_backend.client.placement.memory_check import MemoryCheck, devices_for
 from parallel_backend.client.placement.memory_model import Request
 from parallel_backend.client.placement.pipeline_model import StageCost
+from parallel_backend.client.placement.residency import ALLOWED, Offload
 from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.degrees import SEQUENCE_AXES, WIDGETS, Degrees
 from parallel_backend.core.devices import on_ray
@@ -23,15 +26,18 @@ from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_devices
 from parallel_backend.families.base.patching import Latents, latents_of, like
+from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
 from parallel_backend.wire import messages as m
 
 from .call import Call, Conditioning, Residuals
 from .conditioning_cache import ConditioningCache
+from .giving_way import give_way, hand_over
 from .lora import Adaptation, Delta
 from .memory_guard import MakeRoom, MemoryGuard, no_room
 from .not_finite import CauseSearch, check_latent
 from .posting import Posting
+from .resident_weights import ResidentWeights
 from .runs import Runs
 from .scatter import Scatter
 from .step_cache import Forecast, StepCache
@@ -41,10 +47,11 @@ class RemoteTransformer:
     """A checkpoint, cut by `degrees`, on the ranks of `pool`. Thread-safe.
 
     `stage_split`: 'even' (block counts), 'auto' (measured block costs decide stages and patch shares) or a number of
-    blocks for each stage, such as '10,9'. `only`, `compile`, `transfer_dtype`: see loading.Load.
+    blocks for each stage, such as '10,9'. `only`, `compile`, `transfer_dtype`, `cuda_graphs`: see loading.Load.
     `stage_blocks`, `patch_shares` and `stage_costs` say what came of it. `progress` is called with `poll`, on the same
     thread. `make_room`: asked for memory on the ranks' GPUs, before loading and before runs. `expected`: the run that the
-    model is loaded for; the cut goes by it, and stays for runs of other sizes.
+    model is loaded for; the cut goes by it, and stays for runs of other sizes. `beside`: other models on the ranks stay.
+    `offload`: whether weights may be streamed.
     Raises ValueError (naming the widget) where the model cannot be cut so, RankError when a rank fails.
     """
 
@@ -63,6 +70,9 @@ class RemoteTransformer:
         transfer_dtype: str = "full",
         make_room: MakeRoom = no_room,
         expected: Request | None = None,
+        beside: bool = False,
+        offload: Offload = ALLOWED,
+        cuda_graphs: bool = False,
     ):
         check_devices(degrees, pool.devices)
         family = checkpoint.family
@@ -70,27 +80,31 @@ class RemoteTransformer:
         self.pool, self.checkpoint, self.degrees, self.family, self.dtype = pool, checkpoint, degrees, family, dtype
         self._memory: MemoryGuard | None = None
         self._loading = [0.0] * len(pool.devices)
-        self._causes = CauseSearch(pool, degrees, dtype, lambda: self._adaptation.present)
-        self._posting = Posting(pool, degrees, family.patching.frames * family.patching.side**2, self._causes.fail)
-        pool.take_over(self._posting.on_output, self._on_loading, self._on_failure)
+        self._ranks = ranks = ModelRanks(pool, beside)
+        self._causes = CauseSearch(ranks, degrees, dtype, lambda: self._adaptation.present)
+        self._posting = Posting(ranks, degrees, family.patching.frames * family.patching.side**2, self._causes.fail)
+        ranks.listen(self._posting.on_output, self._on_loading, self._on_failure)
         if not pool.ready.done():
             progress(f"starting {len(pool.devices)} ranks", 0.0)
         wait_for(pool.ready, poll)
         progress("loading", 0.0)
         even = even_stages(family.blocks.total(checkpoint.config), degrees.pipe)
-        memory_check = MemoryCheck(checkpoint, degrees, even, dtype, pool.devices, devices_for(pool.devices))
-        self._memory = MemoryGuard(pool, memory_check, family, make_room)
+        there = pool.devices, devices_for(pool.devices)
+        memory_check = MemoryCheck(checkpoint, degrees, even, dtype, *there, offload, transfer_dtype)
+        self._memory = MemoryGuard(ranks, memory_check, family, make_room)
+        requests = () if expected is None else (expected,)
         if not only:
-            self._memory.make_room_for(() if expected is None else (expected,), poll)
-        self._balance = balance(pool, checkpoint, degrees, dtype, stage_split, poll, expected)
+            self._memory.make_room_for(requests, poll)
+        rates = self._memory.copy_rates
+        self._balance = balance(pool, checkpoint, degrees, dtype, stage_split, poll, expected, rates)
         self.stage_blocks, self.patch_shares = self._balance.stage_blocks, self._balance.patch_shares
         memory_check.spans = self.stage_blocks
         if not only:
-            self._memory.check_weights(poll)
+            self._memory.check_weights(requests, poll)
         self.cut = SequenceCut(self.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
-        scatter = Scatter(checkpoint, degrees, self.stage_blocks, self.cut, pool, self._posting.shared)
-        self._posting.start(self.cut, scatter, ConditioningCache(checkpoint, pool, scatter))
-        self._runs = Runs(pool, self._posting, self._memory, family)
+        scatter = Scatter(checkpoint, degrees, self.stage_blocks, self.cut, ranks, self._posting.shared)
+        self._posting.start(self.cut, scatter, ConditioningCache(checkpoint, ranks, scatter), self.resident.wake)
+        self._runs = Runs(ranks, self._posting, self._memory, family)
         load = m.Load(
             path=str(checkpoint.path),
             dtype=dtype,
@@ -103,12 +117,26 @@ class RemoteTransformer:
             compile=compile,
             transfer_dtype=transfer_dtype,
             fingerprint=fingerprint(checkpoint) if any(map(on_ray, pool.devices)) else "",
+            file_state="" if any(map(on_ray, pool.devices)) else checkpoint.file_state,
+            resident=self.resident.for_loading,
+            cuda_graphs=cuda_graphs,
         )
         replies = self._load(load, poll, progress)
-        self.weight_bytes = [reply.weight_bytes for reply in replies]
+        self.resident.loaded(replies)
         held = f"{sum(self.weight_bytes) / 1e9:.1f} GB of weights on {len(replies)} ranks"
-        progress(", ".join((held, *pool.notes)), 1.0)
-        self._adaptation = Adaptation(pool, checkpoint, replies)
+        streamed = memory_check.said_of_streaming(self.resident.limits)
+        progress(", ".join(filter(None, (held, streamed, *pool.notes))), 1.0)
+        self._adaptation = Adaptation(ranks, checkpoint, replies)
+
+    @property
+    def resident(self) -> ResidentWeights:
+        """Where its weights are."""
+        return self._memory.resident
+
+    @property
+    def weight_bytes(self) -> list[int]:
+        """By rank, of weights on its device."""
+        return list(self.resident.device_bytes)
 
     @property
     def adapter_bytes(self) -> list[int]:
@@ -121,7 +149,7 @@ class RemoteTransformer:
             progress("loading", fmean(self._loading))
 
         try:
-            return wait_for(self.pool.ask(load, m.Loaded), look)
+            return wait_for(self._ranks.ask(load, m.Loaded), look)
         except RankError as error:
             raise self._memory.explained(error) from None
 
@@ -132,25 +160,70 @@ class RemoteTransformer:
         loaded. `strengths`: of the deltas' groups 1, 2, ...; other ones cost a message. Waits until every rank has its
         part, whose size is then in `adapter_bytes`. ValueError for a delta that does not fit the checkpoint.
         """
+        if not self._adaptation.has(name, strengths):
+            self._memory.wake(poll)  # what is added is put beside weights
         self._adaptation.replace(name, deltas, strengths, self._posting.check, poll)
 
     def stage_costs(self, grid: tuple[int, ...]) -> tuple[StageCost, ...] | None:
         """By stage, for a picture with these tokens along its axes; None where nothing was measured."""
-        return self._balance.costs(math.prod(grid) / self.degrees.sequence)
+        costs = self._balance.costs(math.prod(grid) / self.degrees.sequence)
+        if costs is None:
+            return None
+        copies = [0.0] * len(costs)
+        for rank, seconds in enumerate(self._memory.copy_seconds()):
+            stage = self.degrees.coordinate(rank).pipe
+            copies[stage] = max(copies[stage], seconds)
+        return tuple(replace(cost, copies=seconds) for cost, seconds in zip(costs, copies, strict=True))
 
     @property
     def on_ranks(self) -> bool:
         """Whether it is still there: no other model has been loaded in its place, and no rank has failed."""
-        return self._posting.alive
+        return self._posting.alive and self.pool.error is None  # which is there before the calls hear of it
 
-    def retire(self) -> None:
-        """Calls fail from now on: the ranks are about to free the weights, adapters, conditioning and K/V buffers."""
+    def unload(self) -> Future:
+        """Calls fail from now on, and the ranks free weights, adapters, conditioning and K/V buffers. The future ends when
+        they have; micro-steps under way come first. RankError where the pool has failed."""
         self._on_failure(RuntimeError("Parallel DiT: the model has been unloaded from its ranks"))
+        self._ranks.leave()
+        return self._ranks.ask(m.Unload(), m.Unloaded)
 
     def bytes_on(self, device: str) -> int:
-        """Of weights and adapters that the ranks on this device hold between them."""
-        held = zip(self.pool.devices, self.weight_bytes, self.adapter_bytes, strict=True)
-        return sum(weights + adapters for name, weights, adapters in held if name == device)
+        """Of weights and adapters that the ranks on this device hold there between them."""
+        return self._sum_on(device, self.resident.device_bytes)
+
+    def wanted_on(self, device: str) -> int:
+        """As `bytes_on`, if nobody else needs the room."""
+        return self._sum_on(device, self.resident.wanted)
+
+    def _sum_on(self, device: str, weights: tuple[int, ...]) -> int:
+        held = zip(self.pool.devices, weights, self.adapter_bytes, strict=True)
+        return sum(weight + adapters for name, weight, adapters in held if name == device)
+
+    @property
+    def is_parked(self) -> bool:
+        """All of its weights are in host memory."""
+        return not any(self.resident.expected())
+
+    def make_way(self, device: str, nbytes: int, working: bool) -> int | None:
+        """The ranks on `device` hand over so many bytes of it to other models on them, see giving_way.hand_over. Bytes that
+        come free; None where weights have no other place.
+        """
+        own = [rank for rank, name in enumerate(self.pool.devices) if name == device]
+        if not all(self._memory.has_host[rank] for rank in own):
+            return None
+        freed = hand_over(self.resident, own, nbytes, not self._memory.memory_check.offload.streams, working)
+        self._memory.gave_way()
+        return freed
+
+    def give_way(self, device: str, nbytes: float, poll: Poll) -> int:
+        """The ranks on `device` hand over so many bytes of its memory, see giving_way.give_way. Bytes that came free.
+
+        What adapters add stays in the middle of a run, whose further calls would be without it: they `adapt` once.
+        """
+        adaptation = None if self._memory.in_run else self._adaptation
+        freed = give_way(self._ranks, self.resident, adaptation, device, nbytes, poll)
+        self._memory.gave_way()
+        return freed
 
     def predict(
         self,

@@ -3,7 +3,8 @@
 import itertools
 
 from parallel_backend.families import Family
-from parallel_backend.processes.pool import Poll, Pool, wait_for
+from parallel_backend.processes.model_ranks import ModelRanks
+from parallel_backend.processes.pool import Poll, wait_for
 from parallel_backend.wire import messages as m
 
 from .memory_guard import MemoryGuard
@@ -13,7 +14,7 @@ from .posting import Posting
 class Runs:
     """Runs by number. Under a run's number its calls keep their K/V buffers on the ranks."""
 
-    def __init__(self, pool: Pool, posting: Posting, memory: MemoryGuard, family: Family):
+    def __init__(self, pool: ModelRanks, posting: Posting, memory: MemoryGuard, family: Family):
         self._pool, self._posting, self._memory, self._family = pool, posting, memory, family
         self._numbers = itertools.count(1)
 

@@ -7,7 +7,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.step_inputs import EVERYWHERE, REFERENCES
-from parallel_backend.processes.pool import Pool
+from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.wire import messages as m
 
 from .call import Conditioning, PostedStep, Residuals
@@ -26,7 +26,7 @@ class Scatter:
         degrees: Degrees,
         stage_blocks: tuple[Span, ...],
         cut: SequenceCut,
-        pool: Pool,
+        pool: ModelRanks,
         shared: SharedResiduals,
     ):
         self._family, self._config = checkpoint.family, checkpoint.config
@@ -74,8 +74,8 @@ class Scatter:
         if not residuals:
             return {}
         owned = self._family.blocks.owned(self._config, self._stage_blocks[stage])
-        own = {f"{name}.{index}" for name in self._family.blocks.residuals.values() for index in owned[name]}
-        return {block: tensor for block, tensor in residuals.items() if block in own}
+        places = {block: block.split(".") for block in residuals}
+        return {block: residuals[block] for block, (name, index) in places.items() if int(index) in owned[name]}
 
     def conditioning(self, conditioning: Conditioning) -> None:
         """To every rank what it needs of it: the text to the first stage, what modulates to all."""

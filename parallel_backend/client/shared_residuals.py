@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.pool import Pool, RankError
+from parallel_backend.processes.model_ranks import ModelRanks
+from parallel_backend.processes.pool import RankError
 from parallel_backend.rank.free_memory import host_memory
 from parallel_backend.wire.shared_memory import ALIGNMENT, Segment, make_segment, sharing_possible
 
@@ -29,10 +30,9 @@ LEAST_BYTES = 1 << 16
 class SharedResiduals:
     """The segments of a model. Not thread-safe: the client locks."""
 
-    def __init__(self, degrees: Degrees, pool: Pool):
+    def __init__(self, degrees: Degrees, pool: ModelRanks):
         self._degrees, self._pool = degrees, pool
         self._possible = sharing_possible()
-        self._numbers = itertools.count(1)
         self._free: list[list[Segment]] = [[] for _ in range(degrees.batch)]  # by replica
         self._used: dict[int, tuple[int, Segment]] = {}  # by micro-step: its replica and segment
         self._nbytes = 0
@@ -57,7 +57,7 @@ class SharedResiduals:
             self._free[replica].append(segment)
 
     def close(self) -> None:
-        """The model is over. Its ranks have segments mapped until the next one is loaded: what is under way stays right."""
+        """The model is over. Its ranks have segments mapped until they unload it: what is under way stays right."""
         self._possible = False
         free = [(replica, segment) for replica, segments in enumerate(self._free) for segment in segments]
         for replica, segment in (*free, *self._used.values()):
@@ -88,7 +88,7 @@ class SharedResiduals:
         if self._nbytes + nbytes > MOST_BYTES or (free is not None and nbytes > free // LEAST_FREE):
             return None
         try:
-            segment = make_segment(next(self._numbers), nbytes)
+            segment = make_segment(self._pool.next_segment(), nbytes)
         except OSError as error:
             log.warning("Parallel DiT: no memory to share with the ranks (%s): ControlNets go over pipes, slower.", error)
             self._possible = False

@@ -1,60 +1,178 @@
-"""What the node calls: a latent goes to all ranks, their bands of pixels come back as one picture."""
+"""What the nodes call: a latent or pixels go to the ranks in bands, piece after piece; what comes back is put together."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from parallel_backend.core.spans import Span, split
-from parallel_backend.processes.pool import Poll, Pool, wait_for
+from parallel_backend.core.spans import Span, in_proportion, split
+from parallel_backend.families.vaes import VAES
+from parallel_backend.families.vaes.base import Part, Piece, Weights
+from parallel_backend.processes.pool import Poll, Pool, RankError, wait_for
 from parallel_backend.wire import messages as m
+from parallel_backend.wire.shared_memory import ALIGNMENT
+
+from .shared_tensors import shared_weights
+
+IN_FLIGHT = 2
+"""Pieces that ranks have been given: the next one is there when they are done with one."""
 
 
 class TooLittleMemory(RuntimeError):
-    """A rank's device has too little memory for its rows. Nothing was computed, and the ranks go on."""
+    """A rank's device has too little memory for its band. Nothing was computed, and the ranks go on.
+
+    `missing`: bytes that devices lack, by name.
+    """
+
+    def __init__(self, text: str, missing: Mapping[str, int]):
+        super().__init__(text)
+        self.missing = missing
 
 
 @dataclass
-class RemoteDecoder:
-    """A decoder on the ranks of `pool`. `name` stands for its weights: ranks that hold it are not sent it again.
+class RemoteVAE:
+    """One part of a VAE on the ranks of `pool`. `name` stands for its weights: ranks that hold it are not sent it again.
 
-    `weights` gives its tensors (see keys.to_diffusers) in the dtype to compute in; asked only when the ranks lack them, at
-    first and after another model was loaded. `bytes_sent`: what each rank sent to others for the last picture.
+    `kind`: a row of families/vaes. `weights` gives them in the dtype to compute in; asked only when the ranks lack them.
+    `bytes_sent`: what each rank sent to others for the last picture.
     """
 
     pool: Pool
     name: str
-    weights: Callable[[], Mapping[str, torch.Tensor]]
+    kind: str
+    part: Part
+    weights: Callable[[], Weights]
     bytes_sent: list[dict[str, int]] = field(default_factory=list)
 
-    def decode(self, latent: torch.Tensor, poll: Poll, bytes_needed: int = 0) -> torch.Tensor:
-        """[B, C, H, W], with a row for each rank at least -> [B, 3, 8 H, 8 W] on the CPU. Exact, up to rounding.
+    def run(
+        self,
+        x: torch.Tensor,
+        scale: int,
+        output: torch.Tensor,
+        poll: Poll,
+        *,
+        shared: bool = False,
+        bytes_needed: int = 0,
+        on_piece: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Fill `output` [B, C', (frames',) rows', columns'] from x [B, C, (frames,) rows, columns]. Exact, up to rounding.
 
-        `bytes_needed`: for the rows of one rank; TooLittleMemory where a device has less. What `poll` raises ends the
-        waiting, and the ranks finish the picture unheard. RankError when a rank fails.
+        `scale`: rows of pixels for each row of the latent; `output`: see `shape`; `shared`: the pool's ranks have its memory
+        (shared_tensors.py), and write into it; `on_piece` is called after each of `pieces`; `bytes_needed`: for one rank's
+        band, TooLittleMemory where a device has less. What `poll` raises ends the waiting; the ranks finish at most two
+        pieces unheard. RankError when a rank fails.
         """
-        assert latent.shape[2] >= len(self.pool.devices), "a rank would have no rows"
+        columns = cut_along_columns(x)
+        unit = scale if self.part == "encoder" else 1
+        dim = x.ndim - 1 if columns else x.ndim - 2
+        sizes = tuple(len(span) * unit for span in bands(x, unit, len(self.pool.devices)))
+        assert min(sizes) > 0, "a rank would have no rows"
+        pieces = self._pieces(x)
+        shared = shared and output.storage_offset() * output.itemsize % ALIGNMENT == 0
+        frame = 0
+
+        def requests() -> Iterator[list[m.RunVAE]]:
+            begin = 0
+            for index, piece in enumerate(pieces):
+                part = x.narrow(2, piece.frames.start, len(piece.frames)) if x.ndim == 5 else x
+                yield [
+                    m.RunVAE(self.part, band.contiguous(), sizes, columns, index == 0, output if shared else None, begin)
+                    for band in part.split(sizes, dim)
+                ]
+                begin += piece.output
+
+        with contextlib.closing(self._replies(requests(), bytes_needed, poll)) as replies:
+            for piece, parts in zip(pieces, replies, strict=True):
+                target = output.narrow(2, frame, piece.output) if x.ndim == 5 else output
+                for own, reply in zip(in_proportion(sizes, output.shape[dim]), parts, strict=True):
+                    self._take(target.narrow(dim, own.start, len(own)), reply, shared)
+                frame += piece.output
+                on_piece()
+
+    def run_tiles(self, clips: Iterable[torch.Tensor], poll: Poll, bytes_needed: int = 0) -> Iterator[torch.Tensor]:
+        """Of each clip's tiles [tiles, C, frames, rows, columns], dealt out to the ranks, what becomes of them, in order."""
+        ranks = len(self.pool.devices)
+
+        def requests() -> Iterator[list[m.RunVAE]]:
+            for tiles in clips:
+                own = [tiles[span.slice].contiguous() for span in split(Span(0, len(tiles)), ranks)]
+                yield [m.RunVAE(self.part, each, (), False, True, None, 0) for each in own]
+
+        with contextlib.closing(self._replies(requests(), bytes_needed, poll)) as replies:
+            for parts in replies:
+                yield torch.cat([part.band for part in parts if part.band.numel()])
+
+    def shape(self, x: torch.Tensor, scale: int, channels: int) -> tuple[int, ...]:
+        """Of the output of `run`, [B, C', (frames',) rows', columns']. `channels`: its."""
+        rows, columns = (size * scale if self.part == "decoder" else size // scale for size in (x.shape[-2], x.shape[-1]))
+        frames = [sum(piece.output for piece in self._pieces(x))] if x.ndim == 5 else []
+        return (x.shape[0], channels, *frames, rows, columns)
+
+    def pieces(self, x: torch.Tensor) -> int:
+        """In how many pieces x goes through."""
+        return len(self._pieces(x))
+
+    def _pieces(self, x: torch.Tensor) -> tuple[Piece, ...]:
+        return VAES[self.kind].pieces(self.part, x.shape[2] if x.ndim == 5 else 1)
+
+    def _take(self, target: torch.Tensor, reply: m.VAEOutput, shared: bool) -> None:
+        """Put a rank's band into its place. RankError for one that does not belong there."""
+        if shared:
+            return
+        if reply.band is None or reply.band.shape != target.shape:
+            found = None if reply.band is None else list(reply.band.shape)
+            raise self.pool.refuse(reply.rank, f"a band of a picture of the shape {found} for {list(target.shape)}")
+        target.copy_(reply.band)
+
+    def _replies(self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll) -> Iterator[list[m.VAEOutput]]:
+        """The ranks' answers to each request. `IN_FLIGHT` requests are under way at a time."""
+        self._begin(bytes_needed, poll)
+        self.bytes_sent = [{} for _ in self.pool.devices]
+        pending: deque = deque()
+        try:
+            for messages in requests:
+                pending.append(self.pool.ask_each(messages, m.VAEOutput))
+                if len(pending) == IN_FLIGHT:
+                    yield self._counted(wait_for(pending.popleft(), poll))
+            while pending:
+                yield self._counted(wait_for(pending.popleft(), poll))
+        finally:
+            with contextlib.suppress(RankError):  # then nothing is kept
+                self.pool.tell(m.EndVAE(self.part))
+
+    def _counted(self, parts: list[m.VAEOutput]) -> list[m.VAEOutput]:
+        for part, total in zip(parts, self.bytes_sent, strict=True):
+            for axis, count in part.bytes_sent.items():
+                total[axis] = total.get(axis, 0) + count
+        return parts
+
+    def _begin(self, bytes_needed: int, poll: Poll) -> None:
         wait_for(self.pool.ready, poll)
-        parts = self._ask(latent, bytes_needed, poll)
-        if any(part.pixels is None and not part.short_of_memory for part in parts):
+        begin = m.BeginVAE(self.name, self.part, bytes_needed)
+        replies = wait_for(self.pool.ask(begin, m.VAEBegun), poll)
+        if not all(reply.held for reply in replies):
             # No look at Cancel between ranks: if only some of them held it, the others would wait for those in vain.
-            self.pool.tell(m.PutDecoder(self.name, dict(self.weights())))
-            parts = self._ask(latent, bytes_needed, poll)
-        if any(part.short_of_memory for part in parts):
-            raise TooLittleMemory(f"a device has less than the {bytes_needed / 1e9:.1f} GB that its rows need")
-        self._check(parts, latent)
-        self.bytes_sent = [part.bytes_sent for part in parts]
-        return torch.cat([part.pixels for part in parts], dim=2)
+            weights = self.weights()
+            config = json.dumps(weights.config)
+            with shared_weights(self.pool, weights.tensors) as tensors:
+                self.pool.tell(m.PutVAE(self.name, self.kind, self.part, config, tensors))
+            replies = wait_for(self.pool.ask(begin, m.VAEBegun), poll)
+        if any(reply.short_of_memory for reply in replies):
+            missing: dict[str, int] = {}
+            for device, reply in zip(self.pool.devices, replies, strict=True):
+                missing[device] = missing.get(device, 0) + reply.missing
+            text = f"a device has less than the {bytes_needed / 1e9:.1f} GB that its band needs"
+            raise TooLittleMemory(text, {device: lacks for device, lacks in missing.items() if lacks})
 
-    def _check(self, parts: list[m.Decoded], latent: torch.Tensor) -> None:
-        """RankError for a part that is not the rank's rows of the picture."""
-        rows = split(Span(0, latent.shape[2]), len(parts))
-        side = parts[0].pixels.shape[-1] // latent.shape[3] if parts[0].pixels is not None else 0
-        for part, own in zip(parts, rows, strict=True):
-            expected = (latent.shape[0], 3, side * len(own), side * latent.shape[3])
-            if part.pixels is None or side == 0 or part.pixels.shape != expected:
-                found = None if part.pixels is None else list(part.pixels.shape)
-                raise self.pool.refuse(part.rank, f"rows of a picture of the shape {found} for {len(own)} rows of latent")
 
-    def _ask(self, latent: torch.Tensor, bytes_needed: int, poll: Poll) -> list[m.Decoded]:
-        return wait_for(self.pool.ask(m.Decode(self.name, latent, bytes_needed), m.Decoded), poll)
+def cut_along_columns(x: torch.Tensor) -> bool:
+    """A picture is cut along its longer side: bands exchange less, and are more alike."""
+    return x.shape[-1] > x.shape[-2]
+
+
+def bands(x: torch.Tensor, unit: int, ranks: int) -> tuple[Span, ...]:
+    """Each rank's rows of x, or columns, in units of as many as have to stay together."""
+    return split(Span(0, max(x.shape[-2:]) // unit), ranks)

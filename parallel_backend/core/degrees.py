@@ -25,8 +25,9 @@ PATCH_MODES = ("none", "displaced", "naive")
 arXiv 2402.19481)."""
 
 
-TRANSFER_DTYPES = ("full", "int8", "fp8")
-"""How Ulysses' transfers carry values: in the compute dtype (full), or in one byte each (transfer_codec.py)."""
+TRANSFER_DTYPES = ("full", "int8", "fp8", "residual")
+"""How transfers carry values: in the compute dtype (full); Ulysses' in one byte each (transfer_codec.py); those of displaced
+patches as what changed since the last call (residual, change_codec.py), and Ulysses' then in int8."""
 
 
 DTYPES = ("default", "fp32", "bf16", "fp16", "fp8_e4m3fn", "int8")
@@ -97,6 +98,12 @@ class Degrees:
         """Ranks of one tensor group: those of stage `pipe` in replica `batch` that are sequence rank `sequence`."""
         first = ((batch * self.pipe + pipe) * self.sequence + sequence) * self.tensor
         return range(first, first + self.tensor)
+
+    def same_weights(self, rank: int) -> tuple[int, ...]:
+        """Ranks that hold the same blocks, cut alike, `rank` among them: those of its stage and tensor index."""
+        at = self.coordinate(rank)
+        others = ((other, self.coordinate(other)) for other in range(self.world))
+        return tuple(other for other, it in others if (it.pipe, it.tensor) == (at.pipe, at.tensor))
 
     def sequence_index(self, at: "Coordinate") -> int:
         """Number of the rank at `at` among the sequence ranks of its stage."""

@@ -2,6 +2,7 @@
 have."""
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def named_devices(text: str, host: Host) -> tuple[str, ...]:
     devices = tuple(part.strip() for part in text.split(","))
     known = {"cpu", *all_gpus()}
     for name in devices:
-        if name in known:
+        if name in known or re.fullmatch(r"cpu:\d{1,3}", name):
             continue
         kind = device_kind(name)
         if kind in OTHER_KINDS:

@@ -30,16 +30,25 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
+def in_graph(device: torch.device) -> bool:
+    """Whether what the host asks of the device now is captured in a CUDA graph, to be done again and again later."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def to_device(
     tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None, copy: bool = False
 ) -> torch.Tensor:
     """The tensor on the device; as it is if it is there already and there is no `copy`. The host does not wait for what the
     device does before.
 
+    RuntimeError in the capture of a CUDA graph.
+
     From memory that is not page-locked CUDA may make the host wait all the same (driver API, "API synchronization
     behavior"), so the tensor is copied into such memory first, and may be dropped at once. One that was page-locked before,
     as shared memory is, must not be written to before the device has come to the copy.
     """
+    if in_graph(device) and tensor.device.type == "cpu":
+        raise RuntimeError("a copy from the host would be in a CUDA graph, and read there what is no more")
     if not page_locked(device) or tensor.device.type != "cpu":
         return tensor.to(device, dtype, non_blocking=True, copy=copy)
     source = tensor if tensor.is_pinned() else tensor.pin_memory()

@@ -1,4 +1,7 @@
-"""What devices are called: cpu and cuda:0 on this machine, ray:cpu and ray:cuda for one somewhere on a Ray cluster."""
+"""What devices are called: cpu, cpu:1 and cuda:0 on this machine, ray:cpu and ray:cuda for one somewhere on a Ray cluster.
+
+CPU ranks of other numbers are other ones: cpu:0 and cpu:1 stay beside cpu:2 and cpu:3.
+"""
 
 import importlib.util
 import sys
@@ -22,7 +25,7 @@ def in_its_process(device: str) -> str:
     """What torch calls it in the process of its rank, which on Windows sees no other GPU (rank_environment.only_gpu)."""
     if sys.platform == "win32" and device.startswith("cuda"):
         return "cuda:0"
-    return IN_AN_ACTOR.get(device, device)
+    return "cpu" if device_kind(device) == "cpu" else IN_AN_ACTOR.get(device, device)
 
 
 def names_ray(text: str) -> bool:

@@ -59,3 +59,12 @@ def split_by_share(span: Span, shares: Sequence[float]) -> tuple[Span, ...]:
         edges.append(span.start + round(total * len(span)))
     edges.append(span.stop)
     return tuple(Span(a, b) for a, b in pairwise(edges))
+
+
+def in_proportion(sizes: Sequence[int], length: int) -> tuple[Span, ...]:
+    """Cut `length` into consecutive spans that are to it as `sizes` are to their sum."""
+    total, edges = sum(sizes), [0]
+    for size in sizes:
+        edges.append(edges[-1] + size)
+    assert all(edge * length % total == 0 for edge in edges), f"{length} cannot be cut as {sizes}"
+    return tuple(Span(a * length // total, b * length // total) for a, b in pairwise(edges))

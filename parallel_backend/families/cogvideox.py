@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from parallel_backend.core.device_copies import to_device
 from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
 from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.patching import Patching
@@ -131,8 +130,9 @@ def _sides(grid: tuple[int, ...], config: Config) -> list[torch.Tensor]:
 
 def _rotary(step: StepInputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [N, head] of all image tokens, in the class's order."""
-    head, positions = config["attention_head_dim"], torch.cartesian_prod(*_sides(step.grid, config))
-    table = rotary_table(to_device(positions, step.timestep.device), (head // 4, head // 8 * 3, head // 8 * 3), 10000.0)
+    head = config["attention_head_dim"]
+    positions = step.of_tokens("positions", lambda _image: torch.cartesian_prod(*_sides(step.grid, config)))
+    table = rotary_table(positions, (head // 4, head // 8 * 3, head // 8 * 3), 10000.0)
     return table.real.repeat_interleave(2, 1), table.imag.repeat_interleave(2, 1)
 
 

@@ -115,7 +115,7 @@ FLUX2 = Family(
         aliases=NORM_ALIASES,
     ),
     blocks=Blocks(
-        lists=(BlockList(DOUBLE), BlockList(SINGLE, joined=True)),
+        lists=(BlockList(DOUBLE), BlockList(SINGLE, joined=True, values=None)),
         counts=block_counts,
         prologue=("x_embedder", "context_embedder"),
         epilogue=("norm_out", "proj_out"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
+from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks, Values
 from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
@@ -158,6 +158,7 @@ def _plan(streams: tuple[str, ...], groups: tuple[str, ...]) -> dict[str, LayerC
 
 _OF_IMAGE = tuple(f"ff_i.{expert}" for expert in _EXPERTS)
 ATTENTION = {"block.attn1": JOINT}
+VALUES = Values(text="to_v_t", image_argument="norm_hidden_states", text_argument="norm_encoder_hidden_states")
 
 HIDREAM = Family(
     name="hidream-i1",
@@ -171,7 +172,7 @@ HIDREAM = Family(
     ),
     blocks=Blocks(
         lists=(
-            BlockList(DOUBLE, returns=("image", "text"), attention=ATTENTION),
+            BlockList(DOUBLE, returns=("image", "text"), attention=ATTENTION, values=VALUES),
             BlockList(SINGLE, returns=("image",), joined=True, attention=ATTENTION),
         ),
         counts=lambda config: {DOUBLE: config["num_layers"], SINGLE: config["num_single_layers"]},

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from parallel_backend.core.device_copies import to_device
 from parallel_backend.families.base.blocks import Blocks
 from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
@@ -149,16 +148,20 @@ def _rotary(step: StepInputs, config: Config) -> tuple[torch.Tensor, torch.Tenso
 
     From Tencent's posemb_layers.py (get_fill_resize_and_crop, get_meshgrid); diffusers' table differs where it is no square.
     """
-    rows, columns = step.grid
+    positions = step.of_tokens("positions", lambda _image: _positions(*step.grid))
+    table = rotary_table(positions, (config["attention_head_dim"] // 2,) * 2, 10000.0)
+    return table.real.repeat_interleave(2, 1), table.imag.repeat_interleave(2, 1)
+
+
+def _positions(rows: int, columns: int) -> torch.Tensor:
+    """[N, 2]: columns come first in a head."""
     tall = rows > columns
     used = (TRAINED, round(TRAINED / rows * columns)) if tall else (round(TRAINED / columns * rows), TRAINED)
     sides = [
         round((TRAINED - part) / 2) + torch.arange(count, dtype=torch.float64) * part / count
-        for count, part in zip(step.grid, used, strict=True)
+        for count, part in zip((rows, columns), used, strict=True)
     ]
-    positions = torch.cartesian_prod(*sides).flip(1).float()  # columns come first in a head
-    table = rotary_table(to_device(positions, step.timestep.device), (config["attention_head_dim"] // 2,) * 2, 10000.0)
-    return table.real.repeat_interleave(2, 1), table.imag.repeat_interleave(2, 1)
+    return torch.cartesian_prod(*sides).flip(1).float()
 
 
 HUNYUAN_DIT = Family(

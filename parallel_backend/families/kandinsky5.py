@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
+from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks, Values
 from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
@@ -165,7 +165,14 @@ def _family(name: str, native: str, video: bool) -> Family:
             takes_folder=takes,
         ),
         blocks=Blocks(
-            lists=(BlockList(VISUAL, returns=("image",), attention={"self_attention": JOINT}),),
+            lists=(
+                BlockList(
+                    VISUAL,
+                    returns=("image",),
+                    attention={"self_attention": JOINT},
+                    values=Values(image="to_value", query="to_query"),
+                ),
+            ),
             counts=lambda config: {VISUAL: config["num_visual_blocks"]},
             prologue=("visual_embeddings",),
             epilogue=("out_layer",),

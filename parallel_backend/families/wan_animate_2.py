@@ -83,6 +83,7 @@ WAN_ANIMATE_2 = replace(
             replace(
                 WAN.blocks.lists[0],
                 attention={"attn1": PAIRED},
+                values=None,
                 cuts=WAN.blocks.lists[0].cuts
                 | {"pose_rotary_emb": image_tables(1), "reference": lambda table, rows: rows.of_image(table, 1)},
             ),

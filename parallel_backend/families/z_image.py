@@ -120,6 +120,7 @@ Z_IMAGE = Family(
         prologue=("all_x_embedder", "cap_embedder", CONTEXT),
         epilogue=("all_final_layer",),
         text_first=False,
+        residuals={"noise_refiner": REFINER, "double_block": MODULATED},
         native_patches=("noise_refiner", "double_block"),
     ),
     sizes=Sizes(

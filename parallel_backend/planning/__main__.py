@@ -10,6 +10,8 @@ import argparse
 import sys
 from dataclasses import replace
 
+from parallel_backend.client.placement.residency import ALLOWED, Offload, offload_of
+
 from .calibrated_costs import CalibratedCosts
 from .links import Link
 from .planner import plan
@@ -39,6 +41,13 @@ def size(text: str) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
+def offload(text: str) -> Offload:
+    try:
+        return offload_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m parallel_backend.planning",
@@ -56,6 +65,16 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=positive, help="of a link, GB/s one way")
     parser.add_argument("--latency", type=positive, help="of a link, microseconds")
     parser.add_argument("--memory", type=positive, help="of a device, GB")
+    parser.add_argument("--copies", type=positive, help="from host memory to a device, GB/s, for weights that are streamed")
+    parser.add_argument(
+        "--offload", type=offload, default=ALLOWED, help="as the loader's widget: auto, none, or GB to leave free"
+    )
+    parser.add_argument(
+        "--transfer-dtype",
+        choices=("full", "int8", "residual"),
+        default="full",
+        help="of what Ulysses and displaced patches send",
+    )
     return parser.parse_args(given)
 
 
@@ -71,7 +90,10 @@ def costs_of(options: argparse.Namespace) -> CalibratedCosts:
     if options.latency:
         link = Link(options.latency / 1e6, link.bandwidth)
     hardware = replace(hardware, link=link, memory=int(options.memory * GB) if options.memory else hardware.memory)
+    if options.copies:
+        hardware = replace(hardware, copies=options.copies * 1e9)
     workload = model.workload(options.model, height, width, options.steps, options.warmup)
+    workload = replace(workload, sizes=replace(workload.sizes, transfer_dtype=options.transfer_dtype))
     calibration = hardware.calibration(options.count, model)
     if options.block_ms:
         seconds, block = options.block_ms / 1000, model.block(hardware)
@@ -82,7 +104,8 @@ def costs_of(options: argparse.Namespace) -> CalibratedCosts:
 
 
 def main(given: list[str] | None = None) -> None:
-    sys.stdout.write(describe_planned(plan(costs_of(arguments(given)))) + "\n")
+    options = arguments(given)
+    sys.stdout.write(describe_planned(plan(costs_of(options), offload=options.offload)) + "\n")
 
 
 if __name__ == "__main__":

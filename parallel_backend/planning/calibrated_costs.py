@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 
 from parallel_backend.client.placement.balance import Balance
 from parallel_backend.core.degrees import SEQUENCE_AXES
+from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
 
 from .machine import Machine
 from .modes import Mode
 from .prediction import Sent, StepCost, StepKind
-from .workload import Workload
+from .workload import SUMS, Workload
 
 BEFORE = 0.75
 """Part of Ulysses' bytes that travels before attention, as queries, keys and values in one message; the rest after it."""
-ALL_REDUCES = 2
-"""Results that tensor parallelism adds up in a block."""
 LEAST_GROWTH = 0.05
 """Part of the longer sequence's seconds that is taken to grow with the tokens, at least."""
 
@@ -121,7 +120,7 @@ class CalibratedCosts:
                 own = {rank: _of(costs[rank], name) for rank in members}
                 slowest = max(compute(rank, cost, keys, degrees.tensor) for rank, cost in own.items())
                 attention = entries * min(cost.attention(queries, keys) for cost in own.values())
-                waits, beside = self._transfers(mode, members, entries * queries, attention, kind is StepKind.EXACT)
+                waits, beside = self._transfers(mode, members, name, entries * queries, attention, kind is StepKind.EXACT)
                 for rank in members:
                     seconds[rank] = max(slowest + waits, beside)
         around = tuple(compute(rank, cost.around, 0.0, 1) for rank, cost in enumerate(costs))
@@ -131,8 +130,10 @@ class CalibratedCosts:
         kinds = [StepKind.EXACT] if exact else [StepKind.FIRST_BAND, *[StepKind.OTHER_BAND] * (mode.bands - 1)]
         tokens = mode.entries(self.workload) * sum(self._queries(mode, kind) for kind in kinds)
         axes = [axis for axis in (*SEQUENCE_AXES, "tensor") if getattr(mode.degrees, axis) > 1]
-        sizes = {axis: [self._bytes(mode, axis, tokens)] * mode.degrees.world for axis in axes}
-        return dict.fromkeys(self.workload.kept, sizes)
+        return {
+            name: {axis: [self._bytes(mode, axis, name, tokens, exact)] * mode.degrees.world for axis in axes}
+            for name in self.workload.kept
+        }
 
     def activations(self, mode: Mode) -> Sequence[int | None]:
         return [None] * mode.degrees.world
@@ -144,39 +145,48 @@ class CalibratedCosts:
             return workload.tokens
         return workload.image / mode.bands + (workload.text if kind is StepKind.FIRST_BAND or workload.text_in_bands else 0)
 
-    def _bytes(self, mode: Mode, axis: str, tokens: float) -> float:
-        """That a rank sends for one block and so many tokens, over all batch entries."""
+    def _bytes(self, mode: Mode, axis: str, block: str, tokens: float, exact: bool) -> float:
+        """That a rank sends for one block of a kind and so many tokens, of all batch entries. `exact`: in a call that is."""
         degrees, count = mode.degrees, getattr(mode.degrees, axis)
         size = tokens * self.workload.sizes.token_bytes / degrees.sequence
+        sizes = self.workload.sizes
         if axis == "ulysses":
-            return 4 * size / degrees.tensor * (count - 1) / count
+            packed = ulysses_bytes(sizes.transfer_dtype, sizes.head_size, sizes.itemsize) / sizes.itemsize
+            return 4 * size * packed / degrees.tensor * (count - 1) / count
         if axis == "tensor":
-            return 2 * ALL_REDUCES * size * (count - 1) / count
-        return 2 * size / degrees.tensor * (count - 1)
+            return 2 * self._sums(block) * size * (count - 1) / count
+        sent, bits = 2 * size / degrees.tensor * (count - 1), change_bits(sizes.transfer_dtype)
+        if axis == "patch" and bits and not exact:
+            group = group_size(sizes.head_size)
+            sent *= change_bytes(group, group, bits) / (group * sizes.itemsize)
+        return sent
+
+    def _sums(self, block: str) -> float:
+        return self.workload.sums.get(block, SUMS)
 
     def _transfers(
-        self, mode: Mode, members: list[int], tokens: float, attention: float, exact: bool
+        self, mode: Mode, members: list[int], block: str, tokens: float, attention: float, exact: bool
     ) -> tuple[float, float]:
-        """Seconds of a block's transfers: those that the block waits for, and those that run beside its computing.
+        """Seconds of the transfers of a block of a kind: those that it waits for, and those that run beside its computing.
 
         `attention`: seconds of the whole attention, uncut.
         """
         degrees, links = mode.degrees, self.machine.links
         waits = beside = 0.0
         if degrees.ulysses > 1:
-            groups, sent = _groups(mode, "ulysses", members), self._bytes(mode, "ulysses", tokens)
+            groups, sent = _groups(mode, "ulysses", members), self._bytes(mode, "ulysses", block, tokens, exact)
             waits += links.exchange(groups, BEFORE * sent) + links.exchange(groups, (1 - BEFORE) * sent)
         if degrees.ring > 1:
             steps, groups = degrees.ring - 1, _groups(mode, "ring", members)
-            shift = links.shift(groups, self._bytes(mode, "ring", tokens) / steps)
+            shift = links.shift(groups, self._bytes(mode, "ring", block, tokens, exact) / steps)
             latency = links.shift(groups, 0.0)  # never hidden: both ends wait for each other in every step
             computing = attention / (degrees.sequence * degrees.tensor * degrees.ring)
             waits += steps * (latency + max(0.0, shift - latency - computing))
         if degrees.tensor > 1:
             size = tokens * self.workload.sizes.token_bytes / degrees.sequence
-            waits += ALL_REDUCES * links.all_reduce(_groups(mode, "tensor", members), size)
+            waits += self._sums(block) * links.all_reduce(_groups(mode, "tensor", members), size)
         if degrees.patch > 1:
-            seconds = links.exchange(_groups(mode, "patch", members), self._bytes(mode, "patch", tokens))
+            seconds = links.exchange(_groups(mode, "patch", members), self._bytes(mode, "patch", block, tokens, exact))
             waits, beside = (waits + seconds, 0.0) if exact else (waits, seconds)
         return waits, beside
 

@@ -9,25 +9,28 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.placement.balance import without_noise
-from parallel_backend.client.placement.gpu_overheads import CONTEXT
+from parallel_backend.client.placement.gpu_overheads import context_bytes
 from parallel_backend.client.placement.measurements import measured_blocks, measured_links
-from parallel_backend.client.placement.memory_model import joint_text
+from parallel_backend.client.placement.model_sizes import joint_text
 from parallel_backend.client.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.core.devices import device_kind
 from parallel_backend.processes.pool import Poll, Pool, wait_for
-from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, Probe, Probed
+from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, Probe, Probed, RankMemory, ReadMemory
 from parallel_backend.wire.messages import LinksProbed
 
 from .calibrated_costs import Calibration, DeviceCost, pairs_of, through
 from .links import SIZES
-from .machine import Device, machine_of
+from .machine import machine_of
 
 ROWS = {"cuda": (64, 16), "cpu": (32, 8)}
 """Rows of image tokens that blocks are timed with: a GPU is not filled by less, and a CPU would take minutes for more."""
-CONTEXTS = 2 * CONTEXT
-"""Bytes of a GPU that processes on it need for themselves: ComfyUI's and a rank's. The memory model counts libraries."""
-VERSION = 3
+VERSION = 4
 """Version of the calibration. An older file does not count."""
+
+
+def contexts(device: str) -> int:
+    """Bytes of a GPU that processes on it need for themselves: ComfyUI's and a rank's. The memory model counts libraries."""
+    return 2 * context_bytes(device)
 
 
 def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, attention: str) -> dict[str, object]:
@@ -57,16 +60,18 @@ def calibrate(pool: Pool, checkpoint: Checkpoint, dtype: str, poll: Poll) -> Cal
     """Takes the ranks' model away. RankError if one fails."""
     wait_for(pool.ready, poll)
     found = measured_links(pool, SIZES, poll)
+    memories = wait_for(pool.ask(ReadMemory(), RankMemory), poll)
     rows = ROWS["cuda" if all(device_kind(device) == "cuda" for device in pool.devices) else "cpu"]
     lists = [name for name, count in checkpoint.family.blocks.counts(checkpoint.config).items() if count]
     probes = measured_blocks(pool, Probe(str(checkpoint.path), dtype, rows), lists, poll)
-    return calibration_of(pool.devices, checkpoint, found, probes, rows)
+    return calibration_of(pool.devices, checkpoint, found, memories, probes, rows)
 
 
 def calibration_of(
     devices: Sequence[str],
     checkpoint: Checkpoint,
     found: Sequence[LinksProbed],
+    memories: Sequence[RankMemory],
     probes: Sequence[Probed],
     rows: tuple[int, int],
 ) -> Calibration:
@@ -84,9 +89,9 @@ def calibration_of(
         )
         for probed in without_noise(lists, probes)
     )
-    machine = machine_of(devices, found)
+    machine = machine_of(devices, found, memories)
     usable = tuple(
-        Device(device.name, device.kind, None if device.total is None else max(0, device.total - CONTEXTS))
+        replace(device, memory=None if device.total is None else max(0, device.total - contexts(device.name)), total=None)
         for device in machine.devices
     )
     return Calibration(replace(machine, devices=usable), costs, HOP_SECONDS)

@@ -87,7 +87,7 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
     """For JSON. Memory that is free now and P2P access are not kept."""
     machine, links = calibration.machine, calibration.machine.links
     return {
-        "devices": [[device.name, device.kind, device.memory] for device in machine.devices],
+        "devices": [[device.name, device.kind, device.memory, device.copies] for device in machine.devices],
         "between": [[*pair, link.latency, link.bandwidth] for pair, link in links.between.items()],
         "shared": [links.crowding, links.socket, links.bridge],
         "costs": [asdict(cost) for cost in calibration.costs],
@@ -98,7 +98,7 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
 def _calibration(content: dict[str, Any]) -> Calibration:
     """What `_plain` was given."""
     between = {(one, two): Link(*figures) for one, two, *figures in content["between"]}
-    devices = tuple(Device(*device) for device in content["devices"])
+    devices = tuple(Device(name, kind, memory, None, copies) for name, kind, memory, copies in content["devices"])
     costs = tuple(
         DeviceCost({name: BlockCost(**one) for name, one in cost["blocks"].items()}, BlockCost(**cost["around"]))
         for cost in content["costs"]

@@ -7,7 +7,9 @@ from dataclasses import replace
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.placement.balance import ALIKE
 from parallel_backend.client.placement.measurements import measured_links
+from parallel_backend.client.placement.residency import ALLOWED, Offload
 from parallel_backend.processes.pool import Poll, Pool, wait_for
+from parallel_backend.wire.diagnosis import RankMemory, ReadMemory
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 
 from .links import SIZES
@@ -32,11 +34,13 @@ def examine(
     host_free: HostFree,
     poll: Poll,
     progress: Progress = lambda _done, _total: None,
+    offload: Offload = ALLOWED,
 ) -> Plan:
     """Takes the ranks' model away and leaves them without one. RankError if a rank fails, also for want of memory."""
     world = len(pool.devices)
     modes = possible(workload, world)[0] if world > 1 else []
-    return plan(measure(pool, checkpoint, workload, modes, attention, host_free, poll, progress))
+    costs = measure(pool, checkpoint, workload, modes, attention, host_free, poll, progress)
+    return plan(costs, offload=offload)
 
 
 def measure(
@@ -52,7 +56,8 @@ def measure(
     """The costs of these modes, and of one device. The host's memory is asked for once the ranks have no model."""
     wait_for(pool.ready, poll)
     links = measured_links(pool, SIZES, poll)
-    costs = RehearsedCosts(workload, machine_of(pool.devices, links, host_free()), {})
+    memories = wait_for(pool.ask(ReadMemory(), RankMemory), poll)
+    costs = RehearsedCosts(workload, machine_of(pool.devices, links, memories, host_free()), {})
     groups = [list(same) for _, same in itertools.groupby(needed(modes, workload), key=lambda kind: kind.degrees)]
     # CPU ranks have no device of their own: what else the machine does, or its clock, must not fall on one mode alone.
     groups += groups[::-1] if costs.machine.on_cpus else []

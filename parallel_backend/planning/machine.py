@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from parallel_backend.client.placement.gpu_overheads import COPY_RATE
 from parallel_backend.core.devices import device_kind
+from parallel_backend.wire.diagnosis import RankMemory
 from parallel_backend.wire.messages import LinksProbed
 
 from .links import Links, links_of
@@ -19,6 +21,8 @@ class Device:
     """Bytes that a run may have. None: it computes in the host's memory."""
     total: int | None = None
     """Bytes of its memory altogether."""
+    copies: float = 0.0
+    """Bytes a second that come there from host memory. 0: it computes in that memory."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,14 @@ class Machine:
         return not any(device_kind(name) == "cuda" for name in self.names)
 
 
-def machine_of(names: Sequence[str], found: Sequence[LinksProbed], host_free: int | None = None) -> Machine:
+def machine_of(
+    names: Sequence[str], found: Sequence[LinksProbed], memories: Sequence[RankMemory], host_free: int | None = None
+) -> Machine:
     """The machine as its ranks found it, with the memory that is free now."""
-    devices = [Device(name, one.name, one.free_bytes, one.total_bytes) for name, one in zip(names, found, strict=True)]
+    devices = []
+    for name, one, memory in zip(names, found, memories, strict=True):
+        free, total = (one.free_bytes, one.total_bytes) if one.total_bytes else (memory.free_bytes, memory.total_bytes)
+        apart = (free, total, memory.copy_rate or COPY_RATE) if memory.host else (one.free_bytes, one.total_bytes)
+        devices.append(Device(name, one.name, *apart))
     peers = {(one.rank, other): reached for one in found for other, reached in one.peers.items()}
     return Machine(tuple(devices), links_of(found), host_free, peers)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parallel_backend.client.placement.residency import ALLOWED, Offload
 from parallel_backend.core.degrees import Degrees
 
 from .modes import Mode, possible
@@ -34,8 +35,11 @@ class Plan:
         return next(found for found in self.predictions if found.mode.device is not None)
 
 
-def plan(costs: Costs, counts: Sequence[int] | None = None) -> Plan:
-    """All modes of `counts` devices, the first so many (None: all of them), and of the best single one."""
+def plan(costs: Costs, counts: Sequence[int] | None = None, offload: Offload = ALLOWED) -> Plan:
+    """All modes of `counts` devices, the first so many (None: all of them), and of the best single one.
+
+    `offload`: whether weights may be streamed where they do not fit.
+    """
     devices, refused = len(costs.machine.devices), {}
     modes: list[Mode] = []
     for count in counts or (devices,):
@@ -43,9 +47,9 @@ def plan(costs: Costs, counts: Sequence[int] | None = None) -> Plan:
             found, why = possible(costs.workload, count)
             modes += found
             refused |= why
-    singles = [predict(costs, Mode(Degrees(), device=device)) for device in range(devices)]
+    singles = [predict(costs, Mode(Degrees(), device=device), offload) for device in range(devices)]
     one = min(singles, key=lambda found: (bool(found.lacks), found.seconds))
-    predictions = [*(predict(costs, mode) for mode in modes), one]
+    predictions = [*(predict(costs, mode, offload) for mode in modes), one]
     return Plan(costs, tuple(sorted(predictions, key=lambda found: found.seconds)), refused)
 
 

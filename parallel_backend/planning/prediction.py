@@ -9,22 +9,19 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
-from parallel_backend.client.placement.balance import Balance, divide
-from parallel_backend.client.placement.memory_model import (
-    USABLE_MEMORY,
-    MemoryNeed,
-    beside_blocks,
-    bytes_by_block,
-    memory_of,
-)
+from parallel_backend.client.placement.balance import Balance, divide, spill_seconds
+from parallel_backend.client.placement.memory_model import MemoryNeed, beside_blocks, bytes_by_block, memory_of
+from parallel_backend.client.placement.model_sizes import rank_weights
 from parallel_backend.client.placement.pipeline_model import simulate
-from parallel_backend.core.devices import on_ray
+from parallel_backend.client.placement.residency import ALLOWED, Offload
+from parallel_backend.client.placement.streaming_model import streamed_seconds
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.wire.diagnosis import Probed
 
 from .machine import Machine
+from .memory import Holding, bytes_on_host, holdings, lacking
 from .modes import Mode
 from .workload import Workload
 
@@ -86,7 +83,7 @@ class Prediction:
     """Of a run, with the picture in memory and the model loaded."""
     step_bytes: dict[str, tuple[int, ...]]
     """Mesh axis -> bytes that each rank sends in a step after the warm-up."""
-    memory: tuple[MemoryNeed, ...]
+    held: tuple[Holding, ...]
     """By rank."""
     lacks: str = ""
     """Why it does not fit; empty if it does."""
@@ -97,22 +94,34 @@ class Prediction:
         return sum(map(sum, self.step_bytes.values()))
 
     @property
+    def memory(self) -> tuple[MemoryNeed, ...]:
+        """By rank, with weights that are streamed."""
+        return tuple(one.need for one in self.held)
+
+    @property
     def most_memory(self) -> int:
-        """Bytes on the rank that needs most."""
-        return max(memory.total for memory in self.memory)
+        """Bytes of the device on the rank that needs most."""
+        return max(one.on_device for one in self.held)
+
+    @property
+    def most_streamed(self) -> int:
+        """Bytes that a micro-step brings to the device of the rank that streams most. 0: all weights stay on the devices."""
+        return max(one.streamed for one in self.held)
 
 
-def predict(costs: Costs, mode: Mode) -> Prediction:
-    cut = cut_model(costs, mode)
-    memory = _memory(costs, mode, cut)
+def predict(costs: Costs, mode: Mode, offload: Offload = ALLOWED) -> Prediction:
+    """`offload`: whether weights may be streamed where devices do not hold them."""
+    cut = cut_model(costs, mode, offload)
+    held = _holdings(costs, mode, cut, offload)
     machine = costs.machine
-    held = dict(zip(mode.devices, (rank.total for rank in memory), strict=True))
-    lacks = lacking(held, machine.names, [device.memory for device in machine.devices], machine.host_free)
+    sizes = dict(zip(mode.devices, (one.on_device for one in held), strict=True))
+    on_host = bytes_on_host(machine, mode, held)
+    lacks = lacking(sizes, machine.names, [device.memory for device in machine.devices], on_host, machine.host_free)
     exact = mode.exact or costs.workload.warm_up_steps == costs.workload.steps
-    return Prediction(mode, _seconds(costs, mode, cut), step_bytes(costs, mode, cut, exact), memory, lacks)
+    return Prediction(mode, _seconds(costs, mode, cut, held), step_bytes(costs, mode, cut, exact), held, lacks)
 
 
-def cut_model(costs: Costs, mode: Mode) -> Balance:
+def cut_model(costs: Costs, mode: Mode, offload: Offload = ALLOWED) -> Balance:
     """The stages and patches as `stage_split` auto would cut them for this run."""
     workload, cost = costs.workload, costs.by_device(mode)
     request = workload.request(mode.exact, mode.bands)
@@ -127,7 +136,9 @@ def cut_model(costs: Costs, mode: Mode) -> Balance:
     ]
     sizes = bytes_by_block(workload.sizes, mode.degrees, (request,))
     beside = beside_blocks(workload.sizes, mode.degrees, request)
-    return divide(mode.degrees, list(workload.blocks), sizes, probes, imagined=True, beside=beside)
+    rates = [costs.machine.devices[device].copies for device in mode.devices] if offload.streams else []
+    spill = spill_seconds(rates, request)
+    return divide(mode.degrees, list(workload.blocks), sizes, probes, imagined=True, beside=beside, spill=spill)
 
 
 def step_bytes(costs: Costs, mode: Mode, cut: Balance, exact: bool) -> dict[str, tuple[int, ...]]:
@@ -166,7 +177,7 @@ def _kind(step: MicroStep) -> StepKind:
     return StepKind.FIRST_BAND if step.with_text else StepKind.OTHER_BAND
 
 
-def _seconds(costs: Costs, mode: Mode, cut: Balance) -> float:
+def _seconds(costs: Costs, mode: Mode, cut: Balance, held: Sequence[Holding]) -> float:
     workload, degrees = costs.workload, mode.degrees
     exact = [mode.exact or step < workload.warm_up_steps for step in range(workload.steps)]
     steps = micro_steps(exact, mode.bands)
@@ -175,7 +186,9 @@ def _seconds(costs: Costs, mode: Mode, cut: Balance) -> float:
         [rank for rank in range(degrees.world) if degrees.coordinate(rank).pipe == stage] for stage in range(degrees.pipe)
     ]
     compute = {
-        kind: [_stage_seconds(costs, mode, one, span, own) for span, own in zip(cut.stage_blocks, members, strict=True)]
+        kind: [
+            _stage_seconds(costs, mode, one, span, own, held) for span, own in zip(cut.stage_blocks, members, strict=True)
+        ]
         for kind, one in cost.items()
     }
     if degrees.pipe == 1:
@@ -194,38 +207,29 @@ def _seconds(costs: Costs, mode: Mode, cut: Balance) -> float:
     return ends[-1] + hop
 
 
-def _stage_seconds(costs: Costs, mode: Mode, cost: StepCost, span: Span, members: list[int]) -> float:
-    """Of one stage's slowest rank."""
+def _stage_seconds(
+    costs: Costs, mode: Mode, cost: StepCost, span: Span, members: list[int], held: Sequence[Holding]
+) -> float:
+    """Of one stage's slowest rank, micro-step after micro-step."""
     share = 1.0 if mode.degrees.pipe == 1 else ENDS_SHARE
     names = costs.workload.blocks[span.slice]
-    return max(share * cost.around[rank] + sum(cost.blocks[name][rank] for name in names) for rank in members)
+
+    def seconds(rank: int) -> float:
+        around = share * cost.around[rank]
+        blocks = [cost.blocks[name][rank] for name in names]
+        return around + streamed_seconds(blocks, held[rank].copy_seconds(), around + cost.hop)
+
+    return max(map(seconds, members))
 
 
-def _memory(costs: Costs, mode: Mode, cut: Balance) -> tuple[MemoryNeed, ...]:
+def _holdings(costs: Costs, mode: Mode, cut: Balance, offload: Offload) -> tuple[Holding, ...]:
+    """By rank."""
+    sizes, degrees, ranks = costs.workload.sizes, mode.degrees, range(mode.degrees.world)
     requests = (costs.workload.request(mode.exact, mode.bands),)
-    estimates = [
-        memory_of(costs.workload.sizes, mode.degrees, cut.stage_blocks, rank, requests) for rank in range(mode.degrees.world)
-    ]
-    measured = costs.activations(mode)
-    return tuple(
+    estimates = [memory_of(sizes, degrees, cut.stage_blocks, rank, requests) for rank in ranks]
+    needs = [
         estimate if peak is None else replace(estimate, activations=peak)
-        for estimate, peak in zip(estimates, measured, strict=True)
-    )
-
-
-def lacking(held: Mapping[int, int], devices: Sequence[str], free: Sequence[int | None], host_free: int | None) -> str:
-    """Why ranks that need so many bytes do not fit; empty if they do. `free`: bytes on each rank's device."""
-    lacks = ""
-    on_host = sum(size for rank, size in held.items() if devices[rank] == "cpu")
-    if host_free is not None and on_host > USABLE_MEMORY * host_free:
-        lacks = f"the ranks need {gigabytes(on_host)} of memory together, {gigabytes(host_free)} is free"
-    for rank in held:
-        alone = on_ray(devices[rank])  # others may share theirs
-        size = sum(held[other] for other in held if other == rank or (devices[other] == devices[rank] and not alone))
-        if free[rank] is not None and size > USABLE_MEMORY * free[rank]:
-            lacks = f"needs {gigabytes(size)} on {devices[rank]}, which has {gigabytes(free[rank])} free"
-    return lacks
-
-
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
+        for estimate, peak in zip(estimates, costs.activations(mode), strict=True)
+    ]
+    weights = [rank_weights(sizes, degrees.tensor, cut.stage_blocks[degrees.coordinate(rank).pipe]) for rank in ranks]
+    return holdings(costs.machine, mode.devices, needs, weights, offload)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from parallel_backend.client.placement.memory_model import ModelSizes
+from parallel_backend.client.placement.model_sizes import ModelSizes
 from parallel_backend.client.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.families.base.blocks import IMAGE, JOINT
 
@@ -14,6 +14,9 @@ from .workload import Workload
 GB = 10**9
 BF16 = 2
 """Bytes of a value."""
+PCIE_4, PCIE_5 = 25e9, 50e9
+"""Bytes a second from page-locked host memory to a GPU with 16 lanes: four fifths of the standards' 31.5e9 and 63e9. Several
+GPUs that copy at once may be limited by the host's own memory, which is not modelled."""
 LAUNCH = 0.6e-3
 """Seconds that a block takes beside its arithmetic where PyTorch starts its kernels one by one; compiled ones: nothing."""
 
@@ -31,11 +34,13 @@ class Hardware:
     socket: int = 0
     bridge: float = 0.0
     """See links.Links."""
+    copies: float = PCIE_4
+    """Bytes a second from host memory to a device."""
 
     def calibration(self, count: int, model: "Model", hop: float = HOP_SECONDS) -> Calibration:
         """So many of these devices, as they run this model."""
         cost = DeviceCost({"blocks": model.block(self)}, BlockCost(0.0, 0.0, 0.0))
-        devices = tuple(Device(f"cuda:{index}", self.name, self.memory) for index in range(count))
+        devices = tuple(Device(f"cuda:{index}", self.name, self.memory, copies=self.copies) for index in range(count))
         links = Links(alike(count, self.link), 1.0, self.socket, self.bridge)
         return Calibration(Machine(devices, links), (cost,) * count, hop)
 
@@ -137,7 +142,8 @@ HARDWARE = {
     "A100": Hardware("A100 (NVLink)", 150e12, 80 * GB, Link(30e-6, 200e9)),
     "RTX 4090": Hardware("RTX 4090 (PCIe)", 110e12, 24 * GB, Link(30e-6, 3.0e9)),
     "RTX 3090": Hardware("RTX 3090 (PCIe)", 47e12, 24 * GB, Link(30e-6, 3.0e9)),
-    "H100": Hardware("H100 (NVLink)", 550e12, 80 * GB, Link(30e-6, 300e9)),
+    "RTX 4080": Hardware("RTX 4080 (PCIe)", 65e12, 16 * GB, Link(30e-6, 3.0e9)),
+    "H100": Hardware("H100 (NVLink)", 550e12, 80 * GB, Link(30e-6, 300e9), copies=PCIE_5),
 }
 """By the name that the command line takes: L40 on PCIe, in two sockets of four, without P2P; A100 and H100 on NVLink, at two
 thirds of its data sheet; RTX cards with L40's links and its share, two thirds, of the operations that their data sheets

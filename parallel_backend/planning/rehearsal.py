@@ -98,7 +98,15 @@ def rehearse(
     replicas = len(pool.devices) // degrees.world
     split = "auto" if measured_shares and degrees.patch > 1 else "even"
     model = RemoteTransformer(
-        pool, checkpoint, replace(degrees, batch=replicas), workload.dtype, attention, poll, split, only=workload.kept
+        pool,
+        checkpoint,
+        replace(degrees, batch=replicas),
+        workload.dtype,
+        attention,
+        poll,
+        split,
+        only=workload.kept,
+        transfer_dtype=workload.sizes.transfer_dtype,
     )
     found = {}
     for kind in kinds:

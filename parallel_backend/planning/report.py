@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from parallel_backend.core.degrees import AXES, WIDGETS
 
 from .machine import Device, Machine
+from .memory import gigabytes
 from .modes import Mode
 from .planner import AS_GOOD, Plan
-from .prediction import Prediction, gigabytes
+from .prediction import Prediction
 from .rehearsed_costs import RehearsedCosts
 
 SHOWN = 10
@@ -136,18 +137,53 @@ def _table(plan: Plan, columns: str, other: Mapping[Mode, float] | None = None) 
         moved = _size(found.moved) if found.moved else "nothing"
         lines.append(
             f"{found.seconds:9.2f} s{also}{faster}  {_size(found.most_memory):>8}  {moved:>8}  "
-            f"{_named(found.mode, plan)}{'; does not fit: ' + found.lacks if found.lacks else ''}"
+            f"{_named(found.mode, plan)}{_streamed(found)}{'; does not fit: ' + found.lacks if found.lacks else ''}"
         )
     if left := len(plan.predictions) - len(shown):
         lines.append(f"and {left} more, none of them faster")
     return "\n".join(lines)
 
 
+def _streamed(found: Prediction) -> str:
+    """How much of the weights is in host memory, if any is."""
+    return f"; streams {_size(found.most_streamed)} a micro-step" if found.most_streamed else ""
+
+
+def _where_weights_are(found: Prediction, plan: Plan) -> list[str]:
+    """By rank, in words. Empty if none are streamed."""
+    if not found.most_streamed:
+        return []
+    names = plan.costs.machine.names
+    ranks = (
+        f"{names[device]} {_size(one.weights.total - one.streamed)} and {_size(one.streamed)}"
+        for device, one in zip(found.mode.devices, found.held, strict=True)
+    )
+    return [f"weights that stay on the device, and that a micro-step streams from host memory: {', '.join(ranks)}"]
+
+
+def _other_ways(best: Prediction, plan: Plan) -> list[str]:
+    """What streaming costs elsewhere: the same degrees with other numbers of patches, and other single degrees. Empty where
+    `best` streams nothing."""
+    if not best.most_streamed:
+        return []
+    lines = [
+        f"with {found.mode.bands} patches {found.seconds:.2f} s: every patch brings the stage's weights once more"
+        for found in plan.predictions
+        if found.mode.degrees == best.mode.degrees and found.mode.bands > best.mode.bands > 1
+    ]
+    others = (found for found in plan.predictions if _single(found.mode) and not found.lacks)
+    return lines + [
+        f"{_named(found.mode, plan)}: {found.seconds:.2f} s{_streamed(found)}"
+        for found in others
+        if found.mode.degrees != best.mode.degrees
+    ]
+
+
 def _choices(plan: Plan) -> list[str]:
     best, exact = plan.best, plan.best_exact
     if best is None:
         return ["nothing fits these devices"]
-    lines = [f"best: {_named(best.mode, plan)}, {best.seconds:.2f} s"]
+    lines = [f"best: {_named(best.mode, plan)}, {best.seconds:.2f} s", *_where_weights_are(best, plan)]
     if exact is None:
         lines.append("nothing that is exact throughout fits these devices")
     elif exact is not best:
@@ -192,7 +228,10 @@ def _advice(plan: Plan) -> str:
         reasons = [f"advice: {mode}, {best.seconds:.2f} s"]
         if one.lacks:
             reasons.append(f"no single device can run this model: one {one.lacks}")
+        elif one.most_streamed:
+            reasons.append(f"no single device holds this model: one takes {one.seconds:.2f} s{_streamed(one)}")
         reasons += _beside(best, plan)
+    reasons += [*_where_weights_are(best, plan), *_other_ways(best, plan)]
     return "\n".join([*reasons, settings(mode, machine)])
 
 

@@ -1,12 +1,19 @@
 """A workload: a model and a sampling run of it, in plain numbers."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.placement.expected_request import expected_request
-from parallel_backend.client.placement.memory_model import KV_COPIES, ModelSizes, Request, model_sizes
+from parallel_backend.client.placement.memory_model import KV_COPIES, Request
+from parallel_backend.client.placement.model_sizes import ModelSizes, model_sizes
+from parallel_backend.families.base.blocks import BlockList
 from parallel_backend.families.base.step_inputs import Shapes
+from parallel_backend.families.base.tensor_plan import CutKind, LayerCuts, cut_of
+
+SUMS = 2
+"""Attention's result and the feed-forward's."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class Workload:
     """First steps whose calls are exact in every mode."""
     text_in_bands: bool = False
     """Text runs with every band, as in xDiT. Here it runs with the first one alone."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """Kind of block -> results that tensor parallelism adds up in it, each for all tokens. SUMS where it is not told."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -69,9 +78,19 @@ class Workload:
 
 
 def workload_of(
-    checkpoint: Checkpoint, dtype: str, device: str, shape: tuple[int, ...], entries: int, steps: int, prompt: int
+    checkpoint: Checkpoint,
+    dtype: str,
+    device: str,
+    shape: tuple[int, ...],
+    entries: int,
+    steps: int,
+    prompt: int,
+    transfer_dtype: str = "full",
 ) -> Workload:
-    """`shape`: [B, C, (T,) H, W] of the latent. ValueError if it has no frames, where the model is one for video."""
+    """`shape`: [B, C, (T,) H, W] of the latent. `transfer_dtype`: see loading.Load.
+
+    ValueError if the latent has no frames, where the model is one for video.
+    """
     family, config = checkpoint.family, checkpoint.config
     grid = family.patching.grid(shape)
     if len(shape) != 2 + len(grid):
@@ -80,7 +99,9 @@ def workload_of(
             "made for this model."
         )
     names = [f"{name}.{index}" for name, count in family.blocks.counts(config).items() for index in range(count)]
-    kinds = _kinds(names, {target: checkpoint.shape(target) for target in checkpoint.key_map})
+    shapes = {target: checkpoint.shape(target) for target in checkpoint.key_map}
+    kinds, hidden = _kinds(names, shapes), family.sizes.hidden(config)
+    lists = {spec.name: spec for spec in family.blocks.lists}
     request = expected_request(checkpoint, shape, entries, prompt)
     return Workload(
         name=checkpoint.path.name,
@@ -91,13 +112,17 @@ def workload_of(
         steps=steps,
         prompt=prompt,
         blocks=tuple(kinds[name] for name in names),
-        sizes=model_sizes(checkpoint, dtype, device),
+        sizes=replace(model_sizes(checkpoint, dtype, device), transfer_dtype=transfer_dtype),
         grid=grid,
         rows=grid[family.patching.cut(family.patching.best_axis(grid)).band_dim],
         text=request.text,
         carried=tuple(len(family.blocks.carried(config, boundary)) for boundary in range(len(names) + 1)),
         padding=request.padding,
         looked_at=request.looked_at,
+        sums={
+            block: _sums(block, lists[block.partition(".")[0]], family.tensor_plan, shapes, hidden)
+            for block in set(kinds.values())
+        },
     )
 
 
@@ -111,3 +136,15 @@ def _kinds(names: list[str], shapes: Shapes) -> dict[str, str]:
             parameters[block].append((parameter, shape))
     first: dict[tuple, str] = {}
     return {name: first.setdefault((name.partition(".")[0], *sorted(found)), name) for name, found in parameters.items()}
+
+
+def _sums(block: str, spec: BlockList, plan: LayerCuts, shapes: Shapes, hidden: int) -> float:
+    """See Workload.sums. Where text has a stream of its own each layer's result is for the tokens of one stream of two. A
+    narrower stream (sound) is too short to count. SUMS for lists that the plan names otherwise."""
+    own = {name: shape for name, shape in shapes.items() if name.startswith(f"{block}.") and name.endswith(".weight")}
+    cuts = [cut_of(plan, name) for name, shape in own.items() if shape[0] == hidden]
+    rows = sum(cut is not None and cut.kind is CutKind.ROW for cut in cuts)
+    apart = spec.values is not None and any(
+        f"{block}.{module}.{spec.values.text}.weight" in own for module in spec.attention
+    )
+    return rows / (2 if apart else 1)

@@ -1,6 +1,7 @@
 """The words of a RankError: which rank, what it was doing, how it ended, what to change, and what it left behind."""
 
 import re
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from parallel_backend.wire.lifecycle import IDLE
 
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|can't allocate memory|bad_alloc", re.IGNORECASE)
 KILLED = "was killed by signal 9"
+FILE_GONE = f"was killed by signal {int(getattr(signal, 'SIGBUS', 0))}"
+"""By Linux and macOS, for reading beyond the end of a file that was cut after it was mapped."""
 LESS_MEMORY = (
     "raise pipefusion_degree or tensor_parallel_degree, so that each device holds less of the weights (ulysses_degree does "
     "not change that), set weight_dtype to fp8_e4m3fn, or use a smaller latent or batch."
@@ -42,6 +45,11 @@ def died(name: str, how: str, doing: str, log: str) -> str:
     advice = ""
     if how == KILLED:
         advice = f" If the system ended it for want of memory, {LESS_MEMORY}"
+    elif how == FILE_GONE:
+        advice = (
+            " It read from the model's file what is not there any more: the file was cut or overwritten meanwhile, or its "
+            f"disk fails. Once the file is whole: {RESTART[0].lower()}{RESTART[1:]}"
+        )
     elif OUT_OF_MEMORY.search(log):
         advice = f" To need less memory, {LESS_MEMORY}"
     return f"{name} {how}{last_seen(doing)}.{advice}"

@@ -22,7 +22,7 @@ import torch.multiprocessing
 
 from parallel_backend.core.devices import device_kind
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.rank_settings import SELF_TEST, RankSettings, SelfTest
+from parallel_backend.wire.rank_settings import SELF_TEST, EmulatedDevice, RankSettings, SelfTest
 
 from .entry import main
 from .rank_log import new_logs, tail
@@ -46,6 +46,7 @@ class StartSettings:
     logs: Path | None = None
     heartbeat_seconds: float = 1.0
     self_test: SelfTest = SELF_TEST
+    emulated: EmulatedDevice | None = None
 
 
 class Ranks(Protocol):
@@ -142,6 +143,7 @@ class LocalRanks:
             log=self._logs[index],
             heartbeat_seconds=start.heartbeat_seconds,
             self_test=start.self_test,
+            emulated=start.emulated,
         )
         process = context.Process(
             target=self._entry, args=(settings, theirs), name=f"parallel-dit rank {index}", daemon=True

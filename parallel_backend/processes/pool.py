@@ -1,19 +1,21 @@
 """The ranks of one set of devices: started once, watched, kept between prompts, ended together when one fails."""
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest
+from parallel_backend.wire.rank_settings import SELF_TEST, EmulatedDevice, SelfTest
 from parallel_backend.wire.shared_memory import Segment
 
 from .failure_report import FailureReport, RankError, again
@@ -32,6 +34,18 @@ Poll = Callable[[], None]
 LoadProgress = Callable[[str, float], None]
 """Called now and then while a model is brought onto the ranks: what they are doing, and the share of it that is done."""
 
+
+class Listener(Protocol):
+    """A model's side of its pool. All is called on the pool's own thread, but for what has a model go."""
+
+    def on_output(self, output: m.Output) -> None: ...
+
+    def on_loading(self, loading: m.Loading) -> None: ...
+
+    def on_failure(self, error: Exception) -> None:
+        """The pool has failed, or the model has to go."""
+
+
 POLL_SECONDS = 0.05
 STOP_SECONDS = 3.0
 
@@ -48,12 +62,13 @@ def wait_for(future: Future, poll: Poll) -> Any:
 
 
 class Pool:
-    """One process per device, and one model at a time on them (see `take_over`).
+    """One process per device, and the models on them (see `enter`).
 
     `threads`: CPU threads per rank; None shares the machine's cores out evenly. `slowdown`: per rank, see
     RankSettings; None is full speed for all. `start`: where the processes run. `silence`: seconds without a heartbeat
     after which a rank counts as stopped; `watchdog` has the other limits. `logs`: the folder in which the ranks' logs
-    are kept; None keeps them no longer than the ranks. LinksDown where the ranks' `self_test` of their links fails.
+    are kept; None keeps them no longer than the ranks. `emulated`: what each CPU rank has for a device. LinksDown where
+    the ranks' `self_test` of their links fails.
     """
 
     def __init__(
@@ -66,23 +81,25 @@ class Pool:
         silence: float = SILENCE_SECONDS,
         logs: Path | None = None,
         self_test: SelfTest = SELF_TEST,
+        emulated: EmulatedDevice | None = None,
     ):
         self.devices, self.logs, self.self_test = devices, logs, self_test
         self.slowdown = slowdown or (1.0,) * len(devices)
         self.threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
         self.error: Exception | None = None
-        self.newest_step = 0
-        """Number of the newest micro-step sent, by any model: they are counted on, so that what is left of one is told from
-        an output that nobody asked for."""
-        self._on_output: Callable[[m.Output], None] = lambda output: None
-        self._on_loading: Callable[[m.Loading], None] = lambda loading: None
-        self._on_failure: Callable[[Exception], None] = lambda error: None
+        self.segments = itertools.count(1)
+        """Numbers for segments of shared memory."""
+        self._models: WeakValueDictionary[int, Listener] = WeakValueDictionary()
+        self._numbers = itertools.count(1)  # of models
+        self._newest = 0  # the newest of them
+        self._order = threading.RLock()  # held by who sends: messages that ranks need all of have one order on all ranks
+        self._depth, self._cut_short = 0, None  # of `together` inside each other, and the first error between messages
         self._closing = False
         self._gathers = Gathers(len(devices))
         self._start_id, ready = self._gathers.open(m.Ready)
         self.watchdog = Watchdog(len(devices), silence)
         beat = min(1.0, silence / 5)
-        self.ranks = start(StartSettings(devices, self.threads, timeout, self.slowdown, logs, beat, self_test))
+        self.ranks = start(StartSettings(devices, self.threads, timeout, self.slowdown, logs, beat, self_test, emulated))
         self._failures = FailureReport(self.ranks, self.watchdog.doing, logs)
         tick = max(0.2, min(0.5, silence / 5))
         self._watchdog_thread = WatchdogThread(self.watchdog, self.ranks, self._gathers, self._failures, tick)
@@ -100,44 +117,66 @@ class Pool:
         """What whoever uses these ranks should know of them."""
         return () if self.self_test.p2p else (P2P_OFF,)
 
-    def take_over(
-        self,
-        on_output: Callable[[m.Output], None],
-        on_loading: Callable[[m.Loading], None],
-        on_failure: Callable[[Exception], None],
-    ) -> None:
-        """From now on these get every Output and Loading, and the pool's failure, on its own thread.
+    def enter(self, model: Listener, beside: bool = False) -> int:
+        """The number of one more model, which is told of its own as long as it lives.
 
-        Their predecessor is let go.
+        Not `beside`: the models that are there are let go, and the ranks free what they hold before anything that is sent
+        from now on.
         """
-        self._on_failure(RuntimeError("Parallel DiT: another model has been loaded on these ranks"))
-        self._on_output, self._on_loading, self._on_failure = on_output, on_loading, on_failure
+        if not beside:
+            self.clear(RuntimeError("Parallel DiT: another model has been loaded on these ranks"))
+        self._newest = number = next(self._numbers)
+        self._models[number] = model
+        return number
 
-    def send(self, rank: int, message: Any, request_id: int | None = None) -> None:
-        """Raises RankError if the pool has failed; a rank that is just gone is reported by the receiving thread.
+    def clear(self, why: Exception) -> None:
+        """Let all models go, and a VAE's coder: their calls raise `why`. The ranks free them after what was sent before."""
+        while self._models:
+            self._models.popitem()[1].on_failure(why)
+        if self._newest and self.error is None:
+            self.tell(m.Unload())
+
+    def leave(self, number: int) -> None:
+        """That model has no place any more: what the ranks still say of it is dropped."""
+        self._models.pop(number, None)
+
+    def send(self, rank: int, message: Any, request_id: int | None = None, model: int | None = None) -> None:
+        """Raises RankError if the pool has failed; a rank that is just gone is reported by the receiving thread. `model`:
+        see Envelope.
 
         Blocks while the rank takes nothing: no longer than the watchdog lets a rank be silent.
         """
         self._raise_error()
-        self.watchdog.sent(message)
+        self.watchdog.sent(message, model)
         try:
             with self.together(), contextlib.suppress(OSError):
-                self.ranks.channels[rank].send(message, request_id)
+                self.ranks.channels[rank].send(message, request_id, model)
         except BaseException:
-            self.watchdog.not_sent(message)
+            self.watchdog.not_sent(message, model)
             raise
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Around messages that the ranks need all of, or none: they would wait for each other. An error between them, or in
-        the middle of one, ends the pool at once, and the next prompt has nothing to do with it."""
-        before = self._begun
+        """Around messages that the ranks need all of, or none: they would wait for each other. No others come between them,
+        of whichever model. An error between them, or in the middle of one, ends the pool at once, and the next prompt has
+        nothing to do with it."""
+        cut_short = None
         try:
-            yield
-        except BaseException as error:
-            if self.error is None and self._begun != before:
-                self._fail(self._failures.cut_short(error))
-            raise
+            with self._order:
+                before, self._depth = self._begun, self._depth + 1
+                try:
+                    yield
+                except BaseException as error:
+                    if self._begun != before:
+                        self._cut_short = self._cut_short or error
+                    raise
+                finally:
+                    self._depth -= 1
+                    cut_short = self._cut_short if not self._depth else None
+                    self._cut_short = None if not self._depth else self._cut_short
+        finally:  # not in the order's lock: who fails waits for models' locks, whose holders may wait for their turn to send
+            if cut_short is not None and self.error is None:
+                self._fail(self._failures.cut_short(cut_short))
 
     @property
     def _begun(self) -> int:
@@ -148,11 +187,11 @@ class Pool:
         """Whether tensors for the rank can lie in memory that it shares with this process."""
         return self.ranks.channels[rank].lends
 
-    def lend(self, rank: int, segment: Segment) -> None:
+    def lend(self, rank: int, segment: Segment, model: int | None = None) -> None:
         """See Channel.lend. Raises as `send`."""
         self._raise_error()
         with self.together(), contextlib.suppress(OSError):
-            self.ranks.channels[rank].lend(segment)
+            self.ranks.channels[rank].lend(segment, model)
 
     def take_back(self, rank: int, segment: Segment) -> None:
         """See Channel.take_back. Raises as `send`."""
@@ -160,27 +199,37 @@ class Pool:
         with self.together(), contextlib.suppress(OSError):
             self.ranks.channels[rank].take_back(segment.number)
 
+    def drop(self, rank: int, segment: Segment) -> None:
+        """See Channel.drop. Raises as `send`."""
+        self._raise_error()
+        with self.together(), contextlib.suppress(OSError):
+            self.ranks.channels[rank].drop(segment.number)
+
     def forget(self, rank: int, segment: Segment) -> None:
         """See Channel.forget. Also once the pool has failed."""
         self.ranks.channels[rank].forget(segment.number)
 
-    def ask(self, message: Any, reply: type) -> Future:
+    def ask(self, message: Any, reply: type, model: int | None = None) -> Future:
         """Send to every rank; the future gives their replies of type `reply`, in rank order."""
+        return self.ask_each([message] * len(self.devices), reply, model)
+
+    def ask_each(self, messages: Sequence[Any], reply: type, model: int | None = None) -> Future:
+        """As `ask`, with a message for each rank."""
         request_id, future = self._gathers.open(reply)
         try:
             with self.together():
-                for rank in range(len(self.devices)):
-                    self.send(rank, message, request_id)
+                for rank, message in enumerate(messages):
+                    self.send(rank, message, request_id, model)
         except BaseException:
             self._gathers.drop(request_id)
             raise
         return future
 
-    def tell(self, message: Any) -> None:
+    def tell(self, message: Any, model: int | None = None) -> None:
         """Send to every rank; whatever they reply is dropped."""
         with self.together():
             for rank in range(len(self.devices)):
-                self.send(rank, message)
+                self.send(rank, message, None, model)
 
     def refuse(self, rank: int, why: str) -> Exception:
         """End the pool: what the rank sent cannot be, and nothing else from it is to be trusted. The error, to be raised."""
@@ -226,7 +275,8 @@ class Pool:
         finally:  # whatever the system refuses to do, nobody goes on waiting
             self.error = error
             self._gathers.fail(error)
-            self._on_failure(error)
+            for model in list(self._models.values()):
+                model.on_failure(error)
 
     def _receive_all(self) -> None:
         """The receiving thread. Whatever goes wrong in it ends the pool with that error: nobody else would notice."""
@@ -268,23 +318,24 @@ class Pool:
         """Receive a message and hand it on; False where the connection has ended."""
         self.watchdog.receiving = rank
         try:
-            message, request_id = self.ranks.channels[rank].receive()
+            envelope = self.ranks.channels[rank].receive()
         except (EOFError, OSError):
             return False
         finally:
             self.watchdog.receiving = None
-        self._hand_on(rank, message, request_id)
+        self._hand_on(rank, *envelope)
         return True
 
-    def _hand_on(self, rank: int, message: Any, request_id: int | None) -> None:
+    def _hand_on(self, rank: int, message: Any, request_id: int | None, model: int | None) -> None:
         if getattr(message, "rank", None) != rank:
             raise m.BadMessage(f"{type(message).__name__} of rank {getattr(message, 'rank', None)}")
-        self.watchdog.heard(rank, message)
+        self.watchdog.heard(rank, message, model)
         match message:
-            case m.Output():
-                self._on_output(message)
-            case m.Loading():
-                self._on_loading(message)
+            case m.Output() | m.Loading():
+                if model is None or model > self._newest:
+                    raise m.BadMessage(f"{type(message).__name__} of a model that is not there")
+                if (place := self._models.get(model)) is not None:  # else it has been let go meanwhile
+                    (place.on_output if isinstance(message, m.Output) else place.on_loading)(message)
             case m.Failure():
                 self._failures.note_failure(message)
             case m.Ready():

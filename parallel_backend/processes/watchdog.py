@@ -25,7 +25,7 @@ STALL_SECONDS, STALL_FACTOR = 60.0, 20.0
 two signs of progress in such a one. Each block and transfer counts as progress."""
 STEPS_REMEMBERED = 256
 """Micro-steps of which it is known how large they are; far more than can be under way."""
-SLOW_REPLIES = (m.Probed, m.LinksProbed, m.Loaded, m.Adapted, m.Decoded)
+SLOW_REPLIES = (m.Probed, m.LinksProbed, m.Loaded, m.Adapted, m.Residency, m.VAEBegun, m.VAEOutput)
 """Replies to requests whose parts may take as long as anything."""
 
 
@@ -58,9 +58,10 @@ class Watchdog:
         self._silent = [0.0] * ranks
         self._ready: set[int] = set()
         self._starting, self._shown = 0.0, 0
-        self._compiles = False
-        self._steps: dict[int, tuple[int, int] | None] = {}  # seq -> (conditioning, size), None once answered
-        self._largest: dict[int, int] = {}  # by conditioning, of the sizes that were answered
+        self._compiling: set[int | None] = set()  # models with torch.compile
+        # By model and number of the micro-step: its conditioning and size, None once answered.
+        self._steps: dict[tuple[int | None, int], tuple[int, int] | None] = {}
+        self._largest: dict[tuple[int | None, int], int] = {}  # by model and conditioning, of the sizes that were answered
         self._longest = self._stalled = 0.0
         self._progress = self._turn = 0
         self._moved = self._in_step = False
@@ -70,30 +71,40 @@ class Watchdog:
         beat = self._beats[rank]
         return "" if beat is None else beat.doing
 
-    def sent(self, message: Any) -> None:
+    def sent(self, message: Any, model: int | None = None) -> None:
+        """`model`: see Envelope."""
         with self._lock:
             match message:
                 case m.Step():
                     # One rank may have answered before the next is sent its part.
-                    self._steps.setdefault(message.seq, (message.conditioning, len(message.tokens) * len(message.entries)))
+                    size = len(message.tokens) * len(message.entries)
+                    self._steps.setdefault((model, message.seq), (message.conditioning, size))
                     if len(self._steps) > STEPS_REMEMBERED:
                         del self._steps[next(iter(self._steps))]
                 case m.Load():
-                    self._compiles = message.compile
-                    self._steps.clear()
-                    self._largest.clear()
+                    self._forget(model)
                     self._longest = 0.0
+                    if message.compile:
+                        self._compiling.add(model)
+                case m.Unload():
+                    self._forget(model)
                 case m.DropConditioning():
-                    self._largest.pop(message.id, None)
+                    self._largest.pop((model, message.id), None)
 
-    def not_sent(self, message: Any) -> None:
+    def _forget(self, model: int | None) -> None:
+        """That model, or all, is going to be freed."""
+        self._compiling = {each for each in self._compiling if model not in (None, each)}
+        self._steps = {key: step for key, step in self._steps.items() if model not in (None, key[0])}
+        self._largest = {key: size for key, size in self._largest.items() if model not in (None, key[0])}
+
+    def not_sent(self, message: Any, model: int | None = None) -> None:
         """It was to be sent and was not: no answer to it is to come."""
         with self._lock:
             if isinstance(message, m.Step):
-                self._steps.pop(message.seq, None)
+                self._steps.pop((model, message.seq), None)
 
-    def heard(self, rank: int, message: Any) -> None:
-        """`rank`: by the channel that it came over."""
+    def heard(self, rank: int, message: Any, model: int | None = None) -> None:
+        """`rank`: by the channel that it came over. `model`: see Envelope."""
         with self._lock:
             self._silent[rank] = 0.0
             match message:
@@ -102,10 +113,10 @@ class Watchdog:
                     return
                 case m.Ready():
                     self._ready.add(rank)
-                case m.Output() if (step := self._steps.get(message.seq)) is not None:
-                    self._steps[message.seq] = None
+                case m.Output() if (step := self._steps.get((model, message.seq))) is not None:
+                    self._steps[model, message.seq] = None
                     conditioning, size = step
-                    self._largest[conditioning] = max(size, self._largest.get(conditioning, 0))
+                    self._largest[model, conditioning] = max(size, self._largest.get((model, conditioning), 0))
             self._moved = True
 
     def tick(self, seconds: float, awaited: Collection[type], blocked: Sequence[bool]) -> Verdict | None:
@@ -135,7 +146,7 @@ class Watchdog:
             return self._late(seconds)
         progress = sum(beat.progress for beat in self._beats if beat is not None)
         busy = [rank for rank, beat in enumerate(self._beats) if beat is not None and beat.doing != m.IDLE]
-        steps = [step for step in self._steps.values() if step is not None]
+        steps = [((model, step[0]), step[1]) for (model, _), step in self._steps.items() if step is not None]
         slow = any(reply in SLOW_REPLIES for reply in awaited)
         gets_on = self._moved or progress != self._progress
         if gets_on and self._in_step and not slow:
@@ -145,7 +156,7 @@ class Watchdog:
             self._stalled = 0.0
             return None
         self._stalled += seconds
-        new = self._compiles or slow or any(size > self._largest.get(at, 0) for at, size in steps)
+        new = bool(self._compiling) or slow or any(size > self._largest.get(at, 0) for at, size in steps)
         limit = max(self.first if new else self.stall, self.factor * self._longest)
         if self._stalled < limit:
             return None

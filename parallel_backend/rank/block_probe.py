@@ -1,7 +1,9 @@
 """Times a block of each kind on this rank's device, in the model's own forward: random weights, packed as the file's are."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from statistics import median
 
 import torch
 from torch import nn
@@ -22,11 +24,11 @@ AROUND = "around the blocks"
 
 
 class _Stopwatch:
-    """Seconds spent in each module it watches, fastest of the runs."""
+    """Seconds spent in each module it watches. Of the runs the middle one counts: a model's run is made of all of them."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.best: dict[str, float] = {}
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
         self._started = 0.0
 
     def now(self) -> float:
@@ -45,7 +47,13 @@ class _Stopwatch:
         module.register_forward_hook(leave)
 
     def note(self, name: str, seconds: float) -> None:
-        self.best[name] = min(seconds, self.best.get(name, seconds))
+        self._seconds[name].append(seconds)
+
+    def restart(self) -> None:
+        self._seconds.clear()
+
+    def read(self) -> dict[str, float]:
+        return {name: median(times) for name, times in self._seconds.items()}
 
 
 @torch.inference_mode()
@@ -94,13 +102,14 @@ def _measure(checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows
     for count in rows:
         run = _forward(family, config, model, count, device, dtype)
         run()  # the first one also allocates and picks kernels
-        watch.best.clear()
+        watch.restart()
         for _ in range(REPEATS):
             started = watch.now()
             run()
             watch.note(AROUND, watch.now() - started)
-        blocks = {name: seconds for name, seconds in watch.best.items() if name != AROUND}
-        found.append(blocks | {AROUND: max(0.0, watch.best[AROUND] - sum(blocks.values()))})
+        blocks = watch.read()
+        whole = blocks.pop(AROUND)
+        found.append(blocks | {AROUND: max(0.0, whole - sum(blocks.values()))})
     return found
 
 

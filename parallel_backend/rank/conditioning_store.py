@@ -29,7 +29,12 @@ class RankConditioning:
     tensors: dict[str, torch.Tensor]
     beside: int = 0
     changes: BlockChanges = UNCHANGED
-    kept: defaultdict[Span, dict[Any, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # see StepInputs
+    kept: defaultdict[Span, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))  # see StepInputs
+
+    @property
+    def made(self) -> int:
+        """Number of values in `kept`."""
+        return sum(len(kept) for kept in self.kept.values())
 
     def is_whole(self, step: Step) -> bool:
         """The micro-step computes all image tokens, so it is no band."""

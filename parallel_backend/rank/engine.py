@@ -1,17 +1,16 @@
 """Runs a rank's model: a `Step` message becomes a receive, the forward of the rank's stage, and a send or an output."""
 
-import sys
 import time
 from collections.abc import Callable
 
-import psutil
 import torch
 
 from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.transfers import Elapsed
+from parallel_backend.rank.stage.store.device_copies import DeviceCopies
 from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound, Timeline
 from parallel_backend.wire.heartbeat import Heartbeat
-from parallel_backend.wire.loading import Load
+from parallel_backend.wire.loading import Load, Residency
 from parallel_backend.wire.sampling import OpenRun, Output, PutConditioning, RunStats, Step
 from parallel_backend.wire.timeline_kinds import OUTSIDE, WORK, StepLabel
 
@@ -19,6 +18,7 @@ from .block_timer import BlockWatch
 from .conditioning_store import ConditioningStore
 from .finite_check import FiniteWatch, bad_adapters, bad_weights
 from .loaded_stage import LoadedStage
+from .micro_step_graphs import CAPTURES, Kind, MicroStepGraphs
 from .run_buffers import RunBuffers
 from .stage_forward import StageForward
 from .stage_ops import Op, stage_ops
@@ -36,26 +36,50 @@ class Engine:
         progress: Callable[[float], None],
         peers: Peers,
         heartbeat: Heartbeat | None = None,
+        copies: DeviceCopies | None = None,
     ):
         """Load the rank's own part of the checkpoint, see LoadedStage. `slowdown`: see RankSettings."""
         self.rank, self.slowdown = rank, slowdown
-        self.stage = stage = LoadedStage(rank, device, load, progress, peers, heartbeat or Heartbeat())
+        self.stage = stage = LoadedStage(rank, device, load, progress, peers, heartbeat or Heartbeat(), copies)
         self.conditionings = ConditioningStore(stage.family, device, stage.dtype)
         self.runs = RunBuffers()
         self._traffic, self._link = stage.traffic, stage.link
         self._ops = stage_ops(stage.pipe.index, stage.pipe.size)
         self._block_watch = BlockWatch(stage.model, load.only, stage.traffic, slowdown)
-        self._forward = StageForward(stage)
+        self._graphs = None
+        if load.cuda_graphs and not load.only and stage.computes_alone and device.type in CAPTURES:
+            self._graphs = MicroStepGraphs(device, stage.blocks_done)
+        self._forward = StageForward(stage, self._graphs)
         self._finite = FiniteWatch()
         self._micro_steps, self._working = 0, Elapsed(stage.traffic.clock)  # since the last report
 
     @property
-    def weight_bytes(self) -> int:
-        return self.stage.weight_bytes
+    def residency(self) -> Residency:
+        """Where the weights are."""
+        return Residency(self.rank, self.stage.store.device_bytes, self.stage.store.host_bytes)
+
+    def set_resident(self, resident: int, working: bool = True) -> Residency:
+        """See loading.SetResident; what came of it."""
+        self.drop_graphs()
+        if resident == 0:
+            self.stage.module_cache.forget()
+        self.stage.store.set_resident(resident, working)
+        return self.residency
+
+    def drop_graphs(self, which: Callable[[Kind], bool] = lambda kind: True) -> None:
+        """Before what they read or write is gone, or elsewhere."""
+        if self._graphs is not None:
+            self._graphs.drop(which)
+
+    def rest(self) -> None:
+        """Another model's micro-steps come next: wait for all transfers that are under way."""
+        self._link.await_sends()
+        self.runs.wait_pending()
 
     def end_transfers(self) -> None:
         """Wait for all transfers that are under way, and drop the buffers they are for."""
         self._link.await_sends()
+        self.drop_graphs()
         self.runs.clear()
 
     def close(self) -> None:
@@ -65,13 +89,16 @@ class Engine:
 
     def adapted(self) -> int:
         """All adapters are in place. Returns their bytes."""
+        self.drop_graphs()
         self.stage.module_cache.forget()
         return self.stage.adapters.nbytes
 
     def put_conditioning(self, message: PutConditioning) -> None:
+        self.drop_graphs(lambda kind: kind.conditioning == message.id)
         self.conditionings.put(message)
 
     def drop_conditioning(self, conditioning: int) -> None:
+        self.drop_graphs(lambda kind: kind.conditioning == conditioning)
         self.conditionings.drop(conditioning)
         self.stage.module_cache.drop(conditioning)
         self.runs.drop_conditioning(conditioning)
@@ -82,25 +109,32 @@ class Engine:
     def close_run(self, run: int) -> RunStats:
         """Drop the run's K/V buffers and report what was done since the last report."""
         self._link.await_sends()
+        self.drop_graphs((lambda kind: kind.run == run) if run == 0 else lambda kind: True)
         buffer_bytes = self.runs.close_run(run)
         if run:
             self.stage.module_cache.forget()
         bytes_sent, under_way, waited = self._traffic.report()
+        streamed, waited_for_weights = self.stage.store.report()
         micro_steps, self._micro_steps = self._micro_steps, 0
+        captured, replayed = (0, 0) if self._graphs is None else self._graphs.report()
         return RunStats(
             rank=self.rank,
             run=run,
             micro_steps=micro_steps,
-            compute_seconds=self._working.drain() - waited,
+            compute_seconds=self._working.drain() - waited - waited_for_weights,
             transfer_seconds=under_way,
             wait_seconds=waited,
             bytes_sent=bytes_sent,
             buffer_bytes=buffer_bytes,
-            peak_bytes=_peak_bytes(self.stage.device),
+            peak_bytes=self.stage.store.peak_bytes,
             blocks=self._block_watch.drain(),
             graphs=0 if self.stage.compiler is None else self.stage.compiler.graphs,
             attention=self.stage.attention.kernel.report(),
             arithmetic=self.stage.arithmetic,
+            streamed_bytes=streamed,
+            streaming_wait_seconds=waited_for_weights,
+            captured=captured,
+            replayed=replayed,
         )
 
     @torch.inference_mode()
@@ -149,13 +183,16 @@ class Engine:
     def find_not_finite(self, asked: FindNotFinite) -> NotFiniteFound:
         """Where values that are not finite first were on this rank."""
         seq = self._finite.first(asked.run, asked.since)
-        return NotFiniteFound(self.rank, seq, bad_weights(self.stage.model), bad_adapters(self.stage.model))
+        return NotFiniteFound(
+            self.rank, seq, bad_weights(self.stage.model, self.stage.store), bad_adapters(self.stage.model)
+        )
 
     def _post_receive(self, step: Step) -> None:
         shape = self._forward.received_shape(step, self.conditionings[step.conditioning])
         self._link.post_receive(shape, self.stage.dtype)
 
     def _compute(self, step: Step, received: torch.Tensor | None) -> torch.Tensor:
+        self.stage.store.begin_step()
         conditioning = self.conditionings[step.conditioning]
         buffer = self.runs.begin_step(step, conditioning)
         output = self._forward.compute(step, conditioning, buffer, received)
@@ -171,15 +208,3 @@ class Engine:
         whole = Elapsed(self._traffic.clock)
         whole.add(began, self._traffic.clock.now())
         time.sleep((self.slowdown - 1) * max(0.0, whole.seconds() - (self._traffic.waited.seconds() - waited)))
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """Highest device memory on CUDA, else the process's largest resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return psutil.Process().memory_info().peak_wset
-    import resource  # POSIX only
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

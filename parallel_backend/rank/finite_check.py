@@ -9,6 +9,7 @@ from torch import nn
 
 from parallel_backend.core.finite import NAMED, all_finite, checksum
 from parallel_backend.rank.stage.linear import RankLinear
+from parallel_backend.rank.stage.store.weight_store import WeightStore
 
 CHECKSUMS = 256
 """Micro-steps whose checksums are kept: many more than are under way."""
@@ -34,9 +35,15 @@ class FiniteWatch:
         )
 
 
-def bad_weights(model: nn.Module) -> tuple[str, ...]:
+def bad_weights(model: nn.Module, store: WeightStore) -> tuple[str, ...]:
     """Names of the first few parameters with values that are not finite. Packed ones are not checked."""
-    return _first(name for name, parameter in model.named_parameters() if not all_finite(parameter))
+
+    def finite(name: str, parameter: nn.Parameter) -> bool:
+        if parameter.is_floating_point():
+            store.present(name)
+        return all_finite(parameter)
+
+    return _first(name for name, parameter in model.named_parameters() if not finite(name, parameter))
 
 
 def bad_adapters(model: nn.Module) -> tuple[str, ...]:

@@ -15,17 +15,20 @@ UNLIMITED = 1 << 60
 """What version 1 of control groups writes for no limit is larger."""
 
 
-def read_memory(rank: int, device: torch.device, held: int) -> RankMemory:
-    """`held`: bytes that the rank's model has on a CPU; a CUDA device knows itself what this process holds."""
+def read_memory(rank: int, device: torch.device, held: int, others: int = 0, copy_rate: float = 0.0) -> RankMemory:
+    """`held`: bytes that the rank's model has on a CPU; a CUDA device knows itself what this process holds, which less
+    `others`, those of other models, counts as the model's. `copy_rate`: see RankMemory.
+    """
     node = platform.node()
     if device.type != "cuda":
         free, total = host_memory()
         return RankMemory(rank, node, free, held, 0, total)
     free, total = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_allocated(device)
+    allocated = torch.cuda.memory_allocated(device)
     # By the card's own number: two processes may each call another card cuda:0.
     place = f"{node} {getattr(torch.cuda.get_device_properties(device), 'uuid', device)}"
-    return RankMemory(rank, place, free, held, torch.cuda.memory_reserved(device) - held, total)
+    cached, host_free = torch.cuda.memory_reserved(device) - allocated, host_memory()[0]
+    return RankMemory(rank, place, free, allocated - others, cached, total, node, host_free, copy_rate)
 
 
 def host_memory() -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """A rank's part of a model, loaded and ready to compute: its stage, its place on the mesh, and what transfers it needs."""
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,19 +13,24 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.rank.attention.context import AttentionContext
+from parallel_backend.rank.attention.early_values import install_early_values
 from parallel_backend.rank.attention.kernel_choice import choose_kernel
 from parallel_backend.rank.attention.linear_attention import install_linear
 from parallel_backend.rank.attention.parallel_attention import install_parallel_attention
+from parallel_backend.rank.comm.change_codec import changes_for
 from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.comm.transfer_codec import codec_for
 from parallel_backend.rank.comm.transfers import Traffic
+from parallel_backend.rank.host_memory.host_store import HostStore
 from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.linear import PackedLinear
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
 from parallel_backend.rank.stage.skipped_blocks import SkippableBlocks
 from parallel_backend.rank.stage.stand_ins import own_blocks
+from parallel_backend.rank.stage.store.device_copies import DeviceCopies, copies_of
+from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.loading import Load
@@ -44,10 +50,13 @@ class LoadedStage:
         progress: Callable[[float], None],
         peers: Peers,
         heartbeat: Heartbeat,
+        copies: DeviceCopies | None = None,
     ):
-        """Load the rank's own part of the checkpoint. Collective over all ranks: makes and tries the mesh's groups first.
+        """Load the rank's own part of the checkpoint. Collective over all ranks: the mesh's groups are made and tried first,
+        where no model has them.
 
-        `progress`: see fill_weights. `heartbeat` is told of every block and wait.
+        `progress`: see StageWeights. `heartbeat` is told of every block and wait. `copies`: to and from the rank's device,
+        for all models on it; None: of this model alone.
         """
         self.device, self._peers = device, peers
         if device.type == "cuda":
@@ -55,11 +64,12 @@ class LoadedStage:
         checkpoint = open_checkpoint(load.path)
         if load.fingerprint:
             check_fingerprint(checkpoint, load.fingerprint)
+        checkpoint.check_unchanged(load.file_state)
         family, config = checkpoint.family, checkpoint.config
         self.family, self.hidden = family, family.sizes.hidden(config)
         self.dtype = compute_dtype(load.dtype, device)
-        degrees = Degrees(*load.degrees, load.patch_mode)
-        self.mesh = peers.make_mesh(degrees)
+        self._degrees = degrees = Degrees(*load.degrees, load.patch_mode)
+        self.mesh = peers.enter_mesh(degrees)
         self.axes = axes = self.mesh.axes
         self.pipe, self.tensor = axes["pipe"], axes["tensor"]
         self.cut = SequenceCut(load.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
@@ -77,26 +87,44 @@ class LoadedStage:
             family.sizes.key_heads(config),
         )
         span = load.stage_blocks[self.pipe.index]
-        stage = build_stage(checkpoint, span, device, load.dtype, plan, progress, load.only)
+        host = HostStore(rank, device, degrees, checkpoint, peers)
+        resident = load.resident[rank] if load.resident else None
+        self.store = store = WeightStore(copies or copies_of(device), host, self.traffic, resident)
+        read = functools.partial(store.load, progress=progress)
+        stage = build_stage(checkpoint, span, device, load.dtype, plan, read, load.only)
         self.model, self.flow, plan = stage.model, stage.flow, stage.plan
         plan.apply(self.model, self.traffic)
-        self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype)
+        self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype, store)
         kernel = choose_kernel(load.attention, device, load.dtype, family.sizes.head_size(config), degrees.ring > 1)
-        codec = codec_for(load.transfer_dtype)
+        codecs = {"codec": codec_for(load.transfer_dtype), "changes": changes_for(load.transfer_dtype)}
         sharing = family.sizes.heads(config) // (family.sizes.key_heads(config) or family.sizes.heads(config))
-        self.attention = AttentionContext(degrees, axes, kernel, self.traffic, family.forward.drops_mask, codec, sharing)
-        install_parallel_attention(stage.attention, self.attention)
-        install_linear(stage.attention, self.attention)
-        self.module_cache = ModuleCache(self.model, family.forward.cached_modules)
+        self.attention = AttentionContext(
+            degrees, axes, kernel, self.traffic, family.forward.drops_mask, sharing=sharing, **codecs
+        )
+        attention = [(module, over) for module, over, _ in stage.attention]
+        install_parallel_attention(attention, self.attention)
+        install_linear(attention, self.attention)
+        if not load.compile:  # inside a graph a layer cannot be called before its place
+            install_early_values(stage.attention, self.attention, family.sizes.head_size(config), family.blocks.text_first)
+        self.module_cache = ModuleCache(self.model, family.forward.cached_modules, steady=load.cuda_graphs)
         self.skippable = SkippableBlocks(self.model, family.blocks.lists, self.flow)
         self.compiler = self._compile(checkpoint, degrees.world) if load.compile else None
-        for block in own_blocks(self.model, family.blocks.lists).values():
+        blocks = own_blocks(self.model, family.blocks.lists)
+        store.watch(blocks)
+        for block in blocks.values():
             block.register_forward_hook(lambda *_: heartbeat.done())
+        self._blocks, self._heartbeat = len(blocks), heartbeat
 
     @property
-    def weight_bytes(self) -> int:
-        beside = sum(layer.packing.nbytes for layer in self._packed)
-        return beside + sum(parameter.nbytes for parameter in self.model.parameters())
+    def computes_alone(self) -> bool:
+        """No other rank has a part in what this one computes between a receive and a send."""
+        own = self._degrees
+        return own.patch == own.ring == own.ulysses == own.tensor == 1
+
+    def blocks_done(self) -> None:
+        """A CUDA graph has been started that stands for all blocks: the heartbeat is told of each, as by their hooks."""
+        for _ in range(self._blocks):
+            self._heartbeat.done()
 
     @property
     def arithmetic(self) -> str:
@@ -112,7 +140,8 @@ class LoadedStage:
         self.link.await_sends()
         if self.compiler is not None:
             self.compiler.close()
-        self._peers.close_mesh(self.mesh)
+        self.store.close()
+        self._peers.leave_mesh(self._degrees)
 
     def _compile(self, checkpoint: Checkpoint, ranks: int) -> "Compiler":
         from parallel_backend.rank.stage.compile import Compiler  # takes a second

@@ -1,5 +1,6 @@
-"""Memory that is shared with the client is pinned, so that a GPU reads it at the speed of its link and nobody waits."""
+"""Memory that a GPU is to read at the speed of its link, while nobody waits, is pinned where it lies."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -15,17 +16,23 @@ PORTABLE = 1
 
 
 def pinning(device: torch.device) -> Borrowed:
-    """For a Channel: pins segments for a CUDA device where that is known to be safe, and unpins them. All else as it is."""
+    """For a Channel, and for weights: pins memory for a CUDA device where that is known to be safe, and unpins it. Memory
+    for all else, or that cannot be pinned, is as it is."""
     return _pin(device) if page_locked(device) else lambda memory: lambda: None
 
 
 def _pin(device: torch.device) -> Borrowed:
     def pin(memory: torch.Tensor) -> Callable[[], None]:
-        torch.cuda.set_device(device)  # this is the thread that receives
+        if not memory.nbytes:
+            return lambda: None
+        torch.cuda.set_device(device)  # this may be the thread that receives
         cudart = torch.cuda.cudart()
         failed = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)
         if int(failed):
-            log.warning("memory shared with the client could not be pinned (%s): it is read more slowly", failed)
+            log.warning(
+                "%.2f GB of host memory could not be pinned (%s): it is read more slowly", memory.nbytes / 1e9, failed
+            )
+            _forget_error(device)
             return lambda: None
 
         def unpin() -> None:
@@ -35,3 +42,10 @@ def _pin(device: torch.device) -> Borrowed:
         return unpin
 
     return pin
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA keeps the error of a failed call, and torch would take it for that of the next kernel, and raise it there."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1)
+        torch.cuda.synchronize(device)

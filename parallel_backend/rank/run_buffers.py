@@ -30,6 +30,11 @@ class RunBuffers:
     def drop_conditioning(self, conditioning: int) -> None:
         self._drop(lambda key: key[1] == conditioning)
 
+    def wait_pending(self) -> None:
+        """Wait until no transfer to a buffer is under way. What has come is written at the buffer's next call."""
+        for buffer in self.buffers.values():
+            buffer.wait_pending()
+
     def clear(self) -> None:
         self._drop(lambda key: True)
 
@@ -39,8 +44,9 @@ class RunBuffers:
             return None
         key = (step.run, step.conditioning)
         if key not in self.buffers:
+            order = conditioning.token_order
             self.buffers[key] = KVBuffer(
-                conditioning.token_order.tokens, conditioning.batch, self._runs[step.run].extrapolate
+                order.tokens, conditioning.batch, self._runs[step.run].extrapolate, correct=not order.references
             )
         if step.with_text:
             self.buffers[key].begin_call(float(step.timestep.max()))

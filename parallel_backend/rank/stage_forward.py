@@ -1,5 +1,6 @@
 """The forward of a rank's stage for one micro-step: from the message and the conditioning to the model's own arguments."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ import torch
 
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
-from parallel_backend.core.token_order import TokenOrder, class_order
+from parallel_backend.core.token_order import class_order
 from parallel_backend.families.base.blocks import PAIRED
 from parallel_backend.families.base.step_inputs import GUIDANCE, REFERENCES, TEXT_MASK, Rows, StepInputs, kept_on
 from parallel_backend.rank.attention.context import AttentionStep
@@ -19,20 +20,18 @@ from parallel_backend.wire.sampling import Step
 
 from .conditioning_store import RankConditioning
 from .loaded_stage import LoadedStage
+from .micro_step_graphs import MicroStepGraphs, MicroStepInputs, MicroStepState
 
 
 class StageForward:
     """Runs the forward of `stage`'s model."""
 
-    def __init__(self, stage: LoadedStage):
-        self._stage, self._family = stage, stage.family
+    def __init__(self, stage: LoadedStage, graphs: MicroStepGraphs | None = None):
+        """`graphs`: of the micro-steps of `stage`; None: there are to be none."""
+        self._stage, self._family, self._graphs = stage, stage.family, graphs
         self._timestep: torch.Tensor | None = None
         self._guidance: torch.Tensor | None = None
-        # Of the last grid and token order: its places in the model's own order (Rows.image).
-        self._orders: dict[tuple[tuple[int, ...], TokenOrder], torch.Tensor | None] = {}
-        # Of the last grid and token order, for layers that look at frames.
         self._paired = any(PAIRED in spec.attention.values() for spec in self._family.blocks.lists)
-        self._frames: dict[tuple[tuple[int, ...], TokenOrder], FrameRows] = {}
         keep_timestep_exact(stage.model, self._family, lambda: (self._timestep, self._guidance), stage.dtype)
 
     def received_shape(self, step: Step, conditioning: RankConditioning) -> tuple[int, ...]:
@@ -45,7 +44,27 @@ class StageForward:
         self, step: Step, conditioning: RankConditioning, buffer: KVBuffer | None, received: torch.Tensor | None
     ) -> torch.Tensor:
         """[b, n, channels] on the last stage; elsewhere what is sent on (StageIO.outgoing)."""
-        stage, token_order = self._stage, conditioning.token_order
+        stage = self._stage
+        inputs = MicroStepInputs(
+            to_device(step.timestep, stage.device),
+            None if step.x is None else to_device(step.x, stage.device, stage.dtype),
+            received,
+        )
+        stage.module_cache.begin_step(step, whole=conditioning.is_whole(step))
+        state = MicroStepState(step, conditioning, stage.module_cache, buffer)
+        forward = functools.partial(self._forward, state)
+        try:
+            # Residuals are copied from the host, and blocks of streamed weights wait for theirs.
+            if self._graphs is None or step.residuals or stage.store.streams:
+                return forward(inputs)
+            return self._graphs.run(state, inputs, forward)
+        finally:
+            stage.module_cache.end_step()
+
+    def _forward(self, state: MicroStepState, given: MicroStepInputs) -> torch.Tensor:
+        """As `compute`. All of it is work of the device, and what it goes by on the host is in `state`."""
+        stage, step, conditioning = self._stage, state.step, state.conditioning
+        token_order = conditioning.token_order
         text, image = self._shards(step, conditioning)
         own_text, own_image = text[stage.place], image[stage.place]
         text_mask = conditioning.tensors.get(TEXT_MASK)
@@ -54,7 +73,7 @@ class StageForward:
             text=text,
             image=image,
             entries=step.entries,
-            buffer=buffer,
+            buffer=state.buffer,
             stale=step.stale,
             overlap=step.overlap,
             text_first=self._family.blocks.text_first,
@@ -64,15 +83,19 @@ class StageForward:
             frames=self._frame_rows(conditioning),
             guidance=conditioning.changes.guidance,
         )
-        timestep = to_device(step.timestep, stage.device)
         rows = self._rows(conditioning, own_image, own_text)
-        stage.flow.begin_step(received, len(own_text), rows, self._residuals(step, conditioning, own_image))
+        stage.flow.begin_step(given.received, len(own_text), rows, self._residuals(step, conditioning, own_image))
         tensors = self._tensors(step, conditioning)
         self._guidance = tensors.get(GUIDANCE)
-        x, beside = self._latents(step, tensors, conditioning, own_image)
+        x, beside = self._latents(given.x, tensors, conditioning, own_image)
+
+        def read_timestep() -> torch.Tensor:
+            state.read_on_host = True
+            return step.timestep
+
         inputs = StepInputs(
             x,
-            timestep,
+            given.timestep,
             tensors,
             conditioning.grid,
             token_order,
@@ -83,10 +106,9 @@ class StageForward:
             conditioning.kept[own_image],
             beside,
             conditioning.beside,
-            step.timestep,
+            read_timestep,
         )
         self._timestep, stage.flow.inputs = inputs.times, inputs
-        stage.module_cache.begin_step(step, whole=conditioning.is_whole(step))
         try:
             with stage.skippable.skipping(conditioning.changes.skipped):
                 out = self._family.run(stage.model, inputs)
@@ -94,8 +116,7 @@ class StageForward:
         except StageDone as done:
             return stage.flow.outgoing(done)
         finally:
-            stage.attention.step = stage.flow.inputs = None
-            stage.module_cache.end_step()
+            stage.attention.step = stage.attention.early_values = stage.flow.inputs = None
 
     def _shards(self, step: Step, conditioning: RankConditioning) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """The micro-step's text and image tokens by sequence rank."""
@@ -103,21 +124,19 @@ class StageForward:
         return cut.text(conditioning.text_tokens if step.with_text else 0), cut.image(step.tokens)
 
     def _latents(
-        self, step: Step, tensors: dict[str, torch.Tensor], conditioning: RankConditioning, image: Span
+        self, x: torch.Tensor | None, tensors: dict[str, torch.Tensor], conditioning: RankConditioning, image: Span
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The rank's tokens of the picture, with those of references, and of the latent beside it. See StepInputs."""
-        if step.x is None:
+        if x is None:
             return None, None
         own = len(conditioning.token_order.images(image))
-        beside = to_device(step.x[:, own:], self._stage.device, self._stage.dtype)
-        return self._with_references(step.x[:, :own], tensors, conditioning, image), beside
+        return self._with_references(x[:, :own], tensors, conditioning, image), x[:, own:]
 
     def _with_references(
         self, x: torch.Tensor, tensors: dict[str, torch.Tensor], conditioning: RankConditioning, image: Span
     ) -> torch.Tensor:
         """[b, m, C] of the picture's tokens -> [b, n, C] of `image`; as it is where the model is given whole tensors."""
         order = conditioning.token_order
-        x = to_device(x, self._stage.device, self._stage.dtype)
         if self._family.forward.whole_latent or not order.references:
             return x
         dtype = torch.promote_types(x.dtype, tensors[REFERENCES].dtype)  # some families keep references exact
@@ -153,24 +172,22 @@ class StageForward:
         """What slots cut whole tensors down to."""
         if not self._family.forward.whole_latent:
             return None
-        token_order, key = conditioning.token_order, (conditioning.grid, conditioning.token_order)
-        if key not in self._orders:
-            same = not token_order.references and class_order(conditioning.grid, token_order.along) is None
-            places = None if same else token_order.places_in_class(conditioning.grid, token_order.span)
-            self._orders = {key: None if places is None else to_device(places, self._stage.device)}
-        order = self._orders[key]
-        index = image.slice if order is None else order[image.slice]
-        return Rows(index, token_order.tokens, text, self._family.blocks.text_first)
+        order, kept = conditioning.token_order, conditioning.kept[image]
+        if "rows" not in kept:
+            same = not order.references and class_order(conditioning.grid, order.along) is None
+            places = None if same else order.places_in_class(conditioning.grid, order.span)[image.slice]
+            kept["rows"] = image.slice if places is None else to_device(places, self._stage.device)
+        return Rows(kept["rows"], order.tokens, text, self._family.blocks.text_first)
 
     def _frame_rows(self, conditioning: RankConditioning) -> FrameRows | None:
         """Of the request's video, for layers that look at frames."""
         if not self._paired:
             return None
         grid, order = conditioning.grid, conditioning.token_order
-        if (grid, order) not in self._frames:
-            frame = order.places_in_class(grid, order.span) // math.prod(grid[1:])
-            self._frames = {(grid, order): FrameRows(frame, self._stage.device)}
-        return self._frames[grid, order]
+        kept = conditioning.kept[order.span]
+        if "frames" not in kept:
+            kept["frames"] = order.places_in_class(grid, order.span) // math.prod(grid[1:])
+        return FrameRows(kept["frames"], self._stage.device, kept)
 
     def _tensors(self, step: Step, conditioning: RankConditioning) -> dict[str, torch.Tensor]:
         """The conditioning of this micro-step's entries; its text is empty where the text does not run along.

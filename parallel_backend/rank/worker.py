@@ -1,6 +1,7 @@
 """One rank: a process that does what the client's messages say, in order, until the connection ends."""
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -24,7 +25,9 @@ from parallel_backend.rank.comm.rendezvous import Rendezvous
 from parallel_backend.rank.comm.self_test import LinkError
 from parallel_backend.rank.comm.transfers import PeerError
 from parallel_backend.rank.stage.lora import parameter_names
-from parallel_backend.rank.vae.decoder import BandedDecoder
+from parallel_backend.rank.stage.store.device_copies import copies_of
+from parallel_backend.rank.stage.store.emulated import EmulatedCopies
+from parallel_backend.rank.vae.part import VAEPart
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.heartbeat import Heartbeat, send_heartbeats
@@ -32,8 +35,9 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 from .allocator import give_back, keep_freed
 from .block_probe import probe
+from .copy_rate import measured_copy_rate
 from .engine import Engine
-from .free_memory import read_memory
+from .free_memory import host_memory, read_memory
 from .pinned import pinning
 
 log = logging.getLogger(__name__)
@@ -47,10 +51,11 @@ run it does not: there messages come at about equal intervals."""
 
 LOADING = "loading"
 DOING = {
-    **dict.fromkeys((m.Load, m.Probe, m.PutDecoder), LOADING),
+    **dict.fromkeys((m.Load, m.Probe, m.PutVAE), LOADING),
     **dict.fromkeys((m.Adapt, m.Rescale, m.Weigh, m.DropAdapters, m.AdaptersSent), "adapting a LoRA"),
+    m.SetResident: "moving weights between its device and host memory",
     m.PutConditioning: "taking in a prompt",
-    m.Decode: "decoding a picture",
+    **dict.fromkeys((m.BeginVAE, m.RunVAE, m.EndVAE), "running the VAE"),
     m.ProbeLinks: "timing transfers",
     m.CloseRun: "closing a run",
     m.Unload: "unloading",
@@ -69,11 +74,17 @@ class Worker:
     def __init__(self, settings: RankSettings, channel: Channel, heartbeat: Heartbeat, peers: Peers):
         self.settings, self.channel, self.heartbeat, self._peers = settings, channel, heartbeat, peers
         self.device = torch.device(settings.device)
-        self.engine: Engine | None = None
-        self.decoder: BandedDecoder | None = None
+        emulated = settings.emulated
+        self.copies = copies_of(self.device) if emulated is None else EmulatedCopies(settings.rank, emulated)
+        self.engines: dict[int | None, Engine] = {}
+        """By the model's number."""
+        self.vae: dict[str, VAEPart] = {}
+        """Decoder and encoder."""
         self._inbox: queue.SimpleQueue[m.Envelope] = queue.SimpleQueue()
         self._ahead: list[m.Envelope] = []
-        self._request_id: int | None = None  # of the message that is being handled
+        self._request_id: int | None = None  # of the message that is being handled, as the next
+        self._model: int | None = None
+        self._newest: Engine | None = None  # the one that ran the newest micro-step
         self._reported = 0.0
         self._handled_at, self._interval = time.monotonic(), 0.0
 
@@ -86,15 +97,21 @@ class Worker:
             self.heartbeat.doing = f"micro-step {message.seq}" if step else DOING.get(type(message), BETWEEN)
             self._handle(message)
             self.heartbeat.done()
-        if self.engine is not None:  # the process group must not end under the last micro-step's send
-            self.engine.end_transfers()
+        for engine in self.engines.values():  # the process group must not end under the last micro-step's send
+            engine.end_transfers()
+
+    @property
+    def engine(self) -> Engine:
+        """That of the model which the message is for."""
+        return self.engines[self._model]
 
     def _handle(self, message: Any) -> None:
         match message:
             case m.Step():
+                self._turn_to(self.engine)
                 output = self.engine.step(message, self._upcoming())
                 if output is not None:
-                    self.channel.send(output)
+                    self.channel.send(output, model=self._model)
             case m.DropAdapters():
                 self.engine.stage.adapters.drop()
             case m.Adapt():
@@ -111,48 +128,65 @@ class Worker:
                 self.engine.drop_conditioning(message.id)
             case m.CloseRun():
                 self._reply(self.engine.close_run(message.run))
-            case m.PutDecoder():
+            case m.PutVAE():
                 self._peers.check()
-                self.decoder = None  # before the new one is there
+                self.vae.pop(message.part, None)  # before the new one is there
                 world = len(self.settings.devices)
-                self.decoder = BandedDecoder(message, self.settings.rank, world, self.device, self.heartbeat)
-            case m.Decode():
-                self._reply(self._decode(message))
+                self.vae[message.part] = VAEPart(message, self.settings.rank, world, self.device, self.heartbeat)
+            case m.BeginVAE():
+                self._reply(self._begin_vae(message))
+            case m.RunVAE():
+                self._turn_to(None)
+                self._reply(self.vae[message.part].run(message))
+            case m.DropSegment():
+                self.channel.return_segment(message.number)
+            case m.EndVAE():
+                if (part := self.vae.get(message.part)) is not None:
+                    part.end()
             case m.OpenRun():
                 self.engine.open_run(message)
             case m.ReadMemory():
-                held = 0 if self.engine is None else self.engine.weight_bytes + self.engine.stage.adapters.nbytes
-                self._reply(read_memory(self.settings.rank, self.device, held))
+                self._reply(self._read_memory())
             case m.ReleaseUnused():
+                for engine in self.engines.values():
+                    engine.drop_graphs()  # made again where they are worth it
                 self._reply(m.UnusedReleased(self.settings.rank, self._release_unused()))
+            case m.SetResident():
+                self._reply(self._set_resident(message.resident[self.settings.rank], message.working))
             case m.FindNotFinite():
                 nothing = m.NotFiniteFound(self.settings.rank, None, (), ())  # unloaded meanwhile
-                self._reply(nothing if self.engine is None else self.engine.find_not_finite(message))
+                engine = self.engines.get(self._model)
+                self._reply(nothing if engine is None else engine.find_not_finite(message))
             case m.BeginTimeline():
                 self.engine.begin_timeline()
             case m.ReadTimeline():
                 self._reply(self.engine.timeline())
             case m.Probe():
-                self._unload()
                 checkpoint, settings = open_checkpoint(message.path), self.settings
                 found = probe(settings.rank, checkpoint, self.device, message.dtype, settings.slowdown, message.rows)
                 self._reply(found)
             case m.ProbeLinks():
-                self._unload()
+                self._turn_to(None)
                 with self._peers.waiting():
                     found = probe_links(self.settings.rank, self.settings.devices, message.sizes)
                 self._reply(found)
             case m.Load():
-                self._unload()
-                slowdown, peers = self.settings.slowdown, self._peers
-                self.engine = Engine(self.settings.rank, self.device, message, slowdown, self._report, peers, self.heartbeat)
-                names = parameter_names(self.engine.stage.model)
-                self._reply(m.Loaded(self.settings.rank, self.engine.weight_bytes, names))
+                self._turn_to(None)
+                slowdown, peers, rank = self.settings.slowdown, self._peers, self.settings.rank
+                engine = Engine(rank, self.device, message, slowdown, self._report, peers, self.heartbeat, self.copies)
+                self.engines[self._model] = engine
+                names, held = parameter_names(engine.stage.model), engine.residency
+                self._reply(m.Loaded(rank, held.device_bytes, names, held.host_bytes))
             case m.Unload():
                 self._unload()
                 self._reply(m.Unloaded(self.settings.rank))
             case _:
                 raise m.BadMessage(f"{type(message).__name__} is not for a rank")
+
+    @functools.cached_property
+    def _copy_rate(self) -> float:
+        """See RankMemory. Measured once."""
+        return measured_copy_rate(self.device) if self.device.type == "cuda" else 0.0
 
     def _reply(self, message: Any) -> None:
         """Answer the request that is being handled."""
@@ -163,18 +197,47 @@ class Worker:
         self.heartbeat.done()
         if fraction == 0.0 or fraction - self._reported >= REPORT_STEP:
             self._reported = fraction
-            self.channel.send(m.Loading(self.settings.rank, fraction))
+            self.channel.send(m.Loading(self.settings.rank, fraction), model=self._model)
 
-    def _decode(self, message: m.Decode) -> m.Decoded:
-        if self.decoder is None or self.decoder.name != message.name:
-            return m.Decoded(self.settings.rank, None, False, {})
-        return self.decoder.decode(message)
+    def _begin_vae(self, message: m.BeginVAE) -> m.VAEBegun:
+        part = self.vae.get(message.part)
+        if part is None or part.name != message.name:
+            return m.VAEBegun(self.settings.rank, False, False, 0)
+        self._turn_to(None)
+        return part.begin(message)
+
+    def _turn_to(self, engine: Engine | None) -> None:
+        """Let the transfers of another model end before this one's begin, or others that ranks make together: torch wants
+        one group's done before the next one's."""
+        if self._newest not in (None, engine):
+            self._newest.rest()
+        self._newest = engine
+
+    def _read_memory(self) -> m.RankMemory:
+        """The device's memory, and what the model that asks has of it."""
+        engines = self.engines.items()
+        held = {number: each.residency.device_bytes + each.stage.adapters.nbytes for number, each in engines}
+        own = held.pop(self._model, 0)
+        if isinstance(self.copies, EmulatedCopies):
+            return self.copies.memory(own, host_memory()[0])
+        return read_memory(self.settings.rank, self.device, own, sum(held.values()), self._copy_rate)
+
+    def _set_resident(self, resident: int, working: bool) -> m.Residency:
+        engine = self.engines.get(self._model)
+        if engine is None:  # unloaded meanwhile
+            return m.Residency(self.settings.rank, 0, 0)
+        held = engine.set_resident(resident, working)
+        self._release_unused()
+        return held
 
     def _unload(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-        self.engine = self.decoder = None
-        self.channel.return_segments()
+        """Free the model that the message is for. A message for none frees all of them, and the VAE's parts."""
+        self._turn_to(None)
+        for number in [number for number in self.engines if self._model in (None, number)]:
+            self.engines.pop(number).close()
+        if self._model is None:
+            self.vae = {}
+        self.channel.return_segments(self._model)
         gc.collect()  # engine and model refer to each other: without this the old weights stay beside the new ones
         self._release_unused()
 
@@ -189,7 +252,7 @@ class Worker:
 
     def _next(self) -> Any:
         """The next message, whose request `_reply` answers from now on."""
-        message, self._request_id = self._ahead.pop(0) if self._ahead else self._wait()
+        message, self._request_id, self._model = self._ahead.pop(0) if self._ahead else self._wait()
         now = time.monotonic()
         self._interval, self._handled_at = now - self._handled_at, now
         return message
@@ -204,14 +267,14 @@ class Worker:
             return self._inbox.get()
 
     def _upcoming(self) -> m.Step | None:
-        """The next message if it has arrived and is a micro-step."""
+        """The next message if it has arrived and is a micro-step of the same model."""
         if not self._ahead:
             try:
                 self._ahead.append(self._inbox.get_nowait())
             except queue.Empty:
                 return None
-        message = self._ahead[0].message
-        return message if isinstance(message, m.Step) else None
+        message, _, model = self._ahead[0]
+        return message if isinstance(message, m.Step) and model == self._model else None
 
     def _read(self) -> None:
         try:

@@ -14,7 +14,7 @@ import torch
 
 from .encoding import MAX_HEADER_BYTES, BadMessage, Envelope
 from .messages import decode_header, encode
-from .shared_memory import MAX_SEGMENT_BYTES, MAX_SEGMENTS, CloseSegment, OpenSegment, Segment, open_segment
+from .shared_memory import MAX_SEGMENT_BYTES, MAX_SEGMENTS, CloseSegment, DropSegment, OpenSegment, Segment, open_segment
 from .tcp import socket_of, stop_sending
 
 CLOSE_SECONDS = 1.0
@@ -48,25 +48,26 @@ class Channel:
         self._borrowed: dict[int, Segment] = {}
         self._on_borrowed = borrowed
         self._let_go: dict[int, Callable[[], None]] = {}  # by segment that is borrowed
+        self._models: dict[int, int | None] = {}  # by segment that is borrowed, the model whose messages use it
 
-    def send(self, message: Any, request_id: int | None = None) -> None:
-        """Raises OSError when the other end is gone, AssertionError for what is no message. `request_id`: see Envelope.
+    def send(self, message: Any, request_id: int | None = None, model: int | None = None) -> None:
+        """Raises OSError when the other end is gone, AssertionError for what is no message. Others: see Envelope.
 
         Nothing is written before all of the message is ready to be. If an error cuts the writing short, the other end hears
         no more: the rest of the message would be taken from the next one.
         """
         with self._sending:
-            self._send(message, request_id)
+            self._send(message, request_id, model)
 
-    def lend(self, segment: Segment) -> None:
+    def lend(self, segment: Segment, model: int | None = None) -> None:
         """From now on tensors in the segment are not sent, but pointed to. They must not change while they are in use.
 
-        Raises as `send`.
+        `model`: with which the other end lets it go. Raises as `send`.
         """
         assert self.lends, "the other end is not on this machine"
         with self._sending:
             with self._whole():  # the other end takes the handle for a part of the message
-                self._send(OpenSegment(segment.number, segment.nbytes, segment.name), None)
+                self._send(OpenSegment(segment.number, segment.nbytes, segment.name), model=model)
                 if segment.handle is not None:
                     with socket_of(self.connection) as ours:
                         socket.send_fds(ours, [HANDLE_FOLLOWS], [segment.handle])
@@ -74,16 +75,23 @@ class Channel:
 
     def take_back(self, number: int) -> None:
         """No message will point into that segment any more. Raises as `send`."""
+        self._end_lending(CloseSegment(number))
+
+    def drop(self, number: int) -> None:
+        """As `take_back`, but the other end may still use the segment for what it was sent before. Raises as `send`."""
+        self._end_lending(DropSegment(number))
+
+    def _end_lending(self, message: CloseSegment | DropSegment) -> None:
         with self._sending:
-            del self._lent[number]
-            self._send(CloseSegment(number), None)
+            if self._lent.pop(message.number, None) is not None:  # the other end may have been gone when it was to be lent
+                self._send(message)
 
     def forget(self, number: int) -> None:
         """As `take_back`, without a word: the other end lets its segments go by itself. Never blocks."""
         self._lent.pop(number, None)
 
-    def _send(self, message: Any, request_id: int | None) -> None:
-        header, tensors = encode(message, request_id, self._lent.values())
+    def _send(self, message: Any, request_id: int | None = None, model: int | None = None) -> None:
+        header, tensors = encode(message, request_id, self._lent.values(), model)
         contents = [_bytes(tensor) for tensor in tensors]  # all of them now: some tensors have no bytes to give
         with self._whole():
             self.begun += 1
@@ -110,16 +118,17 @@ class Channel:
             envelope = self._receive()
             if self._on_borrowed is None or not isinstance(envelope.message, OpenSegment | CloseSegment):
                 return envelope
-            self._borrow(envelope.message)
+            self._borrow(envelope.message, envelope.model)
 
-    def return_segments(self) -> None:
-        """Let all segments go that are borrowed: no tensor in them will be read any more."""
-        for number in list(self._borrowed):
-            self._return(number)
+    def return_segments(self, model: int | None = None) -> None:
+        """Let the segments go that are borrowed for `model`, or all: no tensor in them will be read any more."""
+        for number, owner in list(self._models.items()):
+            if model in (None, owner):
+                self.return_segment(number)
 
-    def _borrow(self, message: OpenSegment | CloseSegment) -> None:
+    def _borrow(self, message: OpenSegment | CloseSegment, model: int | None) -> None:
         if isinstance(message, CloseSegment):
-            self._return(message.number)
+            self.return_segment(message.number)
             return
         if message.number in self._borrowed or len(self._borrowed) == MAX_SEGMENTS or message.nbytes > MAX_SEGMENT_BYTES:
             raise BadMessage(f"segment {message.number} of {message.nbytes} bytes beside {len(self._borrowed)} others")
@@ -128,10 +137,12 @@ class Channel:
         except (ValueError, OSError) as error:
             raise BadMessage(f"a segment of shared memory that cannot be opened: {error}") from error
         self._let_go[message.number] = self._on_borrowed(segment.memory)
-        self._borrowed[message.number] = segment
+        self._borrowed[message.number], self._models[message.number] = segment, model
 
-    def _return(self, number: int) -> None:
+    def return_segment(self, number: int) -> None:
+        """Let a segment go that is borrowed."""
         if self._borrowed.pop(number, None) is not None:
+            self._models.pop(number, None)
             self._let_go.pop(number)()
 
     def _handle(self) -> int:

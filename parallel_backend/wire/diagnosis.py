@@ -73,6 +73,12 @@ class RankMemory:
     cached_bytes: int
     """Free for this rank alone, beside `free_bytes`."""
     total_bytes: int | None
+    host: str = ""
+    """Name of the machine whose memory is there beside the device's. Empty: the device's memory is the machine's own."""
+    host_free_bytes: int | None = None
+    """Free in that machine's memory. None without such a machine."""
+    copy_rate: float = 0.0
+    """Bytes a second from that memory to the device. 0: not known, or without such a machine."""
 
 
 @dataclass(frozen=True)

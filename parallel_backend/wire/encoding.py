@@ -1,9 +1,10 @@
 """How messages become bytes and back: one JSON header, then the raw bytes of its tensors. Nothing is ever unpickled.
 
 What a field may hold is read once from the dataclasses' annotations, and both ends keep to it: the sender fails before
-anything is sent, the receiver before anything is done. A header is a list, `["Step", 5, 1, ...]`: the type's name and the
-fields in order, behind the request's id in a request and its replies (`[17, "Unload"]`). A tensor in it is `[dtype, shape]`,
-or `[dtype, shape, segment, offset]` where it lies in shared memory and no bytes of it follow (shared_memory.py); a tuple or
+anything is sent, the receiver before anything is done. A header is a list, `["CloseRun", 4]`: the type's name and the fields
+in order. In front are the request's id, in a request and its replies (`[17, "ReadMemory"]`), and the model's number, in a
+message of a model (`[17, 2, "Load", ...]`; without a request `[0, 2, "Step", ...]`). A tensor in it is `[dtype, shape]`, or
+`[dtype, shape, segment, offset]` where it lies in shared memory and no bytes of it follow (shared_memory.py); a tuple or
 nested message is a list, a dict a list of pairs.
 """
 
@@ -41,10 +42,13 @@ class BadMessage(ValueError):
 
 
 class Envelope(NamedTuple):
-    """A message and the id of the request that it makes or answers; None for a message that does neither."""
+    """A message, and what it belongs to."""
 
     message: Any
     request_id: int | None = None
+    """Of the request that it makes or answers. None for a message that does neither."""
+    model: int | None = None
+    """Number of the model that it is for or comes from. None: of none."""
 
 
 class Pending(NamedTuple):
@@ -122,18 +126,19 @@ class Encoding:
         self._pack = {cls: kind.pack for cls, kind in self._types.values()}
 
     def encode(
-        self, message: Any, request_id: int | None = None, lent: Iterable[Segment] = ()
+        self, message: Any, request_id: int | None = None, lent: Iterable[Segment] = (), model: int | None = None
     ) -> tuple[bytes, list[torch.Tensor]]:
         """Header and the tensors (CPU, contiguous) that follow it, in order. AssertionError for what has no encoding.
 
-        Tensors in one of the segments `lent` stay where they are.
+        `request_id`, `model`: from 1 on, see Envelope. Tensors in one of the segments `lent` stay where they are.
         """
         tensors = _Leaving(lent)
         pack = self._pack.get(type(message))
         assert pack is not None, f"{type(message)} cannot cross processes"
         fields = [type(message).__name__, *pack(message, tensors)]
-        if request_id is not None:
-            fields.insert(0, _pack_int(request_id, tensors))
+        if request_id is not None or model is not None:
+            numbers = [request_id or 0] if model is None else [request_id or 0, model]
+            fields = [*(_pack_int(number, tensors) for number in numbers), *fields]
         header = json.dumps(fields, separators=(",", ":")).encode()
         assert len(header) <= MAX_HEADER_BYTES and len(tensors) <= MAX_TENSORS, f"{type(message).__name__} is too large"
         return header, tensors
@@ -143,18 +148,19 @@ class Encoding:
 
         `borrowed`: segments of shared memory that tensors may lie in.
         """
-        arriving, request_id = _Arriving(borrowed), None
+        arriving, numbers = _Arriving(borrowed), []
         try:
             value = json.loads(header)
         except (ValueError, RecursionError) as error:
             raise BadMessage(f"{type(error).__name__}: {error}") from error
-        if type(value) is list and value and type(value[0]) is int:
-            request_id = _read_int(value.pop(0), arriving)
+        while type(value) is list and value and type(value[0]) is int and len(numbers) < 2:
+            numbers.append(_read_int(value.pop(0), arriving))
+        request_id, model = (number or None for number in (*numbers, 0, 0)[:2])
         if type(value) is not list or not value or type(value[0]) is not str or value[0] not in self._types:
             raise BadMessage(f"a header of no known type: {_short(value)}")
         name, *fields = value
         try:
-            return Envelope(self._types[name][1].read(fields, arriving), request_id), arriving
+            return Envelope(self._types[name][1].read(fields, arriving), request_id, model), arriving
         except BadMessage as error:
             raise BadMessage(f"{name}: {error}") from error
 

@@ -9,7 +9,7 @@ from parallel_backend.core.spans import Span
 
 @dataclass(frozen=True)
 class Load:
-    """Client -> rank: load the rank's part of a model, in place of whatever model the rank held."""
+    """Client -> rank: load the rank's part of a model, beside the models that the rank has."""
 
     path: str
     dtype: str
@@ -31,6 +31,13 @@ class Load:
     """One of degrees.TRANSFER_DTYPES."""
     fingerprint: str = ""
     """That the files must have, see checkpoints/fingerprint.py. Empty: the files are on the client's machine."""
+    resident: tuple[int, ...] = ()
+    """By rank, most bytes of weights on its device, slots included (rank/stage/store/). The rest is in host memory and comes
+    to the device block by block. Ranks with the same weights get the same number. Empty: all is on the device."""
+    file_state: str = ""
+    """That the files must be in, see checkpoints/file_state.py. Empty: they are on other machines."""
+    cuda_graphs: bool = False
+    """Micro-steps that come again are replayed where they can be, see rank/micro_step_graphs.py."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +55,37 @@ class Loaded:
 
     rank: int
     weight_bytes: int
-    """Bytes of this rank's parameters."""
+    """Bytes of this rank's weights that are on its device, slots included."""
     parameters: tuple[str, ...]
     """Names of this rank's parameters."""
+    host_bytes: int = 0
+    """Bytes of this rank's weights that are in host memory, whether shared with other ranks or not."""
+
+
+@dataclass(frozen=True)
+class SetResident:
+    """Client -> rank: from now on at most so many bytes of weights are on the device. Answered by Residency.
+
+    Blocks move whole, and no more of them than needed. 0: everything is in host memory, the weights outside of blocks too;
+    no micro-step may come until another SetResident has brought them back.
+    """
+
+    resident: tuple[int, ...]
+    """By rank, as Load.resident."""
+    working: bool = True
+    """False: the model is not about to compute. Nothing is streamed, so that no slots are kept, and nothing comes to the
+    device; where weights have left it no micro-step may come until they are back."""
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Rank -> client: where its weights are."""
+
+    rank: int
+    device_bytes: int
+    """As Loaded.weight_bytes."""
+    host_bytes: int
+    """As Loaded.host_bytes. Weights may have a copy in host memory while they are on the device."""
 
 
 @dataclass(frozen=True)

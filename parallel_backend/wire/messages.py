@@ -6,7 +6,6 @@ Floats are finite. Tensors arrive on the CPU. A message has a field `rank` if, a
 
 from parallel_backend.core.spans import Span
 
-from .decoding import Decode, Decoded, PutDecoder
 from .diagnosis import PROBE_COLUMNS as PROBE_COLUMNS
 from .diagnosis import PROBE_TEXT as PROBE_TEXT
 from .diagnosis import (
@@ -30,9 +29,22 @@ from .encoding import Envelope as Envelope
 from .lifecycle import IDLE as IDLE
 from .lifecycle import START_UP as START_UP
 from .lifecycle import Failure, HeartbeatMessage, Ready, Stop, Unload, Unloaded
-from .loading import Adapt, Adapted, AdaptersSent, DropAdapters, Load, Loaded, Loading, Rescale, Weigh
+from .loading import (
+    Adapt,
+    Adapted,
+    AdaptersSent,
+    DropAdapters,
+    Load,
+    Loaded,
+    Loading,
+    Rescale,
+    Residency,
+    SetResident,
+    Weigh,
+)
 from .sampling import BlockStats, CloseRun, DropConditioning, OpenRun, Output, PutConditioning, RunStats, Step
-from .shared_memory import CloseSegment, OpenSegment
+from .shared_memory import CloseSegment, DropSegment, OpenSegment
+from .vae import BeginVAE, EndVAE, PutVAE, RunVAE, VAEBegun, VAEOutput
 
 _TYPES = {
     cls.__name__: cls
@@ -50,10 +62,10 @@ _TYPES = {
             PutConditioning,
             DropConditioning,
         ),
-        *(DropAdapters, Adapt, Rescale, Weigh, AdaptersSent, Adapted),
-        *(PutDecoder, Decode, Decoded),
+        *(DropAdapters, Adapt, Rescale, Weigh, AdaptersSent, Adapted, SetResident, Residency),
+        *(PutVAE, BeginVAE, VAEBegun, RunVAE, VAEOutput, EndVAE),
         *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),
-        *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, CloseSegment),
+        *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, CloseSegment, DropSegment),
         *(ReadMemory, RankMemory, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),
     )
 }

@@ -25,6 +25,15 @@ SELF_TEST = SelfTest()
 
 
 @dataclass(frozen=True)
+class EmulatedDevice:
+    """A device with a memory of its own that a CPU rank stands in for, in tests and benchmarks: only weights count, and
+    copies from host memory take their time, beside compute (rank/stage/store/emulated.py)."""
+
+    nbytes: int
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
 class RankSettings:
     rank: int
     devices: tuple[str, ...]
@@ -42,6 +51,8 @@ class RankSettings:
     heartbeat_seconds: float = 1.0
     """Time from one heartbeat to the next."""
     self_test: SelfTest = SELF_TEST
+    emulated: EmulatedDevice | None = None
+    """Of a CPU rank."""
 
     @property
     def device(self) -> str:

@@ -112,7 +112,7 @@ class RunStats:
     run: int
     micro_steps: int
     compute_seconds: float
-    """In micro-steps, without `wait_seconds`."""
+    """In micro-steps, without `wait_seconds` and `streaming_wait_seconds`."""
     transfer_seconds: float
     """Transfers were under way, waited for or not."""
     wait_seconds: float
@@ -122,7 +122,7 @@ class RunStats:
     buffer_bytes: int
     """All K/V buffers at their largest."""
     peak_bytes: int
-    """Device memory at its highest (CUDA), or largest resident set (CPU)."""
+    """Device memory at its highest (CUDA), that of weights where the device is emulated, or largest resident set (CPU)."""
     blocks: dict[str, BlockStats] = field(default_factory=dict)
     """In a rehearsal (Load.only), by block "<list>.<index>"."""
     graphs: int = 0
@@ -131,3 +131,11 @@ class RunStats:
     """Which attention kernels computed, and why, on a GPU."""
     arithmetic: str = ""
     """How quantised weights are computed with, in words. Empty: the rank has none."""
+    streamed_bytes: int = 0
+    """Weights that came from host memory to the device."""
+    streaming_wait_seconds: float = 0.0
+    """The rank stood still for them."""
+    captured: int = 0
+    """Micro-steps of which CUDA graphs were made."""
+    replayed: int = 0
+    """Micro-steps that were replays of such graphs."""

@@ -40,6 +40,13 @@ class CloseSegment:
     number: int
 
 
+@dataclass(frozen=True)
+class DropSegment:
+    """Client -> rank: as CloseSegment, once the rank has done what it was sent before."""
+
+    number: int
+
+
 class Segment:
     """One end's view of a segment: `memory` [nbytes] uint8."""
 

@@ -1,8 +1,9 @@
 """Labels of the spans in a rank's timeline."""
 
-WORK, TRANSFER, WAIT = range(3)
+WORK, TRANSFER, WAIT, FETCH = range(4)
 """Kinds of spans. WORK: a micro-step from its first to its last operation, waits included. TRANSFER: a transfer from its
-start until it has been waited for. WAIT: the rank stands still for a transfer."""
+start until it has been waited for. WAIT: the rank stands still for a transfer. FETCH: it stands still for weights that come
+from host memory."""
 
 
 StepLabel = tuple[int, int, int, int]

@@ -20,13 +20,16 @@ def loader_node(model_name: str, config: Node | None = None, **widgets: Any) -> 
         "stage_split": "auto",
         "compile": False,
         "degrees": "as set",
+        "offload": "auto",
+        "cuda_graphs": False,
     }
-    return Node("ParallelDiTLoader", (320, 254), inputs | widgets, (MODEL,))
+    return Node("ParallelDiTLoader", (320, 302), inputs | widgets, (MODEL,))
 
 
 def parallelize_node(model: Link, gpus: int, mode: str) -> Node:
     inputs = {"model": model, "gpus": gpus, "mode": mode, "parallel_config": Unconnected("PARALLEL_CONFIG")}
-    return Node("ParallelizeModel", (320, 102), inputs, (MODEL,))
+    inputs["offload"] = "auto"
+    return Node("ParallelizeModel", (320, 126), inputs, (MODEL,))
 
 
 def sampling_inputs(model: Link, positive: Link, negative: Link, latent: Node, **widgets: Any) -> dict[str, Any]:

@@ -291,7 +291,8 @@ def qwen_edit_2511() -> Graph:
 
     positive, positive_at_zero = encoded("make it a watercolour painting", "What to change", 200)
     negative, negative_at_zero = encoded("", "Negative prompt", 200)
-    latent = Node("VAEEncode", (320, 46), {"pixels": scaled["IMAGE"], "vae": vae["VAE"]}, (LATENT,))
+    given_latent = {"pixels": scaled["IMAGE"], "vae": vae["VAE"], "devices": "auto"}
+    latent = Node("ParallelVAEEncode", (320, 78), given_latent, (LATENT,))
     apply = apply_pipefusion_node(loader["MODEL"])
     shifted = Node("ModelSamplingAuraFlow", (320, 58), {"model": apply["MODEL"], "shift": 3.1}, (MODEL,))
     inputs = sampling_inputs(

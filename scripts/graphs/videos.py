@@ -70,7 +70,7 @@ def wan_2_2() -> Graph:
     text = (
         "Made for **2 GPUs** of any link, 24 GB each: each holds an expert, one runs the prompt, the other the negative "
         "prompt. Exact, and next to nothing moves between them.\n"
-        "- The ranks hold one expert at a time, and read the other when it is its turn.\n"
+        "- Both experts stay loaded: what a card has no room for waits in host memory, and no file is read twice.\n"
         "- **4 GPUs**: also a Ulysses Config with `ulysses_degree` 2 (fast links) or `ring_degree` 2 on both loaders.\n"
         "- **1 GPU**: `split_batch_degree` 1 on both.\n"
         "- PipeFusion keeps keys and values of the whole video: 27 GB on each of 4 cards at this size. It is for short or "
@@ -93,7 +93,7 @@ def ltx_2_3() -> Graph:
     widgets = loader_node("", pipefusion_degree=2).inputs
     outputs = (MODEL, ("CLIP", "CLIP"), ("VAE", "VAE"))
     inputs = {"ckpt_name": LTX} | {name: value for name, value in widgets.items() if name != "model_name"}
-    loader = Node("ParallelCheckpointLoader", (340, 294), inputs, outputs)
+    loader = Node("ParallelCheckpointLoader", (340, 314), inputs, outputs)
     clip = Node(
         "LTXAVTextEncoderLoader",
         (340, 106),

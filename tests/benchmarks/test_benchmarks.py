@@ -13,7 +13,7 @@ from benchmarks.harness import measuring, render
 from benchmarks.harness.measuring import Outcome
 from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, PIXART_LIKE, PIXART_XL
 from benchmarks.rivals import field, peers
-from benchmarks.speed import first_picture, growth, one_device, overheads, two_ranks
+from benchmarks.speed import first_picture, growth, offload, one_device, overheads, two_ranks
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.quickstart.sampling import euler, linear_sigmas
 from tests.support import tiny
@@ -206,3 +206,16 @@ def test_unknown_parts_are_refused(capsys):
         suite.parse(["--only", "flux,nonsense"])
     assert "nonsense" in capsys.readouterr().err
     assert suite.parse(["--quick"]).rounds == 1
+
+
+@pytest.mark.slow
+def test_weights_that_are_streamed_cost_what_is_predicted_of_them(thread_pools, said):
+    """The figures of the emulation; its seconds mean nothing here."""
+    config = FLUX.config | {"num_layers": 1, "num_single_layers": 7}
+    result = offload.run(replace(FLUX, config=config), 400_000, 1, said.append, thread_pools.start)
+    assert set(result["modes"]) == set(offload.MODES)
+    for mode in result["modes"].values():
+        assert mode["equal"] and mode["within_budget"]
+        assert mode["seconds_all_there"]["median"] <= mode["predicted"] <= mode["predicted_most"]
+    streamed = {name: sum(mode["MB_per_step_by_rank"]) for name, mode in result["modes"].items()}
+    assert streamed["ulysses"] > streamed["tensor"] and streamed["pipefusion M=4"] > streamed["pipefusion M=2"]

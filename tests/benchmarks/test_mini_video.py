@@ -9,8 +9,8 @@ from parallel_backend.core.degrees import Degrees
 
 pytestmark = pytest.mark.threads
 STEPS, CFG = 8, 2.0
-LEAST, MOST = 50.0, 70.0
-"""dB. Bands as they are have 56 and 60; whole calls would be equal."""
+LEAST, MOST = {"rows": 53.0, "frames": 63.0}, 75.0
+"""dB. Bands as they are have 56 and 66 (60 where stale keys and values are not corrected); whole calls would be equal."""
 
 
 @pytest.fixture(scope="module")
@@ -38,4 +38,4 @@ def test_bands_of_a_video_are_close_to_whole_calls(videos, along, measured):
     (whole, prompts), (banded, _) = videos(), videos(2, 4, along)
     found = mini_video.judge(banded, whole, prompts)
     measured(f"PSNR of the mini video model in 4 bands of {along}, dB", found["psnr_db"])
-    assert LEAST <= found["psnr_db"] <= MOST
+    assert LEAST[along] <= found["psnr_db"] <= MOST

@@ -52,6 +52,9 @@ CROSS_SECTION = [
     Fault("model file", "cut short", "loading", "pipe 2", 0, 0, 25),
     Fault("model file while it is read", "cut short", "loading", "pipe 2", 1, 2, 27),
     Fault("store file", "gone", "rendezvous", "pipe 2", 1, 0, 26),
+    Fault("killed", "by itself", "copying", "ulysses 2, streamed", 1, 5, 28),
+    Fault("no host memory", "none is free", "giving way", "pipe 2, giving way", 0, 0, 29),
+    Fault("model file while it is streamed", "replaced", "giving way", "pipe 2, giving way", 1, 0, 30),
 ]
 REST = [fault for fault in table.choose(180, seed=1) if str(fault) not in map(str, CROSS_SECTION)]
 """Every kind in each of its phases, and every variant."""

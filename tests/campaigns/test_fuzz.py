@@ -1,5 +1,6 @@
 """A cross-section of `python -m tests.campaigns.fuzz`, and that its runner sees what is wrong."""
 
+import contextlib
 import json
 import random
 import subprocess
@@ -166,11 +167,9 @@ def test_a_client_that_takes_any_rank_s_word_is_a_defect(monkeypatch):
 def unchecked(hand_on):
     """Pool._hand_on without its look at the rank's number."""
 
-    def taken(self, rank, message, request_id):
-        try:
-            hand_on(self, rank, message, request_id)
-        except m.BadMessage:
-            self._on_output(message)
+    def taken(self, rank, message, request_id, model):
+        with contextlib.suppress(m.BadMessage):
+            hand_on(self, rank, message, request_id, model)
 
     return taken
 

@@ -5,7 +5,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.placement.balance import ALIKE, check_stage_split, divide
-from parallel_backend.client.placement.memory_model import block_bytes
+from parallel_backend.client.placement.model_sizes import block_bytes
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span

@@ -169,6 +169,24 @@ def test_the_order_is_the_schedules_whatever_the_timing(model, exact, seed):
     assert torch.equal(torch.cat(parts, dim=2), expected)
 
 
+def test_an_answer_does_not_wait_for_a_call_that_is_being_made(model):
+    """Whoever makes it may wait for memory, and so for what the thread that has the answer brings next."""
+    calls, waited, make, post = [], [], model.call, model.post
+
+    def call(*given, **named):
+        if calls:
+            answer = threading.Thread(target=calls[0].future.set_result, args=(2 * calls[0].x,), daemon=True)
+            answer.start()
+            answer.join(1)
+            waited.append(answer.is_alive())
+        return make(*given, **named)
+
+    model.call, model.post = call, lambda made: post(made) if calls else calls.append(made)
+    run = start(model, 2)
+    run_all(run, lambda band: run.predict(band, noise()[:, :, run.rows[band].slice], torch.ones(1), text(), False))
+    assert waited == [False]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_odd_sizes_get_their_own_rows_back(seed):
     model = FakeModel(seed)

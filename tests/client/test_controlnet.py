@@ -175,10 +175,10 @@ class Steps:
         self.by_rank: dict[int, list[m.Step]] = {}
         send = remote.pool.send
 
-        def note(rank, message, request_id=None):
+        def note(rank, message, *rest):
             if isinstance(message, m.Step):
                 self.by_rank.setdefault(rank, []).append(message)
-            send(rank, message, request_id)
+            send(rank, message, *rest)
 
         monkeypatch.setattr(remote.pool, "send", note)
 

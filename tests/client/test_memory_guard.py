@@ -1,4 +1,7 @@
-"""What a run is held to: all that it keeps from call to call, for every conditioning that it has had so far."""
+"""What a run is held to: all that it keeps from call to call, for every conditioning that it has had so far.
+
+Weights leave the device for it, and come back.
+"""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -6,37 +9,78 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import Conditioning
 from parallel_backend.client.memory_guard import MemoryGuard
-from parallel_backend.client.placement.memory_model import KV_COPIES
+from parallel_backend.client.placement.balance import even_stages
+from parallel_backend.client.placement.memory_check import MemoryCheck
+from parallel_backend.client.placement.memory_model import KV_COPIES, USABLE_MEMORY
+from parallel_backend.client.placement.residency import ALL, ALLOWED, Offload
+from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families import FAMILIES
-from parallel_backend.wire.diagnosis import RankMemory
+from parallel_backend.wire import messages as m
+
+GB = 10**9
+
+
+def nobody() -> None:
+    pass
 
 
 class Guarded:
-    """A guard over one rank, and what it had checked. `asked`: how often the rank was asked for its memory."""
+    """A guard over a rank that has as much memory as `room`, and what it had checked. `asked`: how often the rank was asked
+    for its memory. `told`: limits of weights that it was given. `host`: of its memory, see RankMemory."""
 
-    def __init__(self):
-        self.checked, self.asked = [], 0
-        check = SimpleNamespace(check=lambda requests, found: self.checked.append(requests))
-        self.guard = MemoryGuard(SimpleNamespace(devices=("cpu",), ask=self._ask), check, FAMILIES["flux"])
+    def __init__(self, path, room: int = 2 * GB, host: str = "", offload: Offload = ALLOWED):
+        self.checked, self.asked, self.told, self.room, self.host = [], 0, [], room, host
+        self.check = MemoryCheck(open_checkpoint(path), Degrees(), even_stages(8, 1), "fp32", ("cpu",), 1, offload)
+        check, self.check.check = self.check.check, self._checked
+        self._check = check
+        self.guard = MemoryGuard(SimpleNamespace(devices=("cpu",), ask=self._ask), self.check, FAMILIES["flux"])
+        (self.weights,) = self.check.weights()
 
-    def _ask(self, _message, _reply) -> Future:
-        self.asked += 1
+    def load(self) -> None:
+        self.guard.check_weights((), nobody)
+        size = self.weights.on_device(self.guard.resident.limits[0])
+        self.guard.resident.loaded([m.Loaded(0, size, (), self.weights.total - size)])
+
+    @property
+    def limit(self) -> int:
+        return self.guard.resident.limits[0]
+
+    def run(self, rows: int, conditionings: int = 1) -> None:
+        """A run in four bands, until its calls."""
+        self.guard.refresh()
+        self.guard.watch(1, 4, True, nobody)
+        for number in range(conditionings):
+            self.guard.check(1, conditioning(number, rows))
+
+    def _checked(self, requests, found, resident=None) -> None:
+        self.checked.append(requests)
+        self._check(requests, found, resident)
+
+    def _ask(self, message, _reply) -> Future:
         future = Future()
-        future.set_result([RankMemory(0, "here", 10**9, 10**9, 0, 0)])
+        if isinstance(message, m.SetResident):
+            self.told.append(message.resident[0])
+            size = self.weights.on_device(message.resident[0])
+            future.set_result([m.Residency(0, size, self.weights.total - size)])
+        else:
+            self.asked += 1
+            held = self.guard.resident.device_bytes[0]
+            future.set_result([m.RankMemory(0, "here", self.room - held, held, 0, None, self.host, 10 * GB, 25e9)])
         return future
 
 
-def conditioning(number: int) -> Conditioning:
-    return Conditioning(number, (4, 6), TokenOrder(24, 6), 7, 2, {"context": torch.zeros(2, 7, 8)})
+def conditioning(number: int, rows: int = 4) -> Conditioning:
+    return Conditioning(number, (rows, 6), TokenOrder(6 * rows, 6), 7, 2, {"context": torch.zeros(2, 7, 8)})
 
 
 @pytest.mark.parametrize(("extrapolate", "kept"), [(True, KV_COPIES), (False, 1)])
-def test_a_run_counts_what_it_keeps_of_every_conditioning(extrapolate, kept):
-    guarded = Guarded()
-    guarded.guard.watch(3, 4, extrapolate, lambda: None)
+def test_a_run_counts_what_it_keeps_of_every_conditioning(flux_file, extrapolate, kept):
+    guarded = Guarded(flux_file)
+    guarded.guard.watch(3, 4, extrapolate, nobody)
     for number in (1, 2, 1):
         guarded.guard.check(3, conditioning(number))
     assert [len(requests) for requests in guarded.checked] == [1, 2]
@@ -44,19 +88,159 @@ def test_a_run_counts_what_it_keeps_of_every_conditioning(extrapolate, kept):
     assert guarded.asked == 1
 
 
-def test_an_exact_call_keeps_nothing_and_is_asked_about_once_in_a_run():
-    guarded = Guarded()
+def test_an_exact_call_keeps_nothing_and_is_asked_about_once_in_a_run(flux_file):
+    guarded = Guarded(flux_file)
     for _ in range(2):
-        guarded.guard.admit(conditioning(1), lambda: None)
+        guarded.guard.admit(conditioning(1), nobody)
     assert [request.kept for (request,) in guarded.checked] == [0]
     guarded.guard.refresh()
-    guarded.guard.admit(conditioning(1), lambda: None)
+    guarded.guard.admit(conditioning(1), nobody)
     assert (len(guarded.checked), guarded.asked) == (2, 2)
 
 
-def test_a_run_that_is_over_is_not_looked_at():
-    guarded = Guarded()
-    guarded.guard.watch(3, 4, True, lambda: None)
+def test_a_run_that_is_over_is_not_looked_at(flux_file):
+    guarded = Guarded(flux_file)
+    guarded.guard.watch(3, 4, True, nobody)
     guarded.guard.forget(3)
     guarded.guard.check(3, conditioning(1))
     assert not guarded.checked
+
+
+# Weights that are streamed.
+
+
+def run_bytes(guarded: Guarded, rows: int, conditionings: int = 1) -> int:
+    other = Guarded(guarded.check.checkpoint.path)
+    other.run(rows, conditionings)
+    return other.check.memory(other.checked[-1])[0].run
+
+
+def test_weights_leave_the_device_for_a_run_and_come_back_for_a_smaller_one(flux_file):
+    few, many = 4, 400
+    guarded = Guarded(flux_file, host="a machine")
+    large, weights = run_bytes(guarded, many, 2), guarded.weights
+    guarded.room = int((large + weights.least + (weights.total - weights.least) / 2) / USABLE_MEMORY)
+    guarded.load()
+    assert guarded.limit == ALL  # with no run in view, they fit
+    guarded.run(few)
+    assert guarded.told == []
+    guarded.run(many, 2)
+    assert guarded.limit < ALL
+    held = guarded.weights.on_device(guarded.limit)
+    assert weights.least < held <= USABLE_MEMORY * guarded.room - large  # as many as there is room for, and no more
+    assert guarded.weights.streamed(guarded.limit) > 0
+    told = len(guarded.told)
+    guarded.run(many, 2)
+    assert len(guarded.told) == told  # what the last run left room for is not taken for this one's first conditioning
+    guarded.run(few)
+    guarded.run(few)
+    assert guarded.limit == ALL
+    assert guarded.guard.resident.wanted == (weights.total,)
+
+
+def test_only_what_weights_cannot_give_up_is_refused(flux_file):
+    rows = 400
+    guarded = Guarded(flux_file, host="a machine")
+    guarded.load()
+    guarded.run(rows)
+    (certain,) = (memory.certain for memory in guarded.check.memory(guarded.checked[-1]))
+    guarded.room = certain + guarded.weights.least
+    guarded.run(rows)
+    assert guarded.weights.on_device(guarded.limit) == guarded.weights.least
+    guarded.room -= 1
+    before = list(guarded.told)
+    with pytest.raises(ValueError, match=r"latent_image: this run needs about .* is free with weights streamed"):
+        guarded.run(rows)
+    assert guarded.told == before
+
+
+@pytest.mark.parametrize(("host", "offload"), [("", ALLOWED), ("a machine", Offload(streams=False))])
+def test_where_nothing_is_streamed_the_same_run_is_refused(flux_file, host, offload):
+    guarded = Guarded(flux_file, host=host, offload=offload)
+    guarded.load()
+    rows = 40
+    guarded.room = int((guarded.weights.least + run_bytes(guarded, rows)) / USABLE_MEMORY) + 1
+    with pytest.raises(ValueError, match="is free beside") as refused:
+        guarded.run(rows)
+    assert ("offload auto" in str(refused.value)) == bool(host)
+    assert guarded.told == []
+
+
+def test_weights_that_gave_way_come_back_at_the_next_call(flux_file):
+    guarded = Guarded(flux_file, host="a machine")
+    guarded.load()
+    guarded.run(4)
+    guarded.guard.resident.set((0,), nobody)
+    guarded.guard.check(1, conditioning(0))
+    assert guarded.told == [0, ALL]
+
+
+def test_a_model_that_rested_with_all_of_its_weights_is_told_to_compute(flux_file):
+    guarded = Guarded(flux_file, host="a machine")
+    guarded.load()
+    guarded.guard.resident.set((ALL,), nobody, working=False)
+    assert guarded.guard.resident.parked
+    guarded.run(4)
+    assert (guarded.told, guarded.guard.resident.parked) == ([ALL, ALL], False)
+
+
+def test_what_somebody_else_took_in_the_middle_of_a_run_is_not_taken_for_free(flux_file):
+    guarded = Guarded(flux_file, host="a machine")
+    guarded.load()
+    run, weights, asked = run_bytes(guarded, 4), guarded.weights, []
+    guarded.guard.make_room = lambda device, missing: asked.append(missing) or 0
+    guarded.room = int((run + weights.least) / USABLE_MEMORY) + 1 + weights.total
+    guarded.run(4)
+    assert (guarded.told, asked, guarded.guard.in_run) == ([], [], True)
+    guarded.guard.resident.set((0,), nobody)
+    guarded.guard.gave_way()
+    guarded.guard.check(1, conditioning(0))
+    assert weights.on_device(guarded.told[-1]) == weights.least
+    assert asked[0] > weights.total - weights.least  # it was wanted back
+
+
+def test_weights_that_are_to_be_whole_come_back_only_where_there_is_room(flux_file):
+    guarded = Guarded(flux_file, host="a machine", offload=Offload(streams=False))
+    guarded.load()
+    guarded.run(4)
+    guarded.guard.resident.set((0,), nobody)
+    asked, guarded.room = [], guarded.weights.total - 1
+    guarded.guard.make_room = lambda device, missing: asked.append(missing) or 0
+    with pytest.raises(ValueError, match="where 0 MB is free beside"):
+        guarded.run(4)
+    assert (guarded.told, asked[0] > 0) == ([0], True)
+    guarded.guard.make_room = lambda device, missing: missing
+    guarded.run(4)
+    assert guarded.told == [0, ALL]
+
+
+def test_room_is_asked_for_before_parked_weights_come_back_for_a_lora(flux_file):
+    guarded = Guarded(flux_file, host="a machine")
+    guarded.load()
+    guarded.guard.wake(nobody)
+    guarded.guard.resident.set((0,), nobody)
+    asked, guarded.room = [], 0
+    guarded.guard.make_room = lambda device, missing: asked.append(missing) or missing
+    guarded.guard.wake(nobody)
+    assert asked[0] >= guarded.weights.total
+    assert guarded.told == [0, guarded.weights.least]
+
+
+def test_after_memory_ran_out_gb_to_leave_free_are_named(flux_file):
+    guarded = Guarded(flux_file, host="a machine", offload=Offload(leave_free=GB))
+    guarded.run(4)
+    assert "set offload to 2, which leaves so many GB free" in guarded.check.advice()
+    kept = Guarded(flux_file, host="a machine", offload=Offload(streams=False))
+    kept.run(4)
+    assert "set offload" not in kept.check.advice()
+
+
+def test_gb_to_leave_free_are_left_free(flux_file):
+    guarded = Guarded(flux_file, host="a machine", offload=Offload(leave_free=GB))
+    weights = guarded.weights
+    guarded.room, asked = GB + weights.least + (weights.total - weights.least) // 2, []
+    guarded.guard.make_room = lambda device, missing: asked.append(missing) or 0
+    guarded.load()
+    wanted = guarded.room - GB + asked[0]
+    assert weights.total < wanted < weights.total / USABLE_MEMORY + 2  # others are to leave them free too
+    assert weights.least <= weights.on_device(guarded.limit) < guarded.room - GB

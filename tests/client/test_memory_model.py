@@ -16,9 +16,11 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.memory_guard import MemoryGuard, request_of
 from parallel_backend.client.pipefusion.banded_run import BandedRun
 from parallel_backend.client.placement.balance import even_stages, stages_by_size
+from parallel_backend.client.placement.device_memory import DeviceMemory, device_memories
 from parallel_backend.client.placement.memory_advice import Capacity, changes
-from parallel_backend.client.placement.memory_check import DeviceMemory, MemoryCheck, device_memories
-from parallel_backend.client.placement.memory_model import KV_COPIES, Request, bytes_by_block, memory_of, model_sizes
+from parallel_backend.client.placement.memory_check import MemoryCheck
+from parallel_backend.client.placement.memory_model import KV_COPIES, Request, bytes_by_block, memory_of
+from parallel_backend.client.placement.model_sizes import model_sizes
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
@@ -98,15 +100,17 @@ MODES = {
     Degrees(ulysses=2): "fp32",
     Degrees(patch=2, patch_mode="displaced"): "fp32",
 }
-"""With the dtype in which each is tried."""
+"""With the dtype in which each is tried. In the default tier every family has its stages and, in turn, one other."""
 
 
 @pytest.mark.parametrize(
     ("case", "degrees"),
     [
-        pytest.param(case, degrees, id=f"{case.name}-{degrees}")
-        for case in CASES
-        for degrees in MODES
+        pytest.param(
+            case, degrees, id=f"{case.name}-{degrees}", marks=() if turn in (0, 1 + number % 3) else pytest.mark.full
+        )
+        for number, case in enumerate(CASES)
+        for turn, degrees in enumerate(MODES)
         if degrees in case.modes and case.sampled
     ],
 )
@@ -176,7 +180,7 @@ def test_weights(remote, degrees):
     expected = [memory.weights for memory in model._memory.memory_check.memory(())]
     assert model.weight_bytes == pytest.approx(expected, rel=0.03)
     if degrees.tensor == 1:
-        assert model.weight_bytes == expected
+        assert model.weight_bytes == pytest.approx(expected, rel=2e-4)  # gaps between tensors
 
 
 LATENTS = {4: (48, 40), 5: (3, 28, 24)}
@@ -441,10 +445,10 @@ class Messages:
         self.asked: list[type] = []
         send = pool.send
 
-        def noting(rank, message, request_id=None):
+        def noting(rank, message, *rest):
             if rank == 0:
                 self.asked.append(type(message))
-            send(rank, message, request_id)
+            send(rank, message, *rest)
 
         monkeypatch.setattr(pool, "send", noting)
 
@@ -519,7 +523,7 @@ def test_the_ranks_are_asked_once_for_a_run(remote, monkeypatch):
 
 def test_what_ranks_say_of_their_memory(remote):
     model = remote(Degrees(pipe=2))
-    answers = model.pool.ask(m.ReadMemory(), m.RankMemory).result(timeout=60)
+    answers = model._ranks.ask(m.ReadMemory(), m.RankMemory).result(timeout=60)
     assert [answer.held_bytes for answer in answers] == model.weight_bytes
     assert len({answer.place for answer in answers}) == 1
     assert {answer.cached_bytes for answer in answers} == {0}

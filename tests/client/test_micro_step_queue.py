@@ -17,11 +17,9 @@ TOKENS, WIDTH = 6, 4
 class Queue:
     """Micro-steps that go to nobody. `sent`: (replica, number, entries of the call) of each; `done`: those answered."""
 
-    def __init__(self, degrees: Degrees, newest: int = 0):
+    def __init__(self, degrees: Degrees):
         self.degrees, self.sent, self.done = degrees, [], []
-        self.steps = MicroSteps(
-            degrees, newest, WIDTH, self._send, self.done.append, lambda call, index: (self.rows(index),)
-        )
+        self.steps = MicroSteps(degrees, WIDTH, self._send, self.done.append, lambda call, index: (self.rows(index),))
 
     def _send(self, replica, step):
         self.sent.append((replica, step.seq, step.entries))
@@ -42,14 +40,14 @@ def call(batch: int, first_replica: int = 0, run: int = 0) -> Call:
 
 
 def test_entries_of_an_exact_call_fill_a_pipeline_in_order_a_window_at_a_time():
-    queue = Queue(Degrees(pipe=2), newest=10)
+    queue = Queue(Degrees(pipe=2))
     queue.steps.post(call(5))
-    assert queue.sent == [(0, 11 + index, Span(index, index + 1)) for index in range(3)]
+    assert queue.sent == [(0, 1 + index, Span(index, index + 1)) for index in range(3)]
     last = 1  # the rank of the last stage
     for index in range(5):
-        assembly, complete, _ = queue.answer(11 + index, last, 1, float(index))
+        assembly, complete, _ = queue.answer(1 + index, last, 1, float(index))
         assert complete == (index == 4)
-        assert [seq for _, seq, _ in queue.sent] == list(range(11, min(16, 15 + index)))
+        assert [seq for _, seq, _ in queue.sent] == list(range(1, min(6, 5 + index)))
     assert assembly.value[:, 0, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
@@ -104,17 +102,16 @@ def test_parts_of_sequence_ranks_are_put_side_by_side():
     assert assembly.value[0, :, 0].tolist() == [1.0] * 3 + [2.0] * 3
 
 
-def test_what_nobody_waits_for_is_refused_and_what_is_left_is_dropped():
-    queue = Queue(Degrees(ulysses=2), newest=7)
-    assert queue.answer(7, 0, 1, 0.0) is None  # of the model before
+def test_what_nobody_waits_for_is_refused():
+    queue = Queue(Degrees(ulysses=2))
     with pytest.raises(BadMessage, match="which nobody waits for"):
-        queue.answer(8, 0, 1, 0.0)
+        queue.answer(1, 0, 1, 0.0)
     queue.steps.post(call(1))
-    queue.answer(8, 0, 1, 0.0)
+    queue.answer(1, 0, 1, 0.0)
     with pytest.raises(BadMessage, match="which nobody waits for"):
-        queue.answer(8, 0, 1, 0.0)
+        queue.answer(1, 0, 1, 0.0)
     with pytest.raises(BadMessage, match="for 1 entries and 3 tokens"):
-        queue.answer(8, 1, 2, 0.0)
+        queue.answer(1, 1, 2, 0.0)
 
 
 def test_a_run_that_is_forgotten_sends_no_more():

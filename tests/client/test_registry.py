@@ -1,18 +1,24 @@
-"""Which ranks the registry keeps and which it ends, without any."""
+"""Which ranks and models the registry keeps, and which it ends, without any."""
 
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from parallel_backend.client import registry as registry_module
+from parallel_backend.client.memory_guard import no_room
+from parallel_backend.client.models_on_ranks import MOST_MODELS
 from parallel_backend.client.registry import ModelKey, Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import LinksDown, RankError
+from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import SELF_TEST
 
 DEVICES = ("cpu", "cpu")
+SIZE = 50
+"""Bytes of a model on each device."""
 
 
 class FakePool:
@@ -20,9 +26,9 @@ class FakePool:
 
     down: dict[bool, str] = {}  # noqa: RUF012  # replaced, never changed
 
-    def __init__(self, devices, self_test, **_settings):
+    def __init__(self, devices, self_test, threads, **_settings):
         self.devices, self.error, self.closed, self.ready = devices, None, False, Future()
-        self.self_test, self.asked = self_test, []
+        self.self_test, self.threads, self.asked = self_test, threads, []
         if backend := self.down.get(self_test.p2p):
             self.ready.set_exception(LinksDown("the self-test failed", backend))
         else:
@@ -38,12 +44,75 @@ class FakePool:
         return done
 
 
+class FakeModel:
+    """`asked`: what it was asked to hand over. `refused`: a model that does not fit."""
+
+    def __init__(self, pool, checkpoint, *_arguments, make_room, **_named):
+        if checkpoint.refused:
+            raise ValueError("does not fit")
+        self.pool, self.checkpoint, self.make_room = pool, checkpoint, make_room
+        self.unloaded, self.asked, self.runs = False, [], 0
+        self.held = dict.fromkeys(pool.devices, SIZE)
+
+    @property
+    def on_ranks(self):
+        return not self.unloaded and self.pool.error is None and not self.pool.closed
+
+    def unload(self):
+        self.unloaded = True
+        return self.pool.ask(m.Unload(), m.Unloaded)
+
+    def bytes_on(self, device):
+        return self.held.get(device, 0)
+
+    def make_way(self, device, nbytes, working):
+        self.asked.append(nbytes)
+        self.working = working
+        if not self.checkpoint.moves:
+            return None
+        freed = min(self.held[device], nbytes)
+        self.held[device] -= freed
+        return freed
+
+    @property
+    def is_parked(self):
+        return not any(self.held.values())
+
+    @property
+    def resident(self):
+        return SimpleNamespace(host_bytes=[SIZE - held for held in self.held.values()])
+
+    def begin_timeline(self):
+        self.runs += 1
+
+
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr("parallel_backend.client.registry.Pool", FakePool)
+    monkeypatch.setattr(registry_module, "Pool", FakePool)
     registry = Registry()
     yield registry
     registry.close()
+
+
+@pytest.fixture
+def loaded(registry, monkeypatch):
+    """`loaded(name, *devices)`: (key, the model of it), on two CPU ranks where no devices are named.
+
+    A name with "stuck" has weights that cannot leave their device, one with "large" does not fit.
+    """
+
+    def open_checkpoint(path):
+        return SimpleNamespace(is_unchanged=True, moves="stuck" not in path.name, refused="large" in path.name)
+
+    monkeypatch.setattr(registry_module, "RemoteTransformer", FakeModel)
+    monkeypatch.setattr(registry_module, "open_checkpoint", open_checkpoint)
+
+    def load(name, *devices, make_room=no_room):
+        devices = devices or DEVICES
+        key = ModelKey(Path(name), "fp32", devices, Degrees(pipe=len(devices)), "sdpa")
+        return key, registry.model(key, nobody, make_room=make_room)
+
+    return load
 
 
 def nobody() -> None:
@@ -52,80 +121,53 @@ def nobody() -> None:
 
 def test_working_ranks_are_kept(registry):
     pool = registry.pool_for(DEVICES, nobody)
-    assert registry.pool_for(DEVICES, nobody) is registry.pool_for(None, nobody) is pool
+    assert registry.pool_for(DEVICES, nobody) is registry.pool_for(None, nobody) is registry.pool is pool
     assert not pool.closed
 
 
 @pytest.mark.parametrize("devices", [DEVICES, None], ids=["the same devices", "any devices"])
-def test_failed_ranks_are_ended_and_not_given_out_again(registry, devices):
-    failed = registry.pool_for(DEVICES, nobody)
+def test_failed_ranks_are_ended_and_not_given_out_again(registry, loaded, devices):
+    failed = loaded("one")[1].pool
     failed.error = RankError("rank 1 (cpu) was killed by signal 9")
-    registry._model = object()
-    assert registry.present() is None
+    assert registry.present() is registry.pool is None
     pool = registry.pool_for(devices, nobody)
     assert failed.closed
-    assert registry.present() is None
     if devices is None:
         assert pool is None
     else:
         assert pool is not failed
         assert pool.error is None
+        assert loaded("one")[1].pool is pool
 
 
-def test_ranks_on_other_devices_are_ended(registry):
+def test_ranks_on_some_of_the_devices_are_ended(registry):
     pool = registry.pool_for(DEVICES, nobody)
     other = registry.pool_for(("cpu",), nobody)
     assert pool.closed
     assert not other.closed
 
 
-class FakeModel:
-    def __init__(self, pool, *_arguments, **_named):
-        self.pool, self.retired = pool, False
-
-    def retire(self):
-        self.retired = True
-
-    def bytes_on(self, device):
-        return 5 * (device in self.pool.devices)
-
-
-@pytest.fixture
-def loaded(registry, monkeypatch):
-    """`loaded(name, *devices)`: (key, the model of it)."""
-    monkeypatch.setattr(registry_module, "RemoteTransformer", FakeModel)
-    monkeypatch.setattr(registry_module, "open_checkpoint", lambda path: None)
-
-    def load(name, *devices):
-        key = ModelKey(Path(name), "fp32", devices, Degrees(pipe=len(devices)), "sdpa")
-        return key, registry.model(key, nobody)
-
-    return load
-
-
-def test_models_on_gpus_that_are_apart_stay_both(registry, loaded):
+def test_models_on_devices_that_are_apart_stay_both(registry, loaded):
     first_key, first = loaded("positive", "cuda:0", "cuda:1")
     second_key, second = loaded("negative", "cuda:2")
-    assert loaded("positive", "cuda:0", "cuda:1")[1] is first
+    third = loaded("third", "cpu:0", "cpu:1")[1]
+    assert loaded("positive", "cuda:0", "cuda:1")[1] is first is registry.present()
     assert loaded("negative", "cuda:2")[1] is second is registry.present()
-    assert [registry.bytes_on(first_key, device) for device in ("cuda:0", "cuda:2")] == [5, 0]
+    assert [registry.bytes_on(first_key, device) for device in ("cuda:0", "cuda:2")] == [SIZE, 0]
     assert registry.runs_on(first_key.devices)
     assert registry.runs_on(second_key.devices)
-    assert registry.release_unused(first_key, "cuda:0") == 0
-    assert first.pool.asked == ["ReleaseUnused"]
     registry.unload(first_key)
-    assert (first.retired, second.retired) == (True, False)
+    assert (first.unloaded, second.unloaded) == (True, False)
     assert registry.bytes_on(first_key, "cuda:0") == 0
     assert not first.pool.closed
     assert loaded("positive", "cuda:0", "cuda:1")[1].pool is first.pool
     registry.unload()
-    assert (first.pool.asked[-1], second.pool.asked) == ("Unload", ["Unload"])
+    assert (first.pool.asked[-1], second.pool.asked[-1], third.pool.asked[-1]) == ("Unload",) * 3
     registry.close()
-    assert first.pool.closed
-    assert second.pool.closed
+    assert all(model.pool.closed for model in (first, second, third))
 
 
-def test_ranks_aside_end_where_their_gpus_are_wanted_or_they_have_failed(registry, loaded):
+def test_ranks_beside_end_where_their_devices_are_wanted_or_they_have_failed(loaded):
     _, first = loaded("one", "cuda:0", "cuda:1")
     _, second = loaded("two", "cuda:2")
     _, third = loaded("three", "cuda:1", "cuda:3")
@@ -134,8 +176,106 @@ def test_ranks_aside_end_where_their_gpus_are_wanted_or_they_have_failed(registr
     assert loaded("two", "cuda:2")[1].pool is not second.pool
     assert second.pool.closed
     assert not third.pool.closed
-    loaded("four", "cpu")
+    _, on_ray = loaded("four", "ray:cuda")  # nobody knows which GPU that is
     assert third.pool.closed
+    loaded("five", "cuda:3")
+    assert on_ray.pool.closed
+
+
+def test_cpu_ranks_beside_each_other_share_the_cores(loaded, monkeypatch):
+    monkeypatch.setattr(registry_module.os, "cpu_count", lambda: 16)
+    threads = [loaded("a", *devices)[1].pool.threads for devices in (("cpu:0", "cpu:1"), ("cpu:2", "cpu:3"), ("cuda:0",))]
+    assert threads == [8, 4, None]
+
+
+def test_models_stay_beside_each_other_and_only_that_of_the_key_is_unloaded(registry, loaded):
+    keys, models = zip(*(loaded(name) for name in "abc"), strict=True)
+    assert len({id(model.pool) for model in models}) == 1
+    assert [loaded(name)[1] for name in "cab"] == [models[2], models[0], models[1]]
+    registry.unload(keys[1])
+    assert [model.unloaded for model in models] == [False, True, False]
+    assert models[0].pool.asked == ["Unload"]  # of the model alone
+    registry.begin_run()
+    assert [model.runs for model in models] == [1, 0, 1]
+    for key in keys:
+        registry.unload(key)
+    assert models[0].pool.asked == ["Unload"] * 4  # the last one was of all that is on the ranks
+    others = [loaded(f"more {number}")[1] for number in range(MOST_MODELS + 1)]
+    assert [model.unloaded for model in others] == [True, *[False] * MOST_MODELS]
+
+
+def test_a_model_that_is_refused_costs_the_others_nothing(loaded):
+    model = loaded("a")[1]
+    with pytest.raises(ValueError, match="does not fit"):
+        loaded("large")
+    assert loaded("a")[1] is model
+
+
+def test_a_file_that_has_changed_is_read_again(registry, loaded):
+    model = loaded("a")[1]
+    model.checkpoint.is_unchanged = False
+    again = loaded("a")[1]
+    assert again is not model
+    assert model.unloaded
+    assert loaded("a")[1] is again
+
+
+def test_the_least_recently_used_model_makes_room_first_and_no_more_than_is_asked(loaded):
+    freed = []
+    loaded("a"), loaded("b"), loaded("a")
+    third = loaded("c", make_room=lambda *_: freed.append(1) or 7)[1]
+    assert third.make_room("cpu", 60) == 60
+    assert (loaded("b")[1].asked, loaded("a")[1].asked) == ([60], [60 - SIZE])
+    assert not freed  # whoever has models on GPUs has none there
+    on_gpu = loaded("d", "cuda:0", make_room=lambda *_: 7)[1]
+    loaded("e", "cuda:0")
+    assert on_gpu.make_room("cuda:0", 20) == 20
+    assert loaded("e", "cuda:0")[1].asked == [13]
+
+
+def test_a_model_whose_weights_cannot_leave_is_unloaded(loaded):
+    stuck, other = loaded("stuck")[1], loaded("b")[1]
+    assert other.make_room("cpu", 10) == SIZE
+    assert stuck.unloaded
+
+
+@pytest.mark.parametrize(("free", "left"), [(SIZE, ["a", "b"]), (SIZE - 1, ["b"]), (0, ["b"]), (-1, [])])
+def test_where_the_host_has_no_room_the_model_that_was_parked_first_is_unloaded(registry, loaded, monkeypatch, free, left):
+    """The third model has the room of the second, whose weights go to host memory, where those of the first are."""
+    models = {name: loaded(name)[1] for name in "ab"}
+    last = loaded("c")[1]
+    assert last.make_room("cpu", SIZE) == SIZE
+    monkeypatch.setattr(registry_module, "host_memory", lambda: (registry_module.LEFT_FREE + free, 0))
+    assert last.make_room("cpu", SIZE) == SIZE
+    assert [name for name, model in models.items() if not model.unloaded] == left
+
+
+def test_models_that_take_turns_in_a_run_take_from_each_other_once(registry, loaded):
+    for name in ("a", "b", "idle"):
+        loaded(name)
+    registry.begin_run()
+    first, second = loaded("a")[1], loaded("b")[1]
+    idle = loaded("idle")[1]
+    registry.begin_run()
+    loaded("a"), loaded("b")
+    assert second.make_room("cpu", 110) == 100  # at its first use
+    assert (first.working, idle.working) == (True, False)  # the one is called again in this run
+    loaded("a")
+    idle.held["cpu"] = 5
+    assert first.make_room("cpu", 10) == 5
+    assert (second.asked, idle.asked) == ([], [110, 10])
+    registry.begin_run()
+    loaded("a")
+    assert first.make_room("cpu", 10) == 10
+    assert second.asked == [10]
+
+
+def test_room_for_something_else_comes_from_all_models(registry, loaded):
+    first, second = loaded("a")[1], loaded("b")[1]
+    assert registry.held_on(first.pool, "cpu") == 2 * SIZE
+    assert registry.make_way(first.pool, "cpu", 80) == 80
+    assert registry.held_on(first.pool, "cpu") == 2 * SIZE - 80
+    assert (first.asked, second.asked) == ([80], [30])
 
 
 def test_ranks_whose_links_fail_under_nccl_are_tried_once_more_without_p2p(registry, monkeypatch):
@@ -154,13 +294,13 @@ def test_p2p_stays_on_where_a_second_try_was_given_up(registry, monkeypatch):
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     monkeypatch.setattr(FakePool, "down", {True: "nccl"})
 
-    def use() -> None:
-        if registry._pool.self_test.p2p:
+    def use(pool) -> None:
+        if pool.self_test.p2p:
             raise LinksDown("the self-test failed", "nccl")
         raise KeyboardInterrupt  # Cancel
 
     with pytest.raises(KeyboardInterrupt):
-        registry._on_ranks(DEVICES, use)
+        registry._pools.use(DEVICES, use)
     registry.close()
     monkeypatch.setattr(FakePool, "down", {})
     assert registry.pool_for(DEVICES, nobody).self_test.p2p
@@ -181,7 +321,7 @@ def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begi
     monkeypatch.setattr(FakePool, "down", down)
     with pytest.raises(LinksDown, match="the self-test failed"):
         registry.pool_for(DEVICES, nobody)
-    registry._pool.error = LinksDown("the self-test failed")  # as a pool has it
+    registry._pools._pools[-1].error = LinksDown("the self-test failed")  # as a pool has it
     monkeypatch.setattr(FakePool, "down", {})
     assert registry.pool_for(DEVICES, nobody).self_test.p2p
 
@@ -192,11 +332,11 @@ def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkey
 
     class Loading:
         def __init__(self, *_arguments, make_room, **_named):
-            self.freed = make_room("cuda:0", 1)
+            self.freed, self.on_ranks = make_room("cuda:0", 1), True
 
     def make_room(device: str, missing: int) -> int:
         registry.unload(keys[0])
-        return 7 + registry.release_unused(keys[0], device)
+        return 7 + registry.give_back(keys[0], device, 1)
 
     monkeypatch.setattr(registry_module, "RemoteTransformer", Loading)
     monkeypatch.setattr(registry_module, "open_checkpoint", lambda path: None)

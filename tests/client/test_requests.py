@@ -69,7 +69,7 @@ def test_a_call_that_cannot_be_sent_costs_the_next_one_nothing(remote, flux_mode
 
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-@pytest.mark.parametrize("warm_up", [0, 1])
+@pytest.mark.parametrize("warm_up", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_run_equals_the_same_run_on_a_fresh_model(remote, degrees, warm_up):
     """Bit for bit, also without warm-up, where a first step that saw the last run's keys would show."""
     fresh = [run(remote(degrees, fresh=True), size, warm_up)[0] for size in SIZES[:3]]

@@ -16,15 +16,8 @@ from parallel_backend.client.placement.balance import divide, even_stages, timed
 from parallel_backend.client.placement.expected_request import expected_request
 from parallel_backend.client.placement.gpu_overheads import COMMUNICATOR, CONTEXT, WORKSPACES
 from parallel_backend.client.placement.memory_check import MemoryCheck
-from parallel_backend.client.placement.memory_model import (
-    KV_COPIES,
-    USABLE_MEMORY,
-    beside_blocks,
-    block_lists,
-    bytes_by_block,
-    memory_of,
-    model_sizes,
-)
+from parallel_backend.client.placement.memory_model import KV_COPIES, USABLE_MEMORY, beside_blocks, bytes_by_block, memory_of
+from parallel_backend.client.placement.model_sizes import block_lists, model_sizes
 from parallel_backend.core.communicators import communicators
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.token_order import TokenOrder
@@ -65,7 +58,7 @@ class Host:
 
     def load(self) -> None:
         self.guard.make_room_for((), nobody)
-        self.guard.check_weights(nobody)
+        self.guard.check_weights((), nobody)
         for rank, need in enumerate(self.check.memory(())):
             self._take(rank, need.weights + need.communicators - COMMUNICATOR)
 
@@ -154,12 +147,15 @@ def test_room_is_asked_for_the_whole_run_where_it_is_known_at_loading(flux):
         assert len(host.asked) == 1
 
 
-def test_cpu_ranks_ask_nobody(flux):
-    asked = []
+@pytest.mark.parametrize(("free", "asked"), [(10**12, []), (40 * 10**9, ["cpu"])])
+def test_cpu_ranks_ask_for_what_their_machine_lacks(flux, free, asked):
+    found = []
     check = MemoryCheck(flux, TWO, even_stages(57, 2), "fp32", ("cpu", "cpu"), 2)
-    pool = SimpleNamespace(devices=("cpu", "cpu"), ask=lambda *_: asked.append("the ranks"))
-    MemoryGuard(pool, check, flux.family, lambda *_: asked.append("the host")).make_room_for((), nobody)
-    assert asked == []
+    answers: Future = Future()
+    answers.set_result([m.RankMemory(rank, "here", free, 0, 0, None) for rank in range(2)])
+    pool = SimpleNamespace(devices=("cpu", "cpu"), ask=lambda *_: answers)
+    MemoryGuard(pool, check, flux.family, lambda device, _missing: found.append(device) or 0).make_room_for((), nobody)
+    assert found == asked
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(pipe=3, ulysses=2), Degrees(tensor=2)], ids=str)

@@ -20,6 +20,9 @@ def rank(number: int, **bytes_sent: int) -> SimpleNamespace:
         graphs=number,
         attention="flash-attn" if number else "",
         arithmetic="" if number else "int8 multiplied",
+        streamed_bytes=number * 10**9,
+        streaming_wait_seconds=0.75 * number,
+        replayed=2 * number,
     )
 
 
@@ -40,6 +43,8 @@ def test_bytes_are_of_all_ranks_by_axis():
     assert "2.00 s, 0.500 s per step" in text
     assert "blocked in transfers: 25 % of the ranks' working time; 75 % of the transfers' time was hidden" in text
     assert "compiled: 2 graphs" in text
+    assert "CUDA graphs: 6 of 24 micro-steps on all ranks were replays" in text
+    assert "streamed from host memory: 3.00 GB (0.75 GB per step), waited for 2.25 s, 20 % of the ranks" in text
     assert "attention: flash-attn\n" in text
     assert text.count("weights: int8 multiplied\n") == 1
     assert "rank 1: 8 micro-steps, computing 3.00 s, K/V buffers 5.0 MB, peak memory 2.00 GB" in text

@@ -1,10 +1,12 @@
 """A ControlNet's residuals in shared memory: results are those over pipes, bit for bit; it is bounded; it leaves nothing."""
 
 import gc
+import itertools
 import logging
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,11 +69,11 @@ def test_results_are_those_over_pipes_though_a_segment_is_written_over_once_it_i
     sent: list[int] = []
     send = Channel.send
 
-    def counting(channel, message, request_id=None):
+    def counting(channel, message, *rest, **named):
         if isinstance(message, m.Step):
             inside = [any(s.offset_of(t) is not None for s in channel._lent.values()) for t in message.added]
             sent.append(sum(inside))
-        return send(channel, message, request_id)
+        return send(channel, message, *rest, **named)
 
     def done(shared, seq, done=SharedResiduals.done):
         if seq in shared._used:
@@ -109,6 +111,7 @@ class PoolOfNobody:
 
     def __init__(self, far: tuple[int, ...] = ()):
         self.far, self.lent, self.taken_back, self.failed = far, [], [], False
+        self.next_segment = itertools.count(1).__next__
 
     def lends_to(self, rank: int) -> bool:
         return rank not in self.far
@@ -230,6 +233,17 @@ def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, flux_file)
     del model
     assert maps() == before
     assert set(os.listdir("/dev/shm")) == names
+
+
+def test_memory_that_cannot_be_pinned_is_no_error_of_what_the_gpu_does_next(monkeypatch, caplog):
+    segment, forgotten = make_segment(1, 4096), []
+    with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA):
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+        monkeypatch.setattr(pinned, "_forget_error", forgotten.append)
+        pinned.pinning(torch.device("cuda", 1))(segment.memory)()
+    assert forgotten == [torch.device("cuda", 1)]
+    assert "could not be pinned" in caplog.text
+    segment.close()
 
 
 def test_pinned_segments_are_unpinned_before_they_go(monkeypatch):

@@ -171,7 +171,7 @@ def test_where_nothing_has_run_it_says_so(remote):
 def test_a_registry_that_has_loaded_nothing_starts_nothing():
     registry = Registry()
     assert registry.present() is None
-    assert registry._pool is None
+    assert registry.pool is None
 
 
 class Short(Recorder):

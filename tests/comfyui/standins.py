@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tests.support import tiny
 
 Tensors = dict[str, torch.Tensor]
-ENCODERS_PACK = Path(__file__).parent / "tiny_encoders"
+ENCODERS_PACK, EMULATED_PACK = (Path(__file__).parent / name for name in ("tiny_encoders", "emulated_devices"))
 CLIP_WIDTH, T5_WIDTH = 64, 16
 T5_OUTPUT = 4096
 """What `tiny_encoders` pads T5's output to."""

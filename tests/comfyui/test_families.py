@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,8 +34,13 @@ def described(value, tensors: dict[str, torch.Tensor]):
     return {key: described(item, tensors) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def save_case(case, base: Path) -> None:
-    """Its file, and its conditioning for inside/families.py."""
+def only_in_full(case, mode: str) -> bool:
+    """One rank alone, where two show the same."""
+    return mode == "one rank" and "ulysses" in modes(case)
+
+
+def save_case(case, base: Path, tried: Sequence[str] = ()) -> None:
+    """Its file, and its conditioning for inside/families.py, which is to try these modes."""
     case.save(
         case.model(case.native.config), base / "models/diffusion_models" / f"{case.name}.safetensors", case.native.config
     )
@@ -59,7 +66,7 @@ def save_case(case, base: Path) -> None:
         "scheduler": native.scheduler,
         "extras": plain,
         "detected": native.detected,
-        "modes": modes(case),
+        "modes": list(tried),
     }
     tensors = {key: value.contiguous() for key, value in tensors.items()}
     save_file(tensors, base / f"{case.name}.inputs.safetensors", {"settings": json.dumps(settings)})
@@ -67,17 +74,24 @@ def save_case(case, base: Path) -> None:
 
 @pytest.fixture(scope="module")
 def parity(request, inside, base):
-    """Results by case, of one run of ComfyUI for those cases that were selected."""
-    calls = [item.callspec for item in request.session.items if item.path == request.path]
-    selected = {call.params["case"].name for call in calls}
+    """Results by case, of one run of ComfyUI for those cases and modes that were selected."""
+    selected = defaultdict(list)
+    for item in request.session.items:
+        if item.path == request.path:
+            selected[item.callspec.params["case"].name].append(item.callspec.params["mode"])
     for case in CASES:
         if case.name in selected:
-            save_case(case, base)
+            save_case(case, base, selected[case.name])
     return inside.run("families", names=sorted(selected))[0]
 
 
 @pytest.mark.parametrize(
-    ("case", "mode"), [pytest.param(case, mode, id=f"{case.name}-{mode}") for case in CASES for mode in modes(case)]
+    ("case", "mode"),
+    [
+        pytest.param(case, mode, id=f"{case.name}-{mode}", marks=pytest.mark.full if only_in_full(case, mode) else ())
+        for case in CASES
+        for mode in modes(case)
+    ],
 )
 def test_ksampler_equals_the_native_model(parity, case, mode, measured):
     native = parity[f"{case.name}, native"]

@@ -6,7 +6,7 @@ pytestmark = pytest.mark.comfyui
 
 NODES = (
     *("ParallelDiTLoader", "UlyssesConfig", "PipeFusionSampler", "ApplyPipeFusion", "QuickstartPrompt", "QuickstartDecode"),
-    *("UnloadParallelDiT", "ParallelVAEDecode", "ParallelTrace", "ParallelStepCache"),
+    *("UnloadParallelDiT", "ParallelVAEDecode", "ParallelVAEEncode", "ParallelTrace", "ParallelStepCache"),
 )
 
 

@@ -9,8 +9,13 @@ from tests.families.cases import all_cases
 pytestmark = pytest.mark.comfyui
 
 CASE = next(case for case in all_cases() if case.name == "minimax-h3-pruned")
-LIMITS = {"dpmpp_2s_ancestral_cfg_pp": 2e-4}
-"""Of the difference from the native model. This one's steps make fp32's rounding larger, on either side."""
+ROUNDING = {"dpmpp_2s_ancestral_cfg_pp": 2e-4}
+"""Sampler whose steps make fp32's rounding larger -> limit of both differences.
+
+This one's: the native model with outputs changed at random by 6e-8 of themselves is 3.0e-5 from itself, by 6e-7 2.3e-4, and
+with ComfyUI's other attention kernel 6.6e-5. Bands of frames have another order of tokens than a whole call, in which
+attention adds up: 1.4e-6 in one call, which this sampler makes 6.8e-5 in four steps, and Euler 1.7e-6.
+"""
 DEFAULT = ("euler", "dpmpp_sde")
 SAMPLERS = [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.full) for name in (*KINDS, *OTHERS)]
 SHAPE = [1, *CASE.native.latent]
@@ -22,20 +27,20 @@ def found(request, inside, base):
     return inside.run("nested", name=CASE.name, samplers=selected(request))[0]
 
 
-def check(got, measured, limit=5e-5):
+def check(got, measured, warm=1e-5, native=5e-5):
     assert "error" not in got, got
     assert got["finite"]
     measured("nested latents, PipeFusion's warm-up", got["warm"])
-    assert got["warm"] <= 1e-5
+    assert got["warm"] <= warm
     if "native" in got:
         measured("nested latents, against the native model", got["native"])
-        assert got["native"] <= limit
+        assert got["native"] <= native
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_gives_what_it_gives_on_the_native_model(found, measured, sampler):
     got = found[f"sampler {sampler}"]
-    check(got, measured, LIMITS.get(sampler, 5e-5))
+    check(got, measured, ROUNDING.get(sampler, 1e-5), ROUNDING.get(sampler, 5e-5))
     assert ["whole latent" in said for said in got["warnings"]] == [True] * (sampler == "dpm_adaptive")
     assert (got["stale"] > 1e-3) == (sampler != "dpm_adaptive")
 

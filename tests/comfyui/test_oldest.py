@@ -74,6 +74,7 @@ def test_cancel_ends_the_prompt_and_the_next_one_runs(oldest):
     assert after.status == "success", after.error
 
 
+@pytest.mark.full
 def test_killed_rank_is_named_and_the_next_prompt_runs(oldest):
     with Events(oldest.port, "oldest") as events:
         prompt_id = oldest.queue(small("native_ksampler", steps=3000, seed=7), client_id="oldest")

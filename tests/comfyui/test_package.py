@@ -16,8 +16,9 @@ from tests.comfyui.conftest import ranks
 from tests.comfyui.test_server import pixels, small, workflow
 from tests.comfyui.test_unload import LARGE, prompt, unload, unloading
 from tests.comfyui.websocket import Events
+from tests.support.host_memory import held_bytes
 from tests.support.package_files import install
-from tests.system.test_memory import private_bytes, write_random
+from tests.system.test_memory import write_random
 
 pytestmark = pytest.mark.comfyui
 
@@ -44,12 +45,13 @@ def test_the_package_runs_from_any_folder(server):
     assert not (server.base / "custom_nodes" / FOLDER / "tests").exists()
 
 
+@pytest.mark.full
 def test_unloading_gives_the_memory_back_and_the_next_prompt_the_same_picture(server, rank_processes, measured):
     name = "large.safetensors"
     size = write_random(server.base / "models" / "diffusion_models" / name, LARGE)
 
     def ours() -> int:
-        return private_bytes(tuple(process.pid for process in rank_processes()))
+        return held_bytes(tuple(process.pid for process in rank_processes()))
 
     def run(which: dict[str, Any]) -> np.ndarray:
         outcome = server.run(which)
@@ -87,6 +89,7 @@ def test_unloading_gives_the_memory_back_and_the_next_prompt_the_same_picture(se
     assert picture.std() > 0
 
 
+@pytest.mark.full
 def test_killed_rank_is_named_and_the_next_prompt_runs(server):
     with Events(server.port, "kill-test") as events:
         prompt_id = server.queue(workflow("native_ksampler", steps=3000, seed=21), client_id="kill-test")

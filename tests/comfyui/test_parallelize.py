@@ -69,6 +69,11 @@ def test_the_native_model_is_unloaded_needs_no_memory_and_is_right_afterwards(fo
     assert got["loaded"][0] > 0 == got["loaded"][1]
     assert got["mapped"] == [0.0, 1.0]
     assert got["again"] <= LIMIT
+    widened = result(found, "widened")
+    assert widened["dtype"] == "torch.float32"
+    assert widened["mapped"] > 0.9
+    assert widened["again"] <= LIMIT
+    assert widened["patched"] < 0.01 * widened["moved"]  # a LoRA is added in 16 bits now
     assert result(found, "fp8") == ["fp8_e4m3fn", "bf16", "0.0"]
 
 

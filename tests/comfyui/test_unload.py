@@ -80,11 +80,10 @@ def test_the_node_hands_its_input_through(found):
     assert found["handed through"] is True
 
 
-def test_a_model_frees_nothing_of_the_model_that_took_its_place(found):
+def test_a_model_frees_nothing_of_another_one_on_the_same_ranks(found):
     got = found["another model on the ranks"]
     assert "error" not in got, got
-    assert got["loaded"][0] == got["own"]
-    assert got["loaded"][1] > 1e6
+    assert min(got["loaded"]) > 1e6
     assert got["kept"]
     assert got["freed"]
 

@@ -19,15 +19,27 @@ IN_BANDS = (
     "Flux.2, batch 2",
     "a latent with one frame",
     "cancelled",
+    "room is made",
     "three ranks, batch 3",
+    "written into",
+    "after that",
+    "Wan 2.1",
+    "Wan 2.1, columns, batch 2, three ranks",
+    "Qwen-Image, batch 2",
+    "Qwen-Image Layered",
+    "Wan 2.2",
+    "Wan, cancelled",
+    "MiniMax H3",
+    "MiniMax H3, one frame, batch 2, three ranks",
 )
 WHOLE = {
     "no ranks": "there is only one device for it",
     "too little memory": "a device has less than the",
-    "too few rows": "the latent has 1 rows, too few for 2 ranks",
+    "too few rows": "the latent has 1 rows and columns at most, too few for 2 ranks",
     "changed": "another node has changed this VAE",
+    "patched": "another node has changed this VAE",
+    "another VAE's patch in its weights": "another node has changed this VAE",
     "TAESD": "a VAE of this kind (TAESD) cannot be cut",
-    "Wan": "a VAE of this kind (WanVAE) cannot be cut",
 }
 
 
@@ -52,7 +64,8 @@ def test_bands_equal_vae_decode(found, measured, case):
     assert found[case]["clamped"] < 0.1
     ((node, text),) = found[case]["said"]
     assert node == NODE
-    assert text.startswith(f"Decoded in {3 if 'three' in case else 2} bands on cpu, cpu")
+    what = "tiles" if "H3" in case else f"{3 if 'three' in case else 2} bands"
+    assert text.startswith(f"Decoded in {what} on cpu, cpu")
 
 
 @pytest.mark.parametrize("case", WHOLE)
@@ -65,8 +78,13 @@ def test_what_cannot_be_cut_is_decoded_whole_and_the_node_says_so(found, case):
     assert text.startswith(f"Decoded whole by ComfyUI, since {WHOLE[case]}")
 
 
+def test_models_on_the_ranks_make_way(found):
+    assert found["room is made"]["asked"] == [["cpu", True]]
+
+
 def test_a_change_by_another_node_would_have_been_lost(found):
     assert found["what the change does"] > 0.01
+    assert found["written into"]["changed"] > 0.01
 
 
 def test_the_model_on_the_ranks_stays_as_it_was(found):

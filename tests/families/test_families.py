@@ -1,8 +1,9 @@
-"""Every family: its layouts give diffusers' weights, and one rank, every exact mode at two and PipeFusion's warm-up give
+"""Every family: its layouts give diffusers' weights; one rank, exact modes at two and four, and PipeFusion's warm-up give
 diffusers' own forward."""
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base import tensor_plan
 from parallel_backend.families.base.patching import latents_of, like
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands
-from tests.families.cases import all_cases
+from tests.families.cases import all_cases, one_of_each
 from tests.families.cases.case import Case
 from tests.support import tiny
 
@@ -26,17 +27,43 @@ TOLERANCE = 1e-5
 BF16_TOLERANCE = 0.012
 CASES = all_cases()
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name, indirect=True)
+every_family = pytest.mark.parametrize("case", one_of_each(CASES), indirect=True)
 
 
-def cases_with(name: str, choices: Callable[[Case], Iterable[Any]]) -> pytest.MarkDecorator:
-    """Every case with each of its `choices`, as the argument `name`."""
-    params = [pytest.param(case, choice, id=f"{case.name}-{choice}") for case in CASES for choice in choices(case)]
+Choices = Callable[[Case], Iterable[Any]]
+
+
+def cases_with(name: str, choices: Choices, further: Choices = lambda case: ()) -> pytest.MarkDecorator:
+    """Every case with each of its `choices`, as the argument `name`; in the full tier also with the `further` ones."""
+    params = [
+        pytest.param(case, choice, id=f"{case.name}-{choice}", marks=marks)
+        for case in CASES
+        for offered, marks in ((choices, ()), (further, pytest.mark.full))
+        for choice in offered(case)
+    ]
     return pytest.mark.parametrize(("case", name), params, indirect=["case"])
 
 
-def banded_modes(case: Case) -> list[Degrees]:
-    """Of a case that can be sampled, the modes in which bands are tried."""
-    return [degrees for degrees in (Degrees(pipe=2), Degrees(ulysses=2)) if degrees in case.modes and case.sampled]
+def modes_of_two(case: Case) -> tuple[list[Degrees], list[Degrees]]:
+    """Of a case: modes for every tier, those for the full tier.
+
+    What a family itself decides is how its blocks are cut into stages, its layers over tensor ranks, its tokens over
+    sequence ranks, and what of a prompt belongs to which batch entry. The last is shown by a product, with the two
+    further ways of sequence ranks in turn. PipeFusion's comes last: bands have use for the ranks as it leaves them.
+    """
+    single = {axis: Degrees(**{axis: 2}) for axis in ("ulysses", "tensor", "pipe", "batch", "ring")}
+    single["patch"] = Degrees(patch=2, patch_mode="displaced")
+    other = ("ring", "patch")[CASES.index(case) % 2]
+    if not {single["batch"], single[other]} <= set(case.modes):
+        return list(case.modes), []
+    product = replace(single[other], batch=2)
+    every = [product, *(single[axis] for axis in ("ulysses", "tensor", "pipe") if single[axis] in case.modes)]
+    return every, [degrees for degrees in case.modes if degrees not in every]
+
+
+def banded_modes(case: Case, *modes: Degrees) -> list[Degrees]:
+    """Of a case that can be sampled, those of the modes that it has."""
+    return [degrees for degrees in modes if degrees in case.modes and case.sampled]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,9 +81,9 @@ def case(request):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """`made(case)`: (diffusers' model, its single file, its folder)."""
+    """`made(case)`: (diffusers' model, its single file, its folder). One case's at a time: see `case`."""
 
-    @functools.cache
+    @functools.lru_cache(1)
     def make(name: str):
         case = next(case for case in CASES if case.name == name)
         base = tmp_path_factory.mktemp(name)
@@ -65,6 +92,20 @@ def made(tmp_path_factory):
         return model, case.save(model, base / f"{name}.safetensors"), base / "folder"
 
     return lambda case: make(case.name)
+
+
+@pytest.fixture(scope="module")
+def given_and_expected(made):
+    """`given_and_expected(case, latent)`: a call's inputs, and diffusers' output."""
+
+    @functools.lru_cache(2)
+    def compute(name: str, latent: tuple[int, ...]):
+        case = next(case for case in CASES if case.name == name)
+        given = case.inputs(latent=latent)
+        with torch.inference_mode():
+            return given, case.reference(made(case)[0], *given)
+
+    return lambda case, latent: compute(case.name, latent)
 
 
 def sigmas_of(case, steps):
@@ -110,12 +151,9 @@ def test_the_original_layout_is_that_of_diffusers_converter(case, made):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def compare(case, pools, made, degrees, latent, measured):
-    model, file, _ = made(case)
-    given = case.inputs(latent=latent)
-    output = pools.load(file, degrees).predict(*given, lambda: None)
-    with torch.inference_mode():
-        expected = case.reference(model, *given)
+def compare(case, pools, made, given_and_expected, degrees, latent, measured):
+    given, expected = given_and_expected(case, latent)
+    output = pools.load(made(case)[1], degrees).predict(*given, lambda: None)
     for part, wanted in zip(latents_of(output), latents_of(expected), strict=True):
         assert part.shape == wanted.shape
         assert wanted.std() > 0.01
@@ -125,62 +163,14 @@ def compare(case, pools, made, degrees, latent, measured):
     assert error <= TOLERANCE
 
 
-@cases_with("size", lambda case: ("whole", "odd") if case.odd else ("whole",))
-def test_one_rank_equals_diffusers(case, size, pools, made, measured):
-    compare(case, pools, made, Degrees(), case.latent if size == "whole" else case.odd, measured)
-
-
-@every_case
-def test_bf16_rounds_neither_timestep_nor_guidance(case, pools, made, measured):
-    model, file, _ = made(case)
-    x, timestep, tensors = case.inputs()
-    timestep = timestep * 1.0028  # halfway between two of bf16
-    embedding = case.row.forward.time_embed
-    factor = 1.0 if embedding is None else embedding.factor
-    output = pools.load(file, Degrees(), "bf16").predict(x, timestep, tensors, lambda: None)
-    with torch.inference_mode():
-        expected = case.reference(model, x, timestep, tensors)
-        rounded = case.reference(model, x, (timestep * factor).bfloat16() / factor, tensors)
-    error = tiny.relative(tuple(part.float() for part in latents_of(output)), latents_of(expected))
-    measured(f"relative error in bf16, {case.name}", error)
-    assert error <= BF16_TOLERANCE
-    if (timestep * factor).max() > 1 and not case.fine_time:  # times of 0 ... 1 lose nothing that shows
-        assert tiny.relative(rounded, expected) > BF16_TOLERANCE
-
-
-@cases_with("degrees", lambda case: case.modes)
-def test_every_exact_mode_at_two_ranks_equals_diffusers(case, degrees, pools, made, measured):
-    compare(case, pools, made, degrees, case.odd or case.latent, measured)
+@cases_with("size", lambda case: ["whole"], lambda case: ["odd"] if case.odd else [])
+def test_one_rank_equals_diffusers(case, size, pools, made, given_and_expected, measured):
+    latent = case.latent if size == "whole" else case.odd
+    compare(case, pools, made, given_and_expected, Degrees(), latent, measured)
 
 
 @pytest.mark.slow
-@cases_with("degrees", banded_modes)
-def test_pipefusion_that_only_warms_up_equals_diffusers(case, degrees, pools, made, measured):
-    model, file, _ = made(case)
-    x, _, tensors = case.inputs()
-    found, _ = sample_in_bands(
-        pools.load(file, degrees), x, sigmas_of(case, 2), Prompt(tensors, {}, 1.0), case.bands, warm_up=2
-    )
-    error = tiny.relative(found, reference_run(case, model, x, tensors, 2))
-    measured(f"relative error of PipeFusion's warm-up, {case.name}", error)
-    assert error <= TOLERANCE
-
-
-@pytest.mark.slow
-@cases_with("degrees", lambda case: [degrees for degrees in banded_modes(case) if degrees.pipe > 1])
-def test_bands_with_old_keys_depend_on_the_schedule_alone(case, degrees, pools, made):
-    model, file, _ = made(case)
-    x, _, tensors = case.inputs()
-    prompt, sigmas = Prompt(tensors, {}, 1.0), sigmas_of(case, 4)
-    alone, piped = (
-        sample_in_bands(pools.load(file, degrees), x, sigmas, prompt, case.bands, 1)[0] for degrees in (Degrees(), degrees)
-    )
-    assert tiny.relative(piped, alone) <= TOLERANCE
-    assert 10 * TOLERANCE < tiny.relative(alone, reference_run(case, model, x, tensors, 4)) < 0.5
-
-
-@pytest.mark.slow
-@every_case
+@every_family
 def test_the_comparison_sees_every_input(case, pools, made):
     model, file, _ = made(case)
     x, timestep, tensors = case.inputs()
@@ -197,3 +187,56 @@ def test_the_comparison_sees_every_input(case, pools, made):
     ]
     for given in changes:
         assert tiny.relative(remote.predict(*given, lambda: None), expected) > 10 * TOLERANCE
+
+
+@cases_with("degrees", lambda case: modes_of_two(case)[0], lambda case: modes_of_two(case)[1])
+def test_exact_modes_equal_diffusers(case, degrees, pools, made, given_and_expected, measured):
+    compare(case, pools, made, given_and_expected, degrees, case.odd or case.latent, measured)
+
+
+@pytest.mark.slow
+@cases_with(
+    "degrees",
+    lambda case: banded_modes(case, Degrees(pipe=2)),
+    lambda case: banded_modes(case, Degrees(ulysses=2)),
+)
+def test_pipefusion_that_only_warms_up_equals_diffusers(case, degrees, pools, made, measured):
+    model, file, _ = made(case)
+    x, _, tensors = case.inputs()
+    found, _ = sample_in_bands(
+        pools.load(file, degrees), x, sigmas_of(case, 2), Prompt(tensors, {}, 1.0), case.bands, warm_up=2
+    )
+    error = tiny.relative(found, reference_run(case, model, x, tensors, 2))
+    measured(f"relative error of PipeFusion's warm-up, {case.name}", error)
+    assert error <= TOLERANCE
+
+
+@pytest.mark.slow
+@cases_with("degrees", lambda case: banded_modes(case, Degrees(pipe=2)))
+def test_bands_with_old_keys_depend_on_the_schedule_alone(case, degrees, pools, made):
+    model, file, _ = made(case)
+    x, _, tensors = case.inputs()
+    prompt, sigmas = Prompt(tensors, {}, 1.0), sigmas_of(case, 3)
+    alone, piped = (
+        sample_in_bands(pools.load(file, degrees), x, sigmas, prompt, case.bands, 1)[0] for degrees in (Degrees(), degrees)
+    )
+    assert tiny.relative(piped, alone) <= TOLERANCE
+    assert 2 * TOLERANCE < tiny.relative(alone, reference_run(case, model, x, tensors, 3)) < 0.5  # keys were old
+
+
+@every_family
+def test_bf16_rounds_neither_timestep_nor_guidance(case, pools, made, measured):
+    model, file, _ = made(case)
+    x, timestep, tensors = case.inputs()
+    timestep = timestep * 1.0028  # halfway between two of bf16
+    embedding = case.row.forward.time_embed
+    factor = 1.0 if embedding is None else embedding.factor
+    output = pools.load(file, Degrees(), "bf16").predict(x, timestep, tensors, lambda: None)
+    with torch.inference_mode():
+        expected = case.reference(model, x, timestep, tensors)
+        rounded = case.reference(model, x, (timestep * factor).bfloat16() / factor, tensors)
+    error = tiny.relative(tuple(part.float() for part in latents_of(output)), latents_of(expected))
+    measured(f"relative error in bf16, {case.name}", error)
+    assert error <= BF16_TOLERANCE
+    if (timestep * factor).max() > 1 and not case.fine_time:  # times of 0 ... 1 lose nothing that shows
+        assert tiny.relative(rounded, expected) > BF16_TOLERANCE

@@ -18,8 +18,9 @@ from parallel_backend.acceptance.ground import Settings
 from parallel_backend.acceptance.kit import FAILED, NOT_LOOKED_AT, run
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.packed_formats import GGUF_BLOCKS, GgufBlocks
+from parallel_backend.client.placement.residency import Offload
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.client.vae import RemoteDecoder, TooLittleMemory
+from parallel_backend.client.vae import TooLittleMemory
 from parallel_backend.core.attention_kernels import KERNELS, SDPA
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
@@ -33,6 +34,7 @@ from tests.checkpoints.test_formats import encode
 from tests.families.cases import all_cases
 from tests.rank import test_vae
 from tests.support import tiny
+from tests.support.vaes import OnRanks, decoder_of
 
 DEVICE = "cuda:0"
 ALONE, SHARED, DISTINCT, REVERSED = (DEVICE,), (DEVICE, DEVICE), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")
@@ -229,6 +231,19 @@ def test_peak_memory_and_unloading(ranks, tmp_path, measured):
     assert stats[0].buffer_bytes > 0
 
 
+def test_streamed_weights_give_what_weights_on_the_device_give(ranks, tmp_path):
+    """Also after all of them have given way and come back."""
+    path = tiny.save_original(tiny.random_flux(LARGE), LARGE, tmp_path / "large.safetensors")
+    given, load = tiny.inputs(LARGE), (Degrees(), "bf16", "sdpa", lambda: None)
+    expected = RemoteTransformer(ranks(ALONE), open_checkpoint(path), *load).predict(*given, lambda: None)
+    model = RemoteTransformer(ranks(ALONE), open_checkpoint(path), *load, offload=Offload(leave_free=1 << 50))
+    assert sum(model.weight_bytes) < sum(model.resident.host_bytes)
+    for _ in range(2):
+        assert all(torch.equal(model.predict(*given, lambda: None), expected) for _ in range(2))
+        model.give_way(ALONE[0], 1 << 50, lambda: None)
+        assert sum(model.weight_bytes) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", GGUF_BLOCKS)
 def test_packed_blocks_expand_as_on_a_cpu(kind, dtype):
@@ -262,11 +277,11 @@ def test_every_family_equals_diffusers_on_the_cpu(ranks, case, tmp_path, measure
 @pytest.mark.parametrize("devices", PAIRS)
 def test_a_vae_in_bands_equals_the_whole_on_a_cpu(ranks, devices):
     vae, x = test_vae.autoencoder(), test_vae.latent(1, 4, 13, 9)
-    decoder = RemoteDecoder(ranks(devices), "vae", lambda: test_vae.weights(vae))
+    decoder = OnRanks(ranks(devices), "vae", lambda: decoder_of(vae))
     assert test_vae.largest(decoder.decode(x, lambda: None), test_vae.whole(vae, x)) <= TOLERANCE
     with pytest.raises(TooLittleMemory):
         decoder.decode(x, lambda: None, bytes_needed=torch.cuda.get_device_properties(0).total_memory + 1)
-    half = {name: tensor.bfloat16() for name, tensor in test_vae.weights(vae).items()}
-    found = RemoteDecoder(ranks(devices), "bf16", lambda: half).decode(x, lambda: None)
+    half = copy.deepcopy(vae).bfloat16()
+    found = OnRanks(ranks(devices), "bf16", lambda: decoder_of(half)).decode(x, lambda: None)
     assert found.dtype == torch.bfloat16
     assert test_vae.largest(found, test_vae.whole(vae, x)) <= 0.05

@@ -74,6 +74,15 @@ def test_a_segment_is_read_while_the_host_goes_on():
     segment.close()
 
 
+def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel():
+    segment = make_segment(1, 1 << 16)
+    let_go = pinning(DEVICE)(segment.memory)
+    pinning(DEVICE)(segment.memory)()  # a second time: refused
+    assert torch.ones(4, device=DEVICE).sum().item() == 4
+    let_go()
+    segment.close()
+
+
 def test_a_heartbeat_says_where_a_busy_device_is():
     heartbeat = Heartbeat("micro-step 1")
     traffic = Traffic(DEVICE, heartbeat)

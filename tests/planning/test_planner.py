@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from benchmarks.predictions.published import RUNS, Run, calibration, outside, predicted
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.placement.memory_model import KV_COPIES
+from parallel_backend.client.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.client.placement.pipeline_model import StageCost, finish_times
+from parallel_backend.client.placement.residency import Offload
 from parallel_backend.client.registry import ModelKey, Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.planning import __main__ as command
 from parallel_backend.planning import planner, prediction
 from parallel_backend.planning.calibrated_costs import BlockCost, CalibratedCosts, Calibration, DeviceCost, pairs_of, through
-from parallel_backend.planning.calibration import CONTEXTS, calibrate, calibration_key, calibration_of
+from parallel_backend.planning.calibration import calibrate, calibration_key, calibration_of, contexts
 from parallel_backend.planning.calibration_file import cached
 from parallel_backend.planning.links import SIZES, Link, Links, alike, links_of
 from parallel_backend.planning.machine import Device, Machine
@@ -27,10 +28,11 @@ from parallel_backend.planning.modes import Mode, possible
 from parallel_backend.planning.planner import Plan, choose
 from parallel_backend.planning.prediction import Prediction, StepKind, cut_model
 from parallel_backend.planning.presets import HARDWARE, MODELS
-from parallel_backend.planning.report import choice, describe_planned
+from parallel_backend.planning.report import _advice, choice, describe_planned
 from parallel_backend.planning.workload import Workload, workload_of
-from parallel_backend.wire.diagnosis import Probed
+from parallel_backend.wire.diagnosis import Probed, RankMemory
 from parallel_backend.wire.messages import LinksProbed
+from tests.families.cases import all_cases
 from tests.support import tiny
 
 WITHIN = 0.25
@@ -139,7 +141,12 @@ def test_bytes_of_a_forward_are_those_of_the_field():
     assert sent["tensor"] == pytest.approx(4 * A * LAYERS * (N - 1) / N)
     assert sent["pipe"] == A
     displaced = Mode(Degrees(patch=N, patch_mode="displaced"))
-    assert max(predict(on, workload(), displaced).step_bytes["patch"]) == pytest.approx(2 * A * LAYERS * (N - 1) / N)
+    full = 2 * A * LAYERS * (N - 1) / N
+    assert max(predict(on, workload(), displaced).step_bytes["patch"]) == pytest.approx(full)
+    changes = replace(workload(), sizes=replace(workload().sizes, transfer_dtype="residual"))
+    assert max(predict(on, changes, displaced).step_bytes["patch"]) == pytest.approx(full * 18 / 64)  # for 32 values of bf16
+    packed = max(predict(on, changes, Mode(Degrees(ulysses=N))).step_bytes["ulysses"])  # 32 values in int8, and their scale
+    assert packed == pytest.approx(sent["ulysses"] * 34 / 64)
 
 
 def test_memory_is_that_of_the_field():
@@ -420,6 +427,66 @@ def test_nothing_is_said_of_stages_that_are_only_imagined(caplog):
     assert not caplog.records
 
 
+# Weights that are streamed.
+
+
+def streaming(count: int, memory: int, copies: float = 25e9, link: Link = ENDLESS) -> Calibration:
+    on = devices(count, link, memory=memory)
+    return replace(on, machine=replace(on.machine, devices=tuple(replace(one, copies=copies) for one in on.machine.devices)))
+
+
+def test_what_does_not_fit_is_streamed_and_costs_its_copies():
+    """Traffic of a step, by mode: W - B under Ulysses, W / T - B under tensor, M (W / N - B) under PipeFusion."""
+    on, what = streaming(2, 10 * GB, copies=1e9), workload(text=512)  # copies are much slower than computing
+    weights, steps = what.sizes.weight_bytes, what.steps
+    for degrees, bands in ((Degrees(ulysses=2), 1), (Degrees(tensor=2), 1), (Degrees(pipe=2), 2), (Degrees(pipe=2), 4)):
+        found = predict(on, what, Mode(degrees, bands))
+        assert not found.lacks
+        assert 9 * GB < found.most_memory <= USABLE_MEMORY * 10 * GB
+        assert found.most_streamed > weights / (degrees.pipe * degrees.tensor) - USABLE_MEMORY * 10 * GB
+        exact = what.warm_up_steps if degrees.pipe > 1 else steps  # a step of its own each, with one pass of the weights
+        expected = (exact + bands * (steps - exact)) * found.most_streamed / 1e9
+        assert found.seconds == pytest.approx(expected, rel=0.05)
+
+
+def test_copies_that_hide_cost_nothing_and_none_are_made_where_all_fits():
+    what = workload(text=512)
+    all_fit, fast = (predict(streaming(2, memory, 1e15), what, Mode(Degrees(ulysses=2))) for memory in (80 * GB, 10 * GB))
+    assert all_fit.most_streamed == 0 < fast.most_streamed
+    assert fast.seconds == pytest.approx(all_fit.seconds, rel=0.01)
+    refused = prediction.predict(
+        CalibratedCosts(streaming(2, 10 * GB), what), Mode(Degrees(ulysses=2)), Offload(streams=False)
+    )
+    assert "which has 10.0 GB free" in refused.lacks
+    left = prediction.predict(
+        CalibratedCosts(streaming(2, 10 * GB), what), Mode(Degrees(ulysses=2)), Offload(leave_free=2 * GB)
+    )
+    assert left.most_memory <= USABLE_MEMORY * 8 * GB
+
+
+def test_streamed_weights_need_host_memory():
+    on = streaming(2, 10 * GB)
+    short, enough = (replace(on, machine=replace(on.machine, host_free=free * GB)) for free in (16, 20))
+    for degrees in (Degrees(ulysses=2), Degrees(pipe=2)):  # in one copy, or in two different halves
+        mode = Mode(degrees, degrees.pipe)
+        assert not predict(enough, workload(), mode).lacks
+        assert ("host memory together, 16.0 GB is free" in predict(short, workload(), mode).lacks) == (degrees.pipe == 1)
+
+
+def test_fewer_patches_are_advised_where_each_streams_the_stage_and_the_report_says_so():
+    """Flux-dev on two cards of 12 GB."""
+    found = planner.plan(CalibratedCosts(streaming(2, 12 * GB, link=Link(1e-5, 3e9)), workload(text=512)))
+    assert found.best.mode == Mode(Degrees(pipe=2), 2)
+    more = of_mode(found, Mode(Degrees(pipe=2), 4))
+    assert more.seconds > found.best.seconds
+    text = "\n".join((describe_planned(found), _advice(found)))
+    kept = [one.weights.total - one.streamed for one in found.best.held]
+    assert f"cuda:0 {kept[0] / 1e9:.2f} GB and {found.best.held[0].streamed / 1e9:.2f} GB, cuda:1" in text
+    assert f"with 4 patches {more.seconds:.2f} s: every patch brings the stage's weights once more" in text
+    ulysses = of_mode(found, Mode(Degrees(ulysses=2)))
+    assert f"ulysses_degree 2 (exact): {ulysses.seconds:.2f} s; streams {ulysses.most_streamed / 1e9:.2f} GB" in text
+
+
 # Calibrations.
 
 
@@ -463,6 +530,20 @@ def test_bytes_are_those_of_a_real_call(calibrated, flux_file, pools, degrees):
         assert stats.bytes_sent == {axis: counts[rank] for axis, counts in expected.items() if counts[rank]}
 
 
+SUMS = {
+    "flux-dev": {"transformer_blocks.0": 2, "single_transformer_blocks.0": 1},
+    "wan-2.1-t2v": {"blocks.0": 3},  # the video's attention, the text's, the feed-forward
+    "pixart-sigma": {"transformer_blocks.0": 3},
+}
+"""Kind of block -> results that tensor ranks add up in it."""
+
+
+@pytest.mark.parametrize("case", [case for case in all_cases() if case.name in SUMS], ids=lambda case: case.name)
+def test_what_tensor_ranks_add_up_is_read_off_the_file(case, tmp_path):
+    checkpoint = open_checkpoint(case.save(case.model(), tmp_path / "model.safetensors"))
+    assert workload_of(checkpoint, "fp32", "cpu", (1, *case.latent), 1, 4, 8).sums == SUMS[case.name]
+
+
 def test_weights_are_those_of_real_ranks(calibrated, flux_file, pools):
     """Altogether: how a pipeline shares them out depends on what was measured."""
     for degrees in (Degrees(ulysses=2), Degrees(pipe=2)):
@@ -475,8 +556,9 @@ def test_a_gpu_keeps_some_memory_for_its_processes(flux_file):
     file = open_checkpoint(flux_file)
     times = dict.fromkeys(file.family.blocks.counts(file.config), (2e-3, 1e-3))
     found = [LinksProbed(0, "a GPU", 9 * GB, 24 * GB, {}, {})]
-    made = calibration_of(("cuda:0",), file, found, [Probed(0, times, (1e-3, 1e-3), 9 * GB)], (64, 16))
-    assert made.machine.devices == (Device("cuda:0", "a GPU", 24 * GB - CONTEXTS),)
+    memories = [RankMemory(0, "a card", 9 * GB, 0, 0, 24 * GB, "here", 64 * GB, 25e9)]
+    made = calibration_of(("cuda:0",), file, found, memories, [Probed(0, times, (1e-3, 1e-3), 9 * GB)], (64, 16))
+    assert made.machine.devices == (Device("cuda:0", "a GPU", 24 * GB - contexts("cuda:0"), None, 25e9),)
     assert set(made.costs[0].blocks) == set(times)
 
 
@@ -612,22 +694,23 @@ def test_the_key_tells_apart_what_matters(flux_file, tmp_path):
 # The plan that is kept.
 
 
-class FakePool:
-    error = None
-
-    def __init__(self, devices):
-        self.devices = devices
+class FakeModel:
+    on_ranks = True
 
 
 def test_a_plan_is_kept_with_the_model_on_the_ranks(tmp_path):
     left = ModelKey(tmp_path, "fp32", ("cpu", "cpu"), Degrees(), "auto", planned="cpu,cpu")
     registry = Registry()
     assert registry.planned(left) is None
-    loaded = replace(left, degrees=Degrees(ulysses=2))
-    registry._pool, registry._key, registry._model = FakePool(loaded.devices), loaded, object()
-    assert registry.planned(left) == loaded
-    registry._key = replace(loaded, devices=("cpu",), degrees=Degrees())
-    assert registry.planned(left) == registry._key  # a plan may leave devices out
+    loaded, model = replace(left, degrees=Degrees(ulysses=2)), FakeModel()
+
+    def on_ranks(key: ModelKey) -> ModelKey:
+        registry._models.clear()
+        registry._models.add(key, model)
+        return key
+
+    assert on_ranks(loaded) == registry.planned(left)
+    assert on_ranks(replace(loaded, devices=("cpu",), degrees=Degrees())) == registry.planned(left)  # it may leave some out
     for other in (
         replace(left, planned="cpu,cpu,cpu"),
         replace(left, planned="cpu,cpu pipelined"),
@@ -635,12 +718,10 @@ def test_a_plan_is_kept_with_the_model_on_the_ranks(tmp_path):
         replace(left, planned=""),
     ):
         assert registry.planned(other) is None
-    registry._key = replace(loaded, planned="")  # by hand, although the same degrees
+    on_ranks(replace(loaded, planned=""))  # by hand, although the same degrees
     assert registry.planned(left) is None
-    registry._key = loaded
-    registry._pool.error = RuntimeError()
-    assert registry.planned(left) is None
-    registry._pool.error, registry._model = None, None
+    on_ranks(loaded)
+    model.on_ranks = False
     assert registry.planned(left) is None
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client import registry as registry_module
+from parallel_backend.client import pools
 from parallel_backend.client.registry import ModelKey, Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
@@ -84,9 +84,9 @@ def test_a_store_that_goes_away_while_ranks_wait_for_each_other_is_named(monkeyp
 
 
 def test_where_nccl_fails_it_is_tried_once_more_without_p2p(monkeypatch, flux_file, given):
-    monkeypatch.delenv(registry_module.P2P_DISABLE, raising=False)
+    monkeypatch.delenv(pools.P2P_DISABLE, raising=False)
     monkeypatch.setattr(local, "main", deaf_rank.deaf_with_p2p)
-    monkeypatch.setattr(registry_module, "SELF_TEST", replace(SELF_TEST, seconds=LIMIT))
+    monkeypatch.setattr(pools, "SELF_TEST", replace(SELF_TEST, seconds=LIMIT))
     said: list[str] = []
     with closing(Registry()) as registry:
         key = ModelKey(flux_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")

@@ -22,10 +22,11 @@ from parallel_backend.core import compile_check
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes import parent_watch
 from parallel_backend.processes.local import LocalRanks, StartSettings
-from parallel_backend.rank import allocator, engine
+from parallel_backend.rank import allocator
 from parallel_backend.rank.comm import link_probe
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.free_memory import host_memory
+from parallel_backend.rank.stage.store.device_copies import PlainCopies
 from tests.support import tiny
 from tests.support.fake_cuda import ADA, RDNA3, fake_cuda
 
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.threads
 def on_windows(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.delattr(signal, "SIGUSR1")
+    monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(ctypes, "CDLL", None)  # CDLL(None) is an error there
     monkeypatch.setitem(sys.modules, "resource", None)
     monkeypatch.setitem(sys.modules, "fcntl", None)
@@ -46,7 +48,7 @@ def test_memory_is_asked_of_the_system(monkeypatch):
     free, total = host_memory()
     assert 0 < free < total == psutil.virtual_memory().total
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=1 << 30)))
-    assert engine._peak_bytes(torch.device("cpu")) == 1 << 30
+    assert PlainCopies(torch.device("cpu")).peak_bytes == 1 << 30
 
 
 def test_glibc_is_not_looked_for():
@@ -134,7 +136,7 @@ def test_compiling_names_windows_own_triton(monkeypatch):
 ROOT = Path(__file__).resolve().parents[2]
 POSIX_MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "pty"}
 POSIX_NAMES = re.compile(r"\b(os\.(fork|getuid|geteuid|setsid|killpg|mkfifo)|signal\.(SIGKILL|SIGUSR\d|SIGCONT|SIGSTOP))\b")
-BEHIND_A_BRANCH = {"local.py", "parent_watch.py", "rank_log.py"}
+BEHIND_A_BRANCH = {"local.py", "parent_watch.py", "rank_log.py", "sharing.py"}
 """Files whose use of such names the tests above run without them."""
 
 
@@ -168,7 +170,7 @@ def test_a_log_is_written_without_signals(tmp_path):
 
 def test_a_model_runs_on_two_ranks(remote, flux_model, monkeypatch):
     """Loading, a run with its report, and unloading."""
-    monkeypatch.setattr(engine, "_peak_bytes", lambda _device: 1 << 30)
+    monkeypatch.setattr(PlainCopies, "peak_bytes", 1 << 30)
     given = tiny.inputs(tiny.FLUX)
     model = remote(Degrees(pipe=2), fresh=True)
     assert tiny.relative(model.predict(*given, lambda: None), tiny.reference(flux_model, *given)) < 1e-5

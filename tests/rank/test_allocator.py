@@ -63,7 +63,7 @@ def test_freed_memory_is_kept_and_given_back_when_asked():
 
 
 class Mute:
-    def send(self, message: object, request_id: int | None = None) -> None:
+    def send(self, message: object, request_id: int | None = None, model: int | None = None) -> None:
         pass
 
 

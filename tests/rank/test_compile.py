@@ -23,7 +23,9 @@ from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.rank.engine import Engine
+from parallel_backend.rank.stage.store.emulated import EmulatedCopies
 from parallel_backend.wire import messages as m
+from parallel_backend.wire.rank_settings import EmulatedDevice
 from tests.checkpoints.test_formats import make_gguf, scaled_new
 from tests.families.cases import all_cases
 from tests.families.cases.case import Case
@@ -42,12 +44,13 @@ OTHERS = [name for name in CASES if name not in GRAPHS]
 class OneRank:
     """An Engine in this process, without a client. `graphs` counts what has been compiled."""
 
-    def __init__(self, path, compile: bool, dtype: str = "fp32"):
+    def __init__(self, path, compile: bool, dtype: str = "fp32", resident: tuple[int, ...] = ()):
         self.checkpoint = open_checkpoint(path)
         self.family = self.checkpoint.family
         blocks = (Span(0, self.family.blocks.total(self.checkpoint.config)),)
-        load = m.Load(str(path), dtype, (1,) * 6, "none", (1.0,), blocks, "sdpa", compile=compile)
-        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody())
+        load = m.Load(str(path), dtype, (1,) * 6, "none", (1.0,), blocks, "sdpa", compile=compile, resident=resident)
+        copies = EmulatedCopies(0, EmulatedDevice(1 << 30, 1e10)) if resident else None
+        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody(), copies=copies)
         self._seq = itertools.count(1)
 
     @property
@@ -88,8 +91,8 @@ def ranks():
     """`ranks(path, compile)`: a OneRank; its graphs are dropped at the end."""
     made = []
 
-    def make(path, compile=True, dtype="fp32"):
-        made.append(OneRank(path, compile, dtype))
+    def make(path, compile=True, dtype="fp32", resident=()):
+        made.append(OneRank(path, compile, dtype, resident))
         return made[-1]
 
     yield make
@@ -114,6 +117,20 @@ def check_family(ranks, tmp_path, case: Case, measured) -> int:
 @pytest.mark.parametrize("family", GRAPHS)
 def test_blocks_share_their_graphs_and_nothing_is_compiled_twice(ranks, tmp_path, traced, measured, family):
     assert check_family(ranks, tmp_path, CASES[family], measured) == GRAPHS[family]
+
+
+@pytest.mark.slow
+def test_streamed_blocks_share_the_graphs_too_and_keep_them_when_weights_move(ranks, tmp_path, traced):
+    case = CASES["pixart-alpha"]
+    path = case.save(case.model(), tmp_path / "model.safetensors")
+    inputs = case.inputs()
+    expected = ranks(path).predict(*inputs)
+    streamed = ranks(path, resident=(1,))
+    for resident in (1, 0, 1 << 20, 1):
+        streamed.engine.set_resident(resident)
+        if resident:
+            assert torch.equal(streamed.predict(*inputs), expected)
+    assert streamed.graphs == GRAPHS["pixart-alpha"]
 
 
 @pytest.mark.full

@@ -151,9 +151,9 @@ def test_added_to_every_weight_as_to_the_file(load, files, family, degrees, tmp_
 def test_each_kind_of_layer_shows(files, family):
     """Control: a delta that was dropped on the way would have failed the test above."""
     checkpoint, given = open_checkpoint(files[family]), tiny.inputs(CONFIGS[family], 1, 8, 8, family=family)
-    model, state = tiny.whole_model(files[family]), load_file(files[family])
+    (model, store), state = tiny.stored_model(files[family]), load_file(files[family])
     plan = TensorPlan({}, 1, 1, Axis("tensor", 1, 0, (0,), None))
-    adapters = Adapters(model, checkpoint, plan, torch.device("cpu"), torch.float32)
+    adapters = Adapters(model, checkpoint, plan, torch.device("cpu"), torch.float32, store)
     before, quiet = REFERENCES[family](model, *given), []
     for delta in [*lora(state), *diffs(state)]:
         if any(place in delta.key for place in ("blocks.1.", "final", "_in", "embed")):

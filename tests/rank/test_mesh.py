@@ -67,10 +67,10 @@ def test_both_ends_of_a_link_share_a_group_that_nothing_else_uses(made):
 def test_a_rank_that_is_alone_has_no_process_group_and_needs_none():
     peers = nobody()
     peers.join()
-    mesh = peers.make_mesh(Degrees())
+    mesh = peers.enter_mesh(Degrees())
     assert mesh.groups == [] and mesh.link(sends=True) is mesh.link(sends=False) is None
     assert not staged(SimpleNamespace(is_cuda=True), mesh.axes["ulysses"].group)
     assert probe_links(0, ("cpu",), (1 << 10,)).links == {}
-    peers.close_mesh(mesh)
+    peers.leave_mesh(Degrees())
     leave()
     assert not torch.distributed.is_initialized()

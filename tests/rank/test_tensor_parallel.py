@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
-from parallel_backend.client.placement.memory_model import memory_of, model_sizes
+from parallel_backend.client.placement.memory_model import memory_of
+from parallel_backend.client.placement.model_sizes import model_sizes
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model

@@ -1,6 +1,8 @@
 """A VAE's decoder in bands of rows equals diffusers' decode of the whole latent, and each of its exchanges is needed."""
 
+import copy
 import functools
+import json
 import os
 import signal
 import threading
@@ -13,16 +15,20 @@ import torch
 from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 from torch import nn
 
-from parallel_backend.checkpoints.vae_keys import to_diffusers
-from parallel_backend.client.vae import RemoteDecoder, TooLittleMemory
+from parallel_backend.client import shared_tensors
+from parallel_backend.client.vae import TooLittleMemory
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.families.vaes import VAES
+from parallel_backend.families.vaes.base import Edges, Weights
+from parallel_backend.families.vaes.kl import to_diffusers
 from parallel_backend.processes.pool import RankError
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.vae import banded_layers as banded
-from parallel_backend.rank.vae.decoder import BandedDecoder, free_bytes
+from parallel_backend.rank.vae.part import VAEPart, free_bytes
 from parallel_backend.wire import messages as m
 from tests.support import tiny
+from tests.support.vaes import OnRanks, decoder_of
 
 LIMIT = 1e-5
 """Of the largest difference in fp32, as a part of the largest pixel."""
@@ -45,10 +51,6 @@ def autoencoder(channels: int = 4, post_quant: bool = True) -> diffusers.Autoenc
     return tiny.randomise(vae.eval().requires_grad_(False), seed=0)
 
 
-def weights(vae: diffusers.AutoencoderKL) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in vae.state_dict().items() if name.startswith(("decoder.", "post_quant_conv."))}
-
-
 def latent(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
@@ -66,7 +68,7 @@ def largest(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.fixture
 def remote_decoder(pools):
     """`remote_decoder(ranks, vae, name)`: it on that many ranks."""
-    return lambda ranks, vae, name="vae": RemoteDecoder(pools(ranks), name, lambda: weights(vae))
+    return lambda ranks, vae, name="vae": OnRanks(pools(ranks), name, lambda: decoder_of(vae))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -88,6 +90,13 @@ def test_bands_equal_the_whole(remote_decoder, ranks, shape, post_quant, measure
 def test_repeats_bit_for_bit(remote_decoder):
     decoder, x = remote_decoder(3, autoencoder()), latent(1, 4, 9, 6)
     assert torch.equal(decoder.decode(x, lambda: None), decoder.decode(x, lambda: None))
+
+
+def test_bands_and_weights_over_pipes_are_those_in_shared_memory(remote_decoder, monkeypatch):
+    x = latent(1, 4, 5, 4)
+    shared = remote_decoder(2, autoencoder(), "shared").decode(x, lambda: None)
+    monkeypatch.setattr(shared_tensors, "sharing_possible", lambda: False)
+    assert torch.equal(remote_decoder(2, autoencoder(), "sent").decode(x, lambda: None), shared)
 
 
 def test_half_precision_is_as_near_as_the_whole_in_it(remote_decoder):
@@ -126,38 +135,36 @@ def test_a_rank_sends_rows_statistics_and_keys(remote_decoder):
     ]
 
 
-def test_weights_are_sent_once_until_another_decoder_or_model_takes_their_place(pools, remote):
+def test_weights_are_sent_once_until_another_decoder_takes_their_place_or_all_is_unloaded(pools, remote):
     sent = []
 
     def decode(name: str) -> None:
-        def ask() -> dict[str, torch.Tensor]:
+        def ask() -> Weights:
             sent.append(name)
-            return weights(autoencoder())
+            return decoder_of(autoencoder())
 
-        found = RemoteDecoder(pools(2), name, ask).decode(latent(1, 4, 4, 4), lambda: None)
+        found = OnRanks(pools(2), name, ask, decoder_of(autoencoder())).decode(latent(1, 4, 4, 4), lambda: None)
         assert largest(found, whole(autoencoder(), latent(1, 4, 4, 4))) <= LIMIT
 
-    for name in ("a", "a", "b", "b", "a"):
-        decode(name)
-    assert sent == ["a", "b", "a"]
     model = remote(Degrees(pipe=2), fresh=True)
     given = tiny.inputs(tiny.FLUX)
     before = model.predict(*given, lambda: None)
-    decode("a")
-    decode("a")
-    assert sent == ["a", "b", "a", "a"]
+    for name in ("a", "a", "b", "b", "a"):
+        decode(name)
+    assert sent == ["a", "b", "a"]
     assert torch.equal(model.predict(*given, lambda: None), before)  # beside the decoder the model stays as it was
     pools(2).ask(m.Unload(), m.Unloaded).result(timeout=60)
     pools.forget(2)
     decode("a")
-    assert sent == ["a", "b", "a", "a", "a"]
+    assert sent == ["a", "b", "a", "a"]
 
 
 def test_too_little_memory_is_said_before_anything_is_computed(remote_decoder):
     decoder, x = remote_decoder(2, autoencoder()), latent(1, 4, 4, 4)
     assert free_bytes(torch.device("cpu")) < 2**60
-    with pytest.raises(TooLittleMemory, match="less than the"):
+    with pytest.raises(TooLittleMemory, match="less than the") as short:
         decoder.decode(x, lambda: None, bytes_needed=2**60)
+    assert 2**60 < short.value.missing["cpu"] < 2**61  # both ranks'
     assert largest(decoder.decode(x, lambda: None, bytes_needed=2**20), whole(autoencoder(), x)) <= LIMIT
 
 
@@ -179,9 +186,9 @@ def test_cancel_while_weights_are_sent_leaves_ranks_that_agree(remote_decoder, p
     """All have the weights, or none: a rank that had not would leave the others waiting in the next picture."""
     pressed, x = threading.Event(), latent(1, 4, 5, 4)
 
-    def ask() -> dict[str, torch.Tensor]:
+    def ask() -> Weights:
         pressed.set()
-        return weights(autoencoder())
+        return decoder_of(autoencoder())
 
     def poll() -> None:
         if pressed.is_set():
@@ -189,7 +196,7 @@ def test_cancel_while_weights_are_sent_leaves_ranks_that_agree(remote_decoder, p
 
     remote_decoder(2, autoencoder()).decode(x, lambda: None)
     with pytest.raises(KeyboardInterrupt):
-        RemoteDecoder(pools(2), "being sent", ask).decode(latent(1, 4, 64, 64), poll)
+        OnRanks(pools(2), "being sent", ask, decoder_of(autoencoder())).decode(latent(1, 4, 64, 64), poll)
     assert largest(remote_decoder(2, autoencoder()).decode(x, lambda: None), whole(autoencoder(), x)) <= LIMIT
 
 
@@ -205,7 +212,7 @@ def test_a_rank_killed_while_decoding_is_named(remote_decoder, pools):
 
 
 def test_an_error_in_a_rank_says_that_it_was_decoding(remote_decoder):
-    with pytest.raises(RankError, match=r"rank \d \(cpu\) failed in decoding a picture: RuntimeError"):
+    with pytest.raises(RankError, match=r"rank \d \(cpu\) failed in running the VAE: RuntimeError"):
         remote_decoder(2, autoencoder()).decode(latent(1, 3, 4, 4), lambda: None)
 
 
@@ -231,12 +238,14 @@ class Threads:
         self._barrier.wait()
         return values
 
-    def start_halo(self, x, axis, _traffic):
-        rows = self._swap(axis.index, (x[:, :, :1], x[:, :, -1:]))
-        none = torch.zeros_like(x[:, :, :1])
-        above = rows[axis.index - 1][1] if axis.index > 0 else none
-        below = rows[axis.index + 1][0] if axis.index < axis.size - 1 else none
-        return Arrived((none, none) if self.without == "halo" else (above, below))
+    def start_halo(self, x, dim, before, behind, axis, _traffic):
+        length = x.shape[dim]
+        edges = self._swap(axis.index, (x.narrow(dim, 0, behind), x.narrow(dim, length - before, before)))
+        above = edges[axis.index - 1][1] if axis.index > 0 and before else None
+        below = edges[axis.index + 1][0] if axis.index < axis.size - 1 and behind else None
+        if self.without == "halo":
+            above, below = (side if side is None else torch.zeros_like(side) for side in (above, below))
+        return Arrived((above, below))
 
     def start_gather(self, own, _lengths, dim, axis, _traffic):
         values = self._swap(axis.index, own)
@@ -256,7 +265,7 @@ def threads(monkeypatch):
         made = Threads(ranks, without)
         monkeypatch.setattr(banded, "start_halo", made.start_halo)
         monkeypatch.setattr(banded, "start_gather", made.start_gather)
-        monkeypatch.setattr(BandedDecoder, "_all_have", lambda self, needed: True)
+        monkeypatch.setattr(VAEPart, "_all", lambda self, fits: True)
         return made
 
     return make
@@ -264,11 +273,13 @@ def threads(monkeypatch):
 
 @pytest.mark.parametrize(("without", "equal"), [("nothing", True), ("halo", False), ("statistics", False), ("keys", False)])
 def test_each_exchange_is_needed(threads, without, equal, measured):
-    vae, x, put = autoencoder(), latent(1, 4, 8, 6), m.PutDecoder("vae", weights(autoencoder()))
+    vae, x, given = autoencoder(), latent(1, 4, 8, 6), decoder_of(autoencoder())
+    put = m.PutVAE("vae", "AutoencoderKL", "decoder", json.dumps(given.config), given.tensors)
 
     def part(axis: Axis) -> torch.Tensor:
-        decoder = BandedDecoder(put, axis.index, axis.size, torch.device("cpu"))
-        return decoder.decode(m.Decode("vae", x, 0)).pixels
+        part = VAEPart(put, axis.index, axis.size, torch.device("cpu"))
+        own = x.split(4, dim=2)[axis.index]
+        return part.run(m.RunVAE("decoder", own, (4, 4), False, True, None, 0)).band
 
     found = torch.cat(threads(2, without).run(part), dim=2)
     measured(f"VAE in bands, largest difference without {without}", largest(found, whole(vae, x)))
@@ -300,10 +311,77 @@ def apart(norm: nn.GroupNorm, x: torch.Tensor, rows: tuple[int, ...]) -> torch.T
 
 
 def test_a_convolution_that_no_band_can_do_is_not_taken(threads):
-    for conv in (nn.Conv2d(2, 2, 5, padding=2), nn.Conv2d(2, 2, 3, padding=1, stride=2), nn.Conv2d(2, 2, 3)):
+    for conv in (nn.Conv2d(2, 2, 3, padding=2, dilation=2), nn.Conv2d(2, 2, 2, padding=1, stride=2), nn.Conv2d(2, 2, 3)):
         bands = banded.Bands(Axis("rows", 2, 0, (0, 1), None), Traffic(torch.device("cpu")))
         with pytest.raises(AssertionError, match="cannot be convolved"):
             bands.adopt(nn.Sequential(conv))
+
+
+CONVOLUTIONS = {
+    "3x3": (nn.Conv2d(2, 3, 3, padding=1), None),
+    "5x3, reflected": (nn.Conv2d(2, 3, (5, 3), padding=(2, 1), padding_mode="reflect"), None),
+    "3x3x3, repeated": (nn.Conv3d(2, 3, 3, padding=(0, 1, 1), padding_mode="replicate"), None),
+    "3x3x3": (nn.Conv3d(2, 3, 3, padding=1), None),
+    "half, zeros behind": (nn.Conv2d(2, 3, 3, stride=2), Edges(0, 1, 0, 1)),
+    "half, reflected behind": (nn.Conv3d(2, 3, 3, stride=(1, 2, 2)), Edges(0, 1, 0, 1, "reflect")),
+    "half, zeros around": (nn.Conv2d(2, 3, 3, stride=2, padding=1), None),
+    "quarter": (nn.Conv2d(2, 3, 4, stride=4), None),
+}
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_a_convolution_of_bands_is_that_of_the_whole(threads, kind, columns):
+    conv, edges = CONVOLUTIONS[kind]
+    frames = (4,) if isinstance(conv, nn.Conv3d) else ()
+    sizes, dim = (4, 12, 4) if conv.stride[-1] > 1 else (2, 4, 3), -1 if columns else -2
+    x = latent(2, 2, *frames, 8, sum(sizes)) if columns else latent(2, 2, *frames, sum(sizes), 8)
+    conv.requires_grad_(False)
+    around = () if edges is None else (edges.left, edges.right, edges.top, edges.bottom)
+    zeros = edges is None or edges.mode == "constant"
+    padded = x if edges is None else nn.functional.pad(x, (*around, *((0, 0) if frames and not zeros else ())), edges.mode)
+    expected = conv(padded)
+
+    def part(axis: Axis) -> torch.Tensor:
+        layer = copy.deepcopy(conv)
+        if edges is not None:
+            layer.edges = edges
+        bands = banded.Bands(axis, Traffic(torch.device("cpu")), sizes, dim)
+        bands.adopt(layer)
+        return layer(x.split(sizes, dim)[axis.index])
+
+    found = torch.cat(threads(3).run(part), dim)
+    assert found.shape == expected.shape
+    assert largest(found, expected) <= LIMIT
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["Wan 2.1", "Wan 2.2"])
+@pytest.mark.parametrize("part", ["decoder", "encoder"])
+def test_a_causal_vae_in_bands_of_columns_is_that_in_one(threads, part, residual):
+    """Three bands of unequal width, three pieces of a video. What is kept between pieces goes at its end."""
+    config = {"dim": 4, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "in_time": [True, True]}
+    config |= {"is_residual": residual, "channels": 12 if residual else 3, "patch": 2 if residual else 1}
+    weights = tiny.randomise(VAES["AutoencoderKLWan"].build(part, config), seed=0).state_dict()
+    put = m.PutVAE("vae", "AutoencoderKLWan", part, json.dumps(config), weights)
+    scale = 1 if part == "decoder" else 8 if residual else 4
+    x, sizes = latent(1, 4 if part == "decoder" else 3, 9, 2 * scale, 4 * scale), (2 * scale, scale, scale)
+    spans = [piece.frames.slice for piece in VAES["AutoencoderKLWan"].pieces(part, 3 if part == "decoder" else 9)]
+
+    def run(sizes: tuple[int, ...]):
+        def work(axis: Axis) -> torch.Tensor:
+            own = VAEPart(put, axis.index, axis.size, torch.device("cpu"))
+            band = x.split(sizes, dim=4)[axis.index]
+            pieces = [own.run(m.RunVAE(part, band[:, :, s], sizes, True, not i, None, 0)).band for i, s in enumerate(spans)]
+            assert own.model._caches
+            own.end()
+            assert not own.model._caches
+            return torch.cat(pieces, dim=2)
+
+        return torch.cat(threads(len(sizes)).run(work), dim=4)
+
+    whole_one = run((4 * scale,))
+    assert whole_one.shape[2] == (9 if part == "decoder" else 3)
+    assert largest(run(sizes), whole_one) <= LIMIT
 
 
 def original_names() -> list[str]:

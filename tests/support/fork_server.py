@@ -17,6 +17,7 @@ IMPORTS = (
     "parallel_backend.rank.block_probe",
     "diffusers.models.transformers.transformer_flux",
     "diffusers.models.autoencoders.vae",
+    "diffusers.models.autoencoders.autoencoder_kl_wan",
 )
 """All that a rank imports until it has loaded a model and a decoder."""
 

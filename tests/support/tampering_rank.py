@@ -43,12 +43,12 @@ def tampering(how: str, settings: RankSettings, connection: Connection) -> None:
 
     send: Callable = Channel.send
 
-    def tampered(channel: Channel, message: object, request_id: int | None = None) -> None:
+    def tampered(channel: Channel, message: object, *rest: int | None, **named: int | None) -> None:
         output = isinstance(message, Output)
         if output and how == TWICE and message.rank == 1:
             time.sleep(1.0)  # the other one's second output comes before the first of this one
         for each in others(message)[how] if output else [message]:
-            send(channel, each, request_id)
+            send(channel, each, *rest, **named)
 
     Channel.send = tampered
     main(settings, connection)

@@ -61,14 +61,15 @@ class ThreadRanks:
         self.names = self.start.devices
         self._world = self.distributed.world(len(self.names))
         self._threads, self._theirs, self._cut = [], [], set()
-        # Every loading ends with a collection, which a rank's process spares what it has imported.
+        # What is there already, such as all that was imported, is no concern of Python's own collections from now on.
         gc.collect()
         gc.freeze()
         for rank in range(len(self.names)):
             ours, theirs = Pipe(duplex=True)
             self.channels.append(Channel(ours, lends=True))
             self._theirs.append(theirs)
-            thread = threading.Thread(target=self._run, args=(rank, theirs), name=f"rank {rank}", daemon=True)
+            thread = RankThread(target=self._run, args=(rank, theirs), name=f"rank {rank}", daemon=True)
+            thread.collects = self.start.emulated is not None
             self._threads.append(thread)
             thread.start()
 
@@ -84,6 +85,7 @@ class ThreadRanks:
             slowdown=start.slowdown[rank],
             heartbeat_seconds=start.heartbeat_seconds,
             self_test=start.self_test,
+            emulated=start.emulated,
         )
         try:
             worker.run(settings, connection)
@@ -130,6 +132,19 @@ class ThreadRanks:
                 if thread.is_alive():
                     channel.send(Stop())
         self.join(KILL_SECONDS)
+
+
+class RankThread(threading.Thread):
+    """`collects`: what is left of a model has to be gone before the next one, since its bytes are counted."""
+
+    collects = False
+
+
+def _collect() -> None:
+    """In the place of gc.collect, at each loading. In a process with all tests' objects it would take longer than loading a
+    tiny model, and what is left of one may wait for Python's own collections."""
+    if getattr(threading.current_thread(), "collects", False):
+        gc.collect()
 
 
 def _end_thread(code: int) -> None:
@@ -181,7 +196,8 @@ def thread_ranks(distributed: Distributed | None = None) -> Iterator[Callable[[S
                     raise
 
         stack.enter_context(mock.patch.object(worker.Worker, "_read", read_until_the_end))
-        stack.enter_context(mock.patch.multiple(worker, os=SimpleNamespace(_exit=_end_thread), **nothing))
+        libraries = {"os": SimpleNamespace(_exit=_end_thread), "gc": SimpleNamespace(collect=_collect)}
+        stack.enter_context(mock.patch.multiple(worker, **libraries, **nothing))
         yield functools.partial(ThreadRanks, distributed)
         for reader in readers:  # the end of its connection has it call os._exit, which must not be the real one by then
             reader.join(KILL_SECONDS)

@@ -1,5 +1,6 @@
 """Tiny random models with the real classes and key layouts, and a reference: diffusers' own forward in this process."""
 
+import functools
 from pathlib import Path
 
 import diffusers
@@ -14,9 +15,14 @@ from parallel_backend.acceptance.tiny_flux import reference as reference
 from parallel_backend.acceptance.tiny_flux import relative as relative
 from parallel_backend.acceptance.tiny_flux import save_original as save_original
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
+from parallel_backend.rank.comm.transfers import Traffic
+from parallel_backend.rank.host_memory.host_store import HostStore
 from parallel_backend.rank.stage.build import build_stage
+from parallel_backend.rank.stage.store.device_copies import copies_of
+from parallel_backend.rank.stage.store.weight_store import WeightStore
 
 SD3 = {
     "patch_size": 2,
@@ -46,6 +52,16 @@ def whole_model(path: Path, dtype: str = "fp32") -> torch.nn.Module:
     checkpoint = open_checkpoint(path)
     blocks = checkpoint.family.blocks.total(checkpoint.config)
     return build_stage(checkpoint, Span(0, blocks), torch.device("cpu"), dtype).model
+
+
+def stored_model(path: Path) -> tuple[torch.nn.Module, WeightStore]:
+    """As `whole_model` in fp32, with the store that its weights are in."""
+    checkpoint, cpu = open_checkpoint(path), torch.device("cpu")
+    host = HostStore(0, cpu, Degrees(), checkpoint, None)
+    store = WeightStore(copies_of(cpu), host, Traffic(cpu))
+    load = functools.partial(store.load, progress=lambda fraction: None)
+    whole = Span(0, checkpoint.family.blocks.total(checkpoint.config))
+    return build_stage(checkpoint, whole, cpu, "fp32", load=load).model, store
 
 
 def rank_shard(tokens: torch.Tensor, order: TokenOrder, span: Span, with_text: bool) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.placement.measurements import measured_blocks, measured_links
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.client.vae import RemoteDecoder
+from parallel_backend.client.vae import RemoteVAE
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.wire import messages as m
@@ -61,7 +61,7 @@ def test_outputs_as_they_are_give_the_right_result(tampered, flux_model):
 
 
 class Silent:
-    """A pool whose two ranks decode what they are told to."""
+    """A pool whose two ranks answer what they are told to."""
 
     def __init__(self, *parts):
         self.devices, self.parts, self.refused = ("cpu", "cpu"), parts, []
@@ -71,44 +71,62 @@ class Silent:
         return RankError(why)
 
 
-def decoded(*shapes) -> tuple[torch.Tensor, list[int]]:
-    """Rows of a picture of 3 rows of latent and 4 columns from two ranks, and which of these was refused."""
-    parts = [m.Decoded(rank, None if shape is None else torch.zeros(shape), False, {}) for rank, shape in enumerate(shapes)]
-    pool = Silent()
-    decoder = RemoteDecoder(pool, "a", dict)
-    decoder._check(parts, torch.zeros(1, 4, 3, 4))
+def done(replies: list) -> Future:
+    future = Future()
+    future.set_result(replies)
+    return future
+
+
+class Decoding(Silent):
+    """Its ranks have decoded something."""
+
+    ready = done([])
+
+    def ask(self, _message, _reply) -> Future:
+        return done([m.VAEBegun(rank, True, False, 0) for rank in range(2)])
+
+    def ask_each(self, _messages, _reply) -> Future:
+        return done(list(self.parts))
+
+    def tell(self, message) -> None:
+        assert isinstance(message, m.EndVAE)
+
+
+def decoded(*shapes) -> list[int]:
+    """Bands of a picture of 3 rows of latent and 2 columns come from two ranks. Which of these was refused."""
+    pool = Decoding(*[m.VAEOutput(r, None if shape is None else torch.zeros(shape), {}) for r, shape in enumerate(shapes)])
+    remote = RemoteVAE(pool, "a", "AutoencoderKL", "decoder", None)
+    remote.run(torch.zeros(1, 4, 3, 2), 8, torch.zeros(1, 3, 24, 16), lambda: None)
     return pool.refused
 
 
 @pytest.mark.parametrize(
     "shapes",
     [
-        ((1, 3, 16, 32), (1, 3, 16, 32)),
-        ((1, 3, 16, 32), (1, 3, 1, 32)),
-        ((1, 3, 16, 32), (1, 1, 8, 32)),
-        ((1, 3, 16, 32), (3, 8, 32)),
-        ((1, 3, 16, 32), (2, 3, 8, 32)),
-        ((1, 3, 16, 32), None),
-        ((1, 3, 16, 33), (1, 3, 8, 33)),
+        ((1, 3, 16, 16), (1, 3, 16, 16)),
+        ((1, 3, 16, 16), (1, 3, 1, 16)),
+        ((1, 3, 16, 16), (1, 1, 8, 16)),
+        ((1, 3, 16, 16), (3, 8, 16)),
+        ((1, 3, 16, 16), (2, 3, 8, 16)),
+        ((1, 3, 16, 16), None),
+        ((1, 3, 16, 17), (1, 3, 8, 17)),
         ((1, 3, 0, 0), (1, 3, 0, 0)),
     ],
 )
-def test_rows_of_a_picture_have_to_be_the_ranks_own(shapes):
-    with pytest.raises(RankError, match="rows of a picture"):
+def test_a_band_of_a_picture_has_to_be_the_ranks_own(shapes):
+    with pytest.raises(RankError, match="a band of a picture"):
         decoded(*shapes)
 
 
-def test_rows_that_are_the_ranks_own_are_taken():
-    assert decoded((1, 3, 16, 32), (1, 3, 8, 32)) == []
+def test_bands_that_are_the_ranks_own_are_taken():
+    assert decoded((1, 3, 16, 16), (1, 3, 8, 16)) == []
 
 
 class Answering(Silent):
     """What its ranks measured is what they are told."""
 
     def ask(self, _message, _reply) -> Future:
-        future = Future()
-        future.set_result(list(self.parts))
-        return future
+        return done(list(self.parts))
 
 
 SIZES = (1, 1000)

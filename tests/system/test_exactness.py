@@ -79,12 +79,19 @@ def product(request) -> Degrees:
     return request.param
 
 
+def axes_used(degrees: Degrees) -> int:
+    return sum(size > 1 for size in degrees.sizes)
+
+
+def tier(degrees: Degrees) -> list[pytest.MarkDecorator]:
+    """Four ranks have every pair of modes in all tiers; of eight the default tier has what they add, products of three."""
+    pairs_again = degrees.world == 8 and axes_used(degrees) < 3
+    return [pytest.mark.slow] * (degrees.world > 4) + [pytest.mark.full] * pairs_again
+
+
 every_product = pytest.mark.parametrize(
     "product",
-    [
-        pytest.param(degrees, marks=[pytest.mark.slow] * (degrees.world > 4), id=name(degrees))
-        for degrees in PRODUCTS + UNEVEN
-    ],
+    [pytest.param(degrees, marks=tier(degrees), id=name(degrees)) for degrees in PRODUCTS + UNEVEN],
     indirect=True,
 )
 SMALLER = [degrees for degrees in PRODUCTS if degrees.world <= 4]
@@ -97,10 +104,6 @@ def test_one_call_equals_one_process(remote, exact_call, product, measured):
     error = tiny.relative(remote(product).predict(x, timestep, tensors, lambda: None), expected)
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
-
-
-def axes_used(degrees: Degrees) -> int:
-    return sum(size > 1 for size in degrees.sizes)
 
 
 IN_PROCESSES = [d for d in PRODUCTS if axes_used(d) <= 2 and max(d.sizes) == 2] + [
@@ -241,23 +244,30 @@ def processes(process_pools, flux_file) -> Callable[..., RemoteTransformer]:
     return functools.partial(process_pools.load, flux_file)
 
 
-@pytest.mark.parametrize("warm_up", [0, 1])
-def test_bands_with_old_keys_depend_on_the_schedule_alone(processes, exact_run, warm_up):
+BANDED = [
+    Degrees(),
+    Degrees(pipe=2),
+    Degrees(ulysses=2),
+    Degrees(pipe=2, ring=2),
+    Degrees(batch=2),
+    Degrees(pipe=4),
+    Degrees(pipe=2, ulysses=2),
+    Degrees(ring=2),
+    Degrees(pipe=2, tensor=2),
+    Degrees(pipe=2, ring=2, tensor=2),
+    Degrees(pipe=8),
+]
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "every"),
+    [(1, BANDED), (0, BANDED[:4]), pytest.param(0, BANDED, marks=pytest.mark.full)],
+    ids=["1", "0", "0, all"],
+)
+def test_bands_with_old_keys_depend_on_the_schedule_alone(processes, exact_run, warm_up, every):
     noise, sigmas, prompt, exact = exact_run(steps=4)
     samples = {}
-    for degrees in (
-        Degrees(),
-        Degrees(pipe=2),
-        Degrees(ulysses=2),
-        Degrees(batch=2),
-        Degrees(pipe=4),
-        Degrees(pipe=2, ulysses=2),
-        Degrees(ring=2),
-        Degrees(pipe=2, ring=2),
-        Degrees(pipe=2, tensor=2),
-        Degrees(pipe=2, ring=2, tensor=2),
-        Degrees(pipe=8),
-    ):
+    for degrees in every:
         model = processes(degrees)
         first, _ = sample_in_bands(model, noise, sigmas, prompt, 4, warm_up)
         again, _ = sample_in_bands(model, noise, sigmas, prompt, 4, warm_up)

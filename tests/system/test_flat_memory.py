@@ -26,7 +26,7 @@ from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from tests.support import failing_rank, tiny
-from tests.system.test_memory import private_bytes
+from tests.support.host_memory import held_bytes
 
 LIMIT = 0.02
 """Growth of a process's own memory."""
@@ -86,7 +86,7 @@ class Books:
 
     def __init__(self, pids: tuple[int, ...]):
         gc.collect()
-        self.ranks = [private_bytes((pid,)) for pid in pids]
+        self.ranks = [held_bytes((pid,)) for pid in pids]
         self.blocks = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*parallel_backend*")])
         self.tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
         self.threads = threading.active_count()
@@ -169,7 +169,7 @@ def test_what_belongs_to_a_dropped_conditioning_goes_with_it(remote):
 def test_a_run_that_was_cancelled_while_ranks_are_asked_is_closed(remote, monkeypatch):
     model = remote(Degrees(pipe=2))
     told, tell = [], model.pool.tell
-    monkeypatch.setattr(model.pool, "tell", lambda message: (told.append(message), tell(message)))
+    monkeypatch.setattr(model.pool, "tell", lambda message, *rest: (told.append(message), tell(message, *rest)))
 
     def cancel() -> None:
         raise Cancelled

@@ -26,9 +26,11 @@ QUICK = [
     product(Degrees(ring=2, tensor=2)),
     product(Degrees(patch=2, ulysses=2, patch_mode="displaced")),
     cases.vae(2),
+    cases.beside(Degrees(patch=2, patch_mode="displaced"), Degrees(pipe=2)),
     cases.cancelled(Degrees(pipe=2)),
 ]
 QUICK_NAMES = {case.name for case in QUICK}
+FOUR = {product(degrees).name for degrees in cases.PRODUCTS if degrees.world == 4}
 KILLED = (Degrees(pipe=2), Degrees(ulysses=2))
 
 
@@ -59,10 +61,11 @@ def test_modes(at_work, case, places):
 
 
 def everything() -> Iterator[pytest.param]:
-    """Families differ in which transfers they make, which one order shows: the other is left to the full tier."""
+    """Families, and products at four ranks, differ in which transfers they make, which one order shows: the other is left to
+    the full tier."""
     for case in all_of_them():
         for places in RULES:
-            again = case.name.startswith("family ") and places > 1
+            again = places > 1 and (case.name.startswith("family ") or case.name in FOUR)
             if case.name not in QUICK_NAMES:
                 yield pytest.param(case, places, id=f"{case.name}-K={places}", marks=[pytest.mark.full] if again else [])
 

@@ -36,10 +36,13 @@ TENSORS = {
 MESSAGES = [
     m.OpenSegment(1, 4096, ""),
     m.CloseSegment(1),
+    m.DropSegment(2**63),
     m.Ready(3),
     m.Load("/a folder/ü.safetensors", "bf16", (1, 2, 1, 1, 2, 1), "none", (1.0,), (Span(0, 3), Span(3, 8)), "auto"),
     m.Loading(1, 0.25),
-    m.Loaded(1, 2**40, ("a.weight", "a.bias")),
+    m.Loaded(1, 2**40, ("a.weight", "a.bias"), 2**39),
+    m.SetResident((2**40, 0)),
+    m.Residency(1, 2**40, 2**39),
     m.Unload(),
     m.Unloaded(0),
     m.DropAdapters(),
@@ -73,13 +76,17 @@ MESSAGES = [
     m.Probe("/a folder/ü", "fp32", (64, 16)),
     m.Probed(1, {"blocks": (0.25, 1e-9)}, (0.5, 0.0), None),
     m.RunStats(0, 4, 10, 0.25, 0.5, 1e-9, {"pipe": 2**40, "ulysses": 0}, 5, 6),
-    m.PutDecoder("ü-1", TENSORS),
-    m.Decode("ü-1", TENSORS["bf16"], 2**40),
-    m.Decoded(1, TENSORS["bf16"], False, {"rows": 2**40}),
-    m.Decoded(0, None, True, {}),
+    m.PutVAE("ü-1", "a kind", "decoder", '{"a": [1, null]}', TENSORS),
+    m.BeginVAE("ü-1", "encoder", 2**40),
+    m.VAEBegun(1, True, True, 2**40),
+    m.RunVAE("decoder", TENSORS["bf16"], (3, 2), True, False, None, 5),
+    m.RunVAE("decoder", TENSORS["bf16"], (), False, True, TENSORS["fp32"], 0),
+    m.VAEOutput(1, TENSORS["bf16"], {"rows": 2**40}),
+    m.VAEOutput(0, None, {}),
+    m.EndVAE("encoder"),
     m.ReadMemory(),
     m.RankMemory(1, "ü GPU-1", 2**40, 5, 0, None),
-    m.RankMemory(0, "", None, 0, 0, 2**40),
+    m.RankMemory(0, "", None, 0, 0, 2**40, "ü", 2**50, 25e9),
     m.ReleaseUnused(),
     m.UnusedReleased(1, 2**40),
     m.FindNotFinite(2, 2**40),
@@ -130,17 +137,18 @@ def test_round_trip(message):
     assert equal(through_a_pipe(message)[0], message)
 
 
-@pytest.mark.parametrize("request_id", [None, 0, 1, 2**127])
-def test_a_request_and_its_replies_have_its_id(request_id):
-    header, tensors = m.encode(m.Output(1, 5, TENSORS["fp32"]), request_id)
-    (message, found), pending = m.decode_header(header)
-    assert (found, message.seq, len(pending)) == (request_id, 5, len(tensors))
+@pytest.mark.parametrize("model", [None, 3])
+@pytest.mark.parametrize("request_id", [None, 1, 2**127])
+def test_a_request_and_its_replies_have_its_id_and_the_models_number(request_id, model):
+    header, tensors = m.encode(m.Output(1, 5, TENSORS["fp32"]), request_id, model=model)
+    (message, *found), pending = m.decode_header(header)
+    assert (found, message.seq, len(pending)) == ([request_id, model], 5, len(tensors))
 
 
-@pytest.mark.parametrize("request_id", [[-1], [2**128], [True], [1.0], [1, 2]], ids=repr)
-def test_what_is_no_request_id_is_refused(request_id):
+@pytest.mark.parametrize("numbers", [[-1], [2**128], [True], [1.0], [1, -1], [1, 2, 3]], ids=repr)
+def test_what_is_no_request_id_or_model_is_refused(numbers):
     with pytest.raises(m.BadMessage):
-        m.decode_header(json.dumps([*request_id, "Unload"]).encode())
+        m.decode_header(json.dumps([*numbers, "Unload"]).encode())
 
 
 def test_many_in_a_row_stay_in_step():
@@ -179,7 +187,7 @@ def test_nothing_follows_a_message_that_was_cut_short(monkeypatch):
         frames.append(frame)
         write(frame)
 
-    monkeypatch.setattr(type(ours), "send_bytes", lambda _self, frame: send_bytes(frame))
+    monkeypatch.setattr(ours, "send_bytes", send_bytes)
     with pytest.raises(KeyboardInterrupt):
         sender.send(m.Output(1, 5, TENSORS["fp32"]))
     monkeypatch.undo()
@@ -245,7 +253,8 @@ def test_a_message_is_bounded_as_a_whole():
     size = encoding.MAX_TENSOR_BYTES // 4
 
     def decoder(*shapes: list[int]) -> bytes:
-        return json.dumps(["PutDecoder", "a", [[str(i), ["bool", shape]] for i, shape in enumerate(shapes)]]).encode()
+        tensors = [[str(i), ["bool", shape]] for i, shape in enumerate(shapes)]
+        return json.dumps(["PutVAE", "a", "", "", "", tensors]).encode()
 
     assert len(m.decode_header(decoder(*([size],) * 4))[1]) == 4
     with pytest.raises(m.BadMessage, match="bytes"):
@@ -256,7 +265,7 @@ def test_a_message_is_bounded_as_a_whole():
 
 
 def test_a_header_alone_takes_no_memory_for_tensors():
-    (message, _), (pending,) = m.decode_header(output("float32", [2**31]))
+    (message, *_), (pending,) = m.decode_header(output("float32", [2**31]))
     assert pending.nbytes == 2**33
     assert message.value is pending.tensor
     assert pending.tensor.untyped_storage().nbytes() == 0
@@ -328,7 +337,7 @@ def test_what_would_be_refused_is_not_sent(message):
     "message",
     [
         m.Loaded(0, 1, ("a" * encoding.MAX_HEADER_BYTES,)),
-        m.PutDecoder("a", {str(index): torch.empty(0) for index in range(encoding.MAX_TENSORS + 1)}),
+        m.PutVAE("a", "", "", "", {str(index): torch.empty(0) for index in range(encoding.MAX_TENSORS + 1)}),
     ],
     ids=["header", "tensors"],
 )

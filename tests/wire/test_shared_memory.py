@@ -15,7 +15,14 @@ import torch
 from parallel_backend.wire import channel as channels
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.shared_memory import CloseSegment, OpenSegment, Segment, make_segment, sharing_possible
+from parallel_backend.wire.shared_memory import (
+    CloseSegment,
+    DropSegment,
+    OpenSegment,
+    Segment,
+    make_segment,
+    sharing_possible,
+)
 from parallel_backend.wire.tcp import socket_of
 
 fcntl = pytest.importorskip("fcntl", reason="files without a name are Linux's")
@@ -100,6 +107,26 @@ def test_a_segment_that_is_taken_back_is_pointed_into_no_more(ends, segment):
     assert message.tensors["0"].all()  # its own
 
 
+def test_a_segment_that_is_dropped_stays_until_the_rank_comes_to_it(ends, segment):
+    ends.client.lend(segment)
+    values = segment.tensor(torch.float32, [64], 0).fill_(1.0)
+    message, _ = ends.crossed(conditioning(values))
+    ends.client.drop(segment.number)
+    assert ends.rank.receive().message == DropSegment(segment.number)
+    assert ends.returned == []
+    ends.rank.return_segment(segment.number)
+    assert ends.returned == [NBYTES]
+    assert message.tensors["0"].all()
+
+
+def test_a_segment_that_nobody_was_there_to_take_is_let_go_without_a_word(ends, segment):
+    ends.rank.close()
+    with pytest.raises(OSError):
+        ends.client.lend(segment)
+    ends.client.drop(segment.number)
+    ends.client.take_back(segment.number)
+
+
 def test_memory_goes_with_the_last_who_has_it():
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:parallel-dit")
@@ -155,7 +182,7 @@ def test_a_place_that_is_not_in_an_open_segment_is_refused(place, segment):
 
 def test_a_place_in_an_open_segment_is_taken(segment):
     """The control of the test above."""
-    (message, _), pending = m.decode_header(header("[16],3,64"), {3: segment})
+    (message, *_), pending = m.decode_header(header("[16],3,64"), {3: segment})
     assert message.value.shape == (16,)
     assert not pending
 

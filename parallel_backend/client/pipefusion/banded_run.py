@@ -96,7 +96,8 @@ class BandedRun:
             model.discard_run(self.run)
             raise
         self.exact_calls, self.banded_calls = 0, 0
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of what is posted; who has it may wait for memory, and so for the ranks
+        self._answering = threading.Lock()  # of `_open` alone: the pool's thread answers, and must not wait for who posts
         self._calls = [0] * len(rows)  # calls made so far, per band
         self._waiting: dict[tuple[int, int], _Request] = {}  # by (call, band): not posted yet
         self._open: list[_Request] = []  # not answered yet, posted or not
@@ -139,7 +140,8 @@ class BandedRun:
             if self._error is not None:
                 raise self._error
             self._waiting[self._calls[band], band] = request
-            self._open.append(request)
+            with self._answering:
+                self._open.append(request)
             self._calls[band] += 1
             self._post_what_can_go()
         on_posted()
@@ -165,7 +167,9 @@ class BandedRun:
                 self._error = error
                 self._waiting.clear()
                 self.model.abandon(self.run)
-                for request in list(self._open):
+                with self._answering:
+                    unanswered = list(self._open)
+                for request in unanswered:
                     self._settle(request, error, None)
 
     def _post_what_can_go(self) -> None:
@@ -292,15 +296,16 @@ class BandedRun:
         self.model.post(call)
 
     def _settle(self, request: _Request, error: BaseException | None, value: Latents | None) -> None:
-        with self._lock:
-            if request.future.done():  # aborted: the output came too late
+        with self._answering:
+            still_open = [other for other in self._open if other is not request]
+            if len(still_open) == len(self._open):  # aborted: the output came too late
                 return
-            self._open = [other for other in self._open if other is not request]
-            if error is not None:
-                request.future.set_exception(error)
-            else:
-                device = latents_of(request.x)[0].device
-                request.future.set_result(like(request.x, tuple(part.to(device, non_blocking=True) for part in value)))
+            self._open = still_open
+        if error is not None:
+            request.future.set_exception(error)
+        else:
+            device = latents_of(request.x)[0].device
+            request.future.set_result(like(request.x, tuple(part.to(device, non_blocking=True) for part in value)))
 
 
 def _side_by_side(bands: list[Residuals]) -> Residuals:

@@ -14,7 +14,8 @@ from parallel_backend.processes.pool import Poll, Pool
 from parallel_backend.wire import messages as m
 
 from .measurements import measured_blocks
-from .memory_model import USABLE_MEMORY, Request, beside_blocks, block_bytes, block_lists, bytes_by_block, model_sizes
+from .memory_model import USABLE_MEMORY, WEIGHTS_SHARE, Request, beside_blocks, bytes_by_block
+from .model_sizes import block_bytes, block_lists, model_sizes
 from .pipeline_model import StageCost
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,6 @@ ROUNDING = 1e-9
 """Sums of seconds count as equal if they differ by less than this part: the order of adding moves the last digits."""
 ALIKE = 1.2
 """Devices count as equally fast if their times differ by less than this factor, which is noise."""
-WEIGHTS_SHARE = 0.85
-"""Part of a device's free memory that weights may take where no run is known. The rest is for a run."""
 QUARTER = 0.25
 """The shorter of the two timed sequences, as a part of the longer one."""
 CPU_ROWS = 32
@@ -34,12 +33,13 @@ GPU_ROWS = 32, 512
 
 
 def cut_blocks(
-    costs: Sequence[Sequence[float]], sizes: Sequence[int], capacities: Sequence[int | None]
+    costs: Sequence[Sequence[float]], sizes: Sequence[int], capacities: Sequence[int | None], spill: Sequence[float] = ()
 ) -> tuple[Span, ...] | None:
     """Cut the blocks into consecutive non-empty spans, one per stage, so that the slowest stage is as fast as possible.
 
     `costs[stage][block]`: seconds of the block on that stage's device. A stage's blocks, of these `sizes` in bytes, must
-    fit its capacity (None: no limit). None where no cut fits.
+    fit its capacity (None: no limit). None where no cut fits. With `spill`, by stage, none needs to: each byte beyond the
+    capacity then takes so many seconds beside the computing, for its copy from host memory.
     """
     stages, count = len(costs), len(sizes)
     assert 1 <= stages <= count
@@ -52,9 +52,11 @@ def cut_blocks(
     for stage, capacity in enumerate(capacities):
         for stop in range(stage + 1, count + 1):
             for start in range(stage, stop):
-                if capacity is not None and held[stop] - held[start] > capacity:
+                over = 0 if capacity is None else max(0, held[stop] - held[start] - max(0, capacity))
+                if over and not spill:
                     continue
                 worst = max(best[stage][start], total[stage][stop] - total[stage][start])
+                worst = max(worst, over * spill[stage]) if over else worst
                 if worst < best[stage + 1][stop] * (1 - ROUNDING):
                     best[stage + 1][stop], cut[stage + 1][stop] = worst, start
     if best[stages][count] == math.inf:
@@ -111,11 +113,12 @@ def balance(
     stage_split: str,
     poll: Poll,
     expected: Request | None = None,
+    copy_rates: Sequence[float] = (),
 ) -> Balance:
     """Cut the model. Where `stage_split` is auto and there is something to cut, ranks time its blocks and lose their model.
 
     `expected`: the run that the model is loaded for. Blocks are timed with its number of tokens, and stages leave room for
-    what it keeps and computes.
+    what it keeps and computes. `copy_rates`: by rank, see spill_seconds.
     """
     lists = block_lists(checkpoint)
     by_hand = check_stage_split(stage_split, degrees.pipe, len(lists))
@@ -129,7 +132,7 @@ def balance(
         model = model_sizes(checkpoint, dtype, pool.devices[0])
         sizes = bytes_by_block(model, degrees, (expected,))
         beside = beside_blocks(model, degrees, expected)
-    found = divide(degrees, lists, sizes, probes, beside=beside)
+    found = divide(degrees, lists, sizes, probes, beside=beside, spill=spill_seconds(copy_rates, expected))
     return replace(found, timed_tokens=rows[0] * m.PROBE_COLUMNS)
 
 
@@ -160,12 +163,13 @@ def divide(
     probes: Sequence[m.Probed],
     imagined: bool = False,
     beside: int | None = None,
+    spill: Sequence[float] = (),
 ) -> Balance:
     """The cut for blocks of these lists, by what each rank (in rank order) measured.
 
     `sizes`: bytes that each block takes on a rank. `beside`: bytes that a rank takes beside its blocks; None where no run is
-    known, and blocks may have WEIGHTS_SHARE of what is free. `imagined`: nothing is about to be loaded so, hence nobody is
-    warned.
+    known, and blocks may have WEIGHTS_SHARE of what is free. `spill`: see spill_seconds. `imagined`: nothing is about to be
+    loaded so, hence nobody is warned.
     """
     probes = without_noise(lists, probes)
 
@@ -178,9 +182,10 @@ def divide(
     costs = [[p.blocks[name][0] for name in lists] for p in stages]
     for index, block in ((0, 0), (last, -1)):  # embedding and head, half each
         costs[index][block] += stages[index].ends[0] / 2
-    free = [[p.free_bytes for p in probes if degrees.coordinate(p.rank).pipe == index] for index in range(degrees.pipe)]
+    members = [[p.rank for p in probes if degrees.coordinate(p.rank).pipe == index] for index in range(degrees.pipe)]
+    free = [[probes[rank].free_bytes for rank in own] for own in members]
     room = [None if None in given else _room_for_blocks(min(given), beside) for given in free]
-    blocks = cut_blocks(costs, sizes, room)
+    blocks = cut_blocks(costs, sizes, room, [max(spill[rank] for rank in own) for own in members] if spill else ())
     if blocks is None:
         if not imagined:
             log.warning("Parallel DiT: the model hardly fits the devices' free memory; stages are cut by memory alone.")
@@ -192,6 +197,18 @@ def divide(
         tuple(speed / sum(speeds) for speed in speeds),
         tuple(_stage_cost([p.blocks[name] for name in lists[span.slice]]) for p, span in zip(stages, blocks, strict=True)),
     )
+
+
+def spill_seconds(rates: Sequence[float], request: Request | None) -> list[float]:
+    """By rank, seconds that a byte of weights adds to a whole picture's computing if it is streamed. Empty: none can be.
+
+    `rates`: bytes a second from host memory to each rank's device, 0 where nothing comes from there. A run in bands streams
+    a stage's weights once for each band, with all batch entries; an exact call once for each entry.
+    """
+    if not rates or not all(rates):
+        return []
+    passes = request.bands / max(1, request.entries) if request is not None and request.kept else 1.0
+    return [passes / rate for rate in rates]
 
 
 def _room_for_blocks(free: int, beside: int | None) -> int:

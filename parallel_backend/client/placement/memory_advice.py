@@ -9,7 +9,8 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import factors
 
 from .balance import cut_blocks, stages_by_size
-from .memory_model import ModelSizes, Request, bytes_by_block, memory_of, model_sizes
+from .memory_model import Request, bytes_by_block, memory_of
+from .model_sizes import ModelSizes, model_sizes, rank_weights
 
 RANKS_TRIED = 16
 WAYS = 2
@@ -21,11 +22,12 @@ class Capacity:
     """Bytes that ranks may fill, weights included.
 
     `by_rank`: on each rank's device, in their order. Further devices count as the smallest of them. `together`: all ranks
-    share one memory, and these are equal shares of it.
+    share one memory, and these are equal shares of it. `streams`: weights may be in host memory, as far as they can.
     """
 
     by_rank: tuple[float, ...]
     together: bool
+    streams: bool = False
 
     def holds(self, sizes: list[int]) -> bool:
         """Whether ranks that need these `sizes` in bytes fit."""
@@ -53,42 +55,48 @@ def changes(
     if not capacity.by_rank:
         return []
 
-    def fits(changed: tuple[Request, ...]) -> bool:
-        return _fits(sizes, degrees, spans, changed, capacity)
+    def fit(changed: tuple[Request, ...]) -> bool:
+        return fits(sizes, degrees, spans, changed, capacity)
 
     ways = [str(other) for other in _degrees(sizes, degrees, requests, capacity, devices)]
     if (split := _stages_that_fit(sizes, degrees, spans, requests, capacity)) is not None:
         ways.append(f"stage_split {','.join(str(len(span)) for span in split)}")
     if not dtype.startswith("fp8"):
         packed = model_sizes(checkpoint, "fp8_e4m3fn", device)
-        if _fits(packed, degrees, spans, requests, capacity) and not fits(requests):
+        if fits(packed, degrees, spans, requests, capacity) and not fit(requests):
             ways.append("weight_dtype fp8_e4m3fn")
     if not requests:
         return ways
     largest = max(requests, key=lambda request: request.image * request.entries)
     rows = largest.grid[-2]
-    side = _largest(rows, lambda count: fits(tuple(_with_rows(request, count / rows) for request in requests)))
+    side = _largest(rows, lambda count: fit(tuple(_with_rows(request, count / rows) for request in requests)))
     if side:
         ways.append(f"a picture {side / rows:.2f} times as wide and high")
     if len(largest.grid) == 3:
         frames = largest.grid[0]
-        count = _largest(frames, lambda count: fits(tuple(_with_frames(request, count / frames) for request in requests)))
+        count = _largest(frames, lambda count: fit(tuple(_with_frames(request, count / frames) for request in requests)))
         if count:
             ways.append(f"{count} latent frames instead of {frames}")
     # Two entries may be one picture's two prompts.
-    if largest.entries > 2 and fits(tuple(replace(request, entries=min(2, request.entries)) for request in requests)):
+    if largest.entries > 2 and fit(tuple(replace(request, entries=min(2, request.entries)) for request in requests)):
         ways.append("batch_size 1")
-    if any(request.kept > 1 for request in requests) and fits(
+    if any(request.kept > 1 for request in requests) and fit(
         tuple(replace(request, kept=min(1, request.kept)) for request in requests)
     ):
         ways.append("extrapolate off")
     return ways
 
 
-def _fits(
+def fits(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...], capacity: Capacity
 ) -> bool:
-    return capacity.holds([memory_of(sizes, degrees, spans, rank, requests).total for rank in range(degrees.world)])
+    """Whether all ranks fit, with these stages."""
+    needs = []
+    for rank in range(degrees.world):
+        weights = rank_weights(sizes, degrees.tensor, spans[degrees.coordinate(rank).pipe])
+        spared = weights.total - weights.least if capacity.streams else 0
+        needs.append(memory_of(sizes, degrees, spans, rank, requests).total - spared)
+    return capacity.holds(needs)
 
 
 def _degrees(
@@ -110,7 +118,7 @@ def _degrees(
                 sizes.check(other)
             except ValueError:
                 continue
-            if _fits(sizes, other, stages_by_size(bytes_by_block(sizes, other, requests), other.pipe), requests, capacity):
+            if fits(sizes, other, stages_by_size(bytes_by_block(sizes, other, requests), other.pipe), requests, capacity):
                 fitting.append(other)
     fitting.sort(key=lambda other: (_changed(degrees, other), other.world, -other.pipe, -other.ulysses))
     chosen: dict[tuple[str, ...], Degrees] = {}
@@ -133,7 +141,7 @@ def _stages_that_fit(
     blocks = bytes_by_block(sizes, degrees, requests)
     fullness = [[size / max(1.0, limit) for size in blocks] for limit in limits]
     found = cut_blocks(fullness, blocks, [None] * degrees.pipe)
-    return found if found != spans and _fits(sizes, degrees, found, requests, capacity) else None
+    return found if found != spans and fits(sizes, degrees, found, requests, capacity) else None
 
 
 def _changed(one: Degrees, two: Degrees) -> int:

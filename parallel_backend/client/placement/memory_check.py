@@ -7,70 +7,32 @@ The whole estimate may be off by half: where only that does not fit, a warning i
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
-from parallel_backend.wire.diagnosis import RankMemory
 
-from .memory_advice import Capacity, changes
-from .memory_model import USABLE_MEMORY, MemoryNeed, Request, memory_of, model_sizes
+from .device_memory import DeviceMemory
+from .memory_advice import Capacity, changes, fits
+from .memory_model import USABLE_MEMORY, WEIGHTS_SHARE, MemoryNeed, Request, memory_of
+from .model_sizes import RankWeights, model_sizes, rank_weights
+from .residency import ALL, ALLOWED, AUTO, GB, Offload, share_out, shared_bytes
 
 log = logging.getLogger(__name__)
 
+SHARED = hasattr(os, "memfd_create")
+"""Ranks on CPUs that have the same weights share one copy of them (rank/host_memory/arena.py)."""
 TARGET_SHARE = 0.75
 """A run that ran out of memory is told what would take this part of its estimate."""
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """One memory that `ranks` share, on `device`; all figures are bytes.
-
-    `free`: free to these ranks, None where unknown. `held`: taken by their model. `total`: None where unknown.
-    """
-
-    device: str
-    ranks: tuple[int, ...]
-    free: int | None
-    held: int
-    total: int | None
-
-    @property
-    def of_gpu(self) -> bool:
-        return "cuda" in self.device
-
-    @property
-    def name(self) -> str:
-        """How a message calls it."""
-        if self.of_gpu:
-            return self.device
-        return "this machine" if len(self.ranks) == 1 else f"this machine, for {len(self.ranks)} ranks"
-
-
-def device_memories(devices: Sequence[str], answers: Sequence[RankMemory]) -> tuple[DeviceMemory, ...]:
-    """`answers`: what the ranks said of their memory, in their order. Ranks of equal places share one DeviceMemory."""
-    places: dict[str, list[RankMemory]] = {}
-    for answer in answers:
-        places.setdefault(answer.place, []).append(answer)
-    return tuple(
-        DeviceMemory(
-            devices[found[0].rank],
-            tuple(answer.rank for answer in found),
-            # What a process has in reserve serves itself alone, but each of them is about to take more than that.
-            None if None in (frees := [f.free_bytes for f in found]) else min(frees) + sum(f.cached_bytes for f in found),
-            sum(answer.held_bytes for answer in found),
-            found[0].total_bytes,
-        )
-        for found in places.values()
-    )
-
-
 class MemoryCheck:
-    """For one model on its ranks. `device_count`: devices that this machine has.
+    """For one model on its ranks. `device_count`: devices that this machine has. `offload`: what the user allows.
 
     `spans`: the blocks of each stage. They may be set anew once blocks are measured. `last`: what was asked last, for an
     error that comes later.
@@ -84,10 +46,12 @@ class MemoryCheck:
         dtype: str,
         devices: tuple[str, ...],
         device_count: int,
+        offload: Offload = ALLOWED,
+        transfer_dtype: str = "full",
     ):
         self.checkpoint, self.degrees, self.spans, self.dtype = checkpoint, degrees, spans, dtype
-        self.sizes = model_sizes(checkpoint, dtype, devices[0])
-        self.devices, self.device_count = devices, device_count
+        self.sizes = replace(model_sizes(checkpoint, dtype, devices[0]), transfer_dtype=transfer_dtype)
+        self.devices, self.device_count, self.offload = devices, device_count, offload
         self.last: tuple[tuple[Request, ...], tuple[DeviceMemory, ...]] | None = None
         self._warned: tuple[Request, ...] | None = None
 
@@ -96,46 +60,117 @@ class MemoryCheck:
         ranks = range(self.degrees.world)
         return [memory_of(self.sizes, self.degrees, self.spans, rank, requests) for rank in ranks]
 
-    def missing(self, requests: tuple[Request, ...], room: DeviceMemory, loaded: bool) -> int:
-        """Bytes that a GPU lacks for its ranks by the whole estimate; 0 where it lacks none, or its free bytes are unknown.
+    def weights(self) -> list[RankWeights]:
+        """Of each rank, in their order."""
+        stages = [self.degrees.coordinate(rank).pipe for rank in range(self.degrees.world)]
+        return [rank_weights(self.sizes, self.degrees.tensor, self.spans[stage]) for stage in stages]
 
-        `loaded`: the model is in place, and the requests come beside it. Otherwise it takes the place of what ranks hold.
+    def streams(self, room: DeviceMemory) -> bool:
+        """Weights that do not fit there may be in host memory."""
+        return self.offload.streams and room.streams
+
+    def missing(self, requests: tuple[Request, ...], room: DeviceMemory, resident: Sequence[int] | None) -> int:
+        """Bytes that a device lacks for its ranks by the whole estimate, with all of their weights and what is to stay free;
+        0 where it lacks none, or its free bytes are unknown.
+
+        `resident`: bytes of weights that each rank has on its device now, the requests come beside them. None: the model is
+        not loaded, and takes the place of what ranks hold.
         """
         if room.free is None:
             return 0
-        needed = self.memory(requests)
-        own = [needed[rank] for rank in room.ranks]
-        size = sum(one.run if loaded else one.total for one in own)
-        return max(0, math.ceil(size / USABLE_MEMORY) - room.free - (0 if loaded else room.held))
+        needed, there = self.memory(requests), room.free - self.offload.leave_free
+        if resident is None:
+            beside = sum(needed[rank].total - needed[rank].weights for rank in room.ranks)
+            size = beside + self._together(room, {rank: needed[rank].weights for rank in room.ranks})
+            return max(0, math.ceil(size / USABLE_MEMORY) - there - room.held)
+        away = sum(max(0, needed[rank].weights - resident[rank]) for rank in room.ranks)
+        size = away + sum(needed[rank].run for rank in room.ranks)
+        return max(0, math.ceil(size / USABLE_MEMORY) - there)
+
+    def _together(self, room: DeviceMemory, sizes: Mapping[int, int]) -> int:
+        """Bytes that weights of these `sizes`, by rank, take in `room`."""
+        shared = not room.of_gpu and not room.host and SHARED
+        return shared_bytes(self.degrees, sizes) if shared else sum(sizes.values())
 
     def check_weights(self, found: Sequence[DeviceMemory]) -> None:
-        """Before loading; the model takes the place of what ranks hold. ValueError if its weights have no room."""
+        """Before loading; the model takes the place of what ranks hold. ValueError if its weights have no room, also with
+        all streamed that can be.
+        """
         self.last = (), tuple(found)
-        needed = self.memory(())
+        weights = self.weights()
         for room in found:
-            size = sum(needed[rank].weights for rank in room.ranks)
+            streams = self.streams(room)
+            sizes = {rank: weights[rank].least if streams else weights[rank].total for rank in room.ranks}
+            size = self._together(room, sizes)
             if room.free is not None and size > room.free + room.held:
+                name = self.checkpoint.path.name
+                what = f"the weights of {name} take {_size(size)} on {room.name}"
+                if streams:
+                    what = f"of the weights of {name} at least {_size(size)} have to be on {room.name}"
+                there = f"{_size(room.free + room.held)}{_place(room)} is free"
                 raise ValueError(
-                    f"model_name: the weights of {self.checkpoint.path.name} take {_size(size)} on {room.name}, where "
-                    f"{_size(room.free + room.held)}{_place(room)} is free with {self.degrees} and weight_dtype "
-                    f"{self.dtype}. "
+                    f"model_name: {what}, where {there} with {self.degrees} and weight_dtype {self.dtype}. "
                     f"{self._instead((), _usable(found))}"
                 )
 
-    def check(self, requests: tuple[Request, ...], found: tuple[DeviceMemory, ...]) -> None:
-        """Before a run, once the model is loaded. ValueError if the run cannot fit. One warning if it probably does not."""
+    def placed(
+        self, requests: tuple[Request, ...], found: Sequence[DeviceMemory], resident: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """By rank, bytes of its device that its weights may have beside these requests; ALL where that is all of them.
+
+        `resident`: see `missing`; what is there moves only for a reason. It goes by the whole estimate, and down to what the
+        ranks cannot compute without. Ranks with the same weights get the same: they go at the pace of the slowest.
+        """
+        weights, needed = self.weights(), self.memory(requests)
+        limits = [ALL] * self.degrees.world
+        for room in found:
+            if not self.streams(room):
+                continue
+            own = [weights[rank] for rank in room.ranks]
+            run = sum(needed[rank].total - needed[rank].weights for rank in room.ranks)
+            there = room.free - self.offload.leave_free
+            budget = int((USABLE_MEMORY if requests else WEIGHTS_SHARE) * (there + room.held)) - run
+            if resident is not None:
+                now, run = sum(resident[rank] for rank in room.ranks), sum(needed[rank].run for rank in room.ranks)
+                budget = int(USABLE_MEMORY * (there + now)) - run
+                if budget < now <= there + now - run / USABLE_MEMORY:  # the slack that it was given is no reason
+                    budget = now
+            for rank, one, size in zip(room.ranks, own, share_out(own, budget), strict=True):
+                limits[rank] = ALL if size == one.total else size
+        return tuple(min(limits[other] for other in self.degrees.same_weights(rank)) for rank in range(len(limits)))
+
+    def check(
+        self, requests: tuple[Request, ...], found: tuple[DeviceMemory, ...], resident: Sequence[int] | None = None
+    ) -> None:
+        """Before a run, once the model is loaded. ValueError if the run cannot fit. One warning if it probably does not.
+
+        `resident`: bytes of weights that each rank has on its device, which can give way where they are streamed.
+        """
         self.last = requests, found
-        needed = self.memory(requests)
+        needed, weights = self.memory(requests), self.weights()
         for room in found:
             if room.free is None:
                 continue
             own = [needed[rank] for rank in room.ranks]
+            free = room.free
+            if resident is not None and self.streams(room):
+                free += sum(max(0, resident[rank] - weights[rank].least) for rank in room.ranks)
             certain, likely = sum(one.certain for one in own), sum(one.run for one in own)
-            if certain > room.free:
-                raise ValueError(f"latent_image: {self._said(own, room)} {self._instead(requests, _usable(found))}")
-            if likely > USABLE_MEMORY * room.free and requests != self._warned:
+            if certain > free:
+                raise ValueError(f"latent_image: {self._said(own, room, free)} {self._instead(requests, _usable(found))}")
+            if likely > USABLE_MEMORY * free and requests != self._warned:
                 self._warned = requests
-                log.warning("Parallel DiT: %s %s", self._said(own, room), self._instead(requests, _usable(found)))
+                log.warning("Parallel DiT: %s %s", self._said(own, room, free), self._instead(requests, _usable(found)))
+
+    def said_of_streaming(self, limits: Sequence[int]) -> str:
+        """What these limits (see `placed`) mean, in words. Empty if nothing is streamed."""
+        weights = self.weights()
+        streamed = [
+            f"{one.streamed(limit) / 1e9:.1f} of {one.total / 1e9:.1f} GB on rank {rank}"
+            for rank, (one, limit) in enumerate(zip(weights, limits, strict=True))
+            if one.streamed(limit)
+        ]
+        return f"weights come from host memory as they are needed: {', '.join(streamed)}" if streamed else ""
 
     def advice(self) -> str:
         """For a run that ran out of memory although it was let through: its estimate, and what takes a quarter less.
@@ -152,14 +187,22 @@ class MemoryCheck:
             for room in found
         )
         less = [(room, TARGET_SHARE * sum(needed[rank].total for rank in room.ranks)) for room in found]
-        return f"The run was expected to take: {each}. {self._instead(requests, less)}"
+        instead = self._instead(requests, less)
+        if found and all(map(self.streams, found)):
+            lack = (1 - TARGET_SHARE) * max(need.total for need in needed)
+            instead += (
+                f" Or set offload to {math.ceil((self.offload.leave_free + lack) / GB)}, which leaves so many GB free."
+            )
+        return f"The run was expected to take: {each}. {instead}"
 
-    def _said(self, own: Sequence[MemoryNeed], room: DeviceMemory) -> str:
+    def _said(self, own: Sequence[MemoryNeed], room: DeviceMemory, free: int) -> str:
+        """`free`: with what weights can give up there, where they are streamed. Below 0 where not even weights fit."""
         size = sum(one.run for one in own)
         weights = sum(one.weights for one in own)
+        beside = "is free with weights streamed" if self.streams(room) else f"is free beside {_size(weights)} of weights"
         return (
-            f"this run needs about {_size(size)} more on {room.name} ({self._parts(own)}), where {_size(room.free)}"
-            f"{_place(room)} is free beside {_size(weights)} of weights."
+            f"this run needs about {_size(size)} more on {room.name} ({self._parts(own)}), where {_size(max(0, free))}"
+            f"{_place(room)} {beside}."
         )
 
     def _parts(self, own: Sequence[MemoryNeed], loaded: bool = False) -> str:
@@ -176,7 +219,8 @@ class MemoryCheck:
     def _instead(self, requests: tuple[Request, ...], limits: Sequence[tuple[DeviceMemory, float]]) -> str:
         """What would fit, in words. `limits`: bytes that the ranks of each room may have."""
         shares = tuple(limit / len(room.ranks) for room, limit in limits for _ in room.ranks)
-        capacity = Capacity(shares, together=len(limits) == 1 and not limits[0][0].of_gpu)
+        rooms = [room for room, _ in limits]
+        capacity = Capacity(shares, len(rooms) == 1 and not rooms[0].of_gpu, all(map(self.streams, rooms)))
         ways = changes(
             self.checkpoint,
             self.dtype,
@@ -188,6 +232,10 @@ class MemoryCheck:
             capacity,
             self.device_count,
         )
+        if not capacity.streams and all(room.streams for room in rooms):
+            streaming = replace(capacity, streams=True)
+            if fits(self.sizes, self.degrees, self.spans, requests, streaming):
+                ways.insert(0, f"offload {AUTO}")
         if not ways:
             return "No single change makes it fit: use more devices, or larger ones."
         return f"It would fit with {', '.join(ways[:-1])}{' or ' * (len(ways) > 1)}{ways[-1]}."

@@ -4,27 +4,23 @@ The planner and Parallel Doctor go by it, and so does the check before a model i
 Weights and K/V buffers are counted. The rest is an estimate: ACTIVATIONS here, what libraries take in gpu_overheads.py.
 """
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
-from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.communicators import communicators
 from parallel_backend.core.degrees import Coordinate, Degrees
-from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.core.packed_values import change_bits, change_bytes
 from parallel_backend.core.spans import Span, split
-from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.blocks import ATTENTIONS, IMAGE, IMAGE_TO_TEXT, JOINT, PAIRED, TEXT, TEXT_TO_IMAGE
-from parallel_backend.families.base.tensor_plan import cut_of, cut_outside
+from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
 
 from .gpu_overheads import COMMUNICATOR, STAGED, WORKSPACES
+from .model_sizes import ModelSizes, rank_weights
 
 USABLE_MEMORY = 0.95
 """Share of free memory that an estimate may fill. The rest is the allocator's slack: torch's rounds large sizes up to 2 MB
 (CUDACachingAllocator), and gaps stay between tensors. How much that is on a GPU is not measured."""
+WEIGHTS_SHARE = 0.85
+"""Part of a device's free memory that weights may take where no run is known. The rest is for a run."""
 KV_COPIES = 2
 """Sets of K/V buffers where keys that are a step old are moved on along the line through two."""
 ACTIVATIONS = {True: 20, False: 16}
@@ -86,69 +82,6 @@ class MemoryNeed:
 
 
 @dataclass(frozen=True)
-class ModelSizes:
-    """What a model's memory depends on, and which degrees it allows. Blocks of all lists are counted through."""
-
-    block_bytes: tuple[int, ...]
-    """Bytes of each block's weights."""
-    ends: tuple[int, int, int]
-    """Bytes of the other weights: see ends_bytes."""
-    attention: tuple[tuple[str, ...], ...]
-    """For each block, which tokens each of its attention layers is over."""
-    prologue: tuple[str, ...]
-    """The same for the attention layers that the first stage has beside its blocks."""
-    heads: int
-    key_heads: int | None
-    """Heads of keys and values. None: as many as `heads`."""
-    head_size: int
-    hidden: int
-    """Channels of a token between blocks."""
-    itemsize: int
-    """Bytes of a value that is computed with."""
-    joint: bool
-    """Text tokens run through the blocks."""
-    unsupported: tuple[str, ...] = ()
-    """Mesh axes that the model's family cannot be cut along."""
-    expanded: int = 0
-    """Bytes of the largest packed weight of a linear layer once it is expanded, as it is at each use."""
-    on_gpus: bool = False
-    """Ranks have a GPU's libraries."""
-    tensor_degrees: frozenset[int] | None = None
-    """Those that the file's quantised weights can be cut to. None: all."""
-    cut_ends: tuple[int, int, int] = (0, 0, 0)
-    """Of `ends`, the bytes that tensor ranks share."""
-    text_head_size: int | None = None
-    """Of attention over a text stream with channels of its own, or between it and the image. None: `head_size`."""
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(self.block_bytes) + sum(self.ends)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's hidden state."""
-        return self.hidden * self.itemsize
-
-    def check(self, degrees: Degrees) -> None:
-        """Raise ValueError, naming the widget, for degrees that the model does not allow."""
-        check_model(
-            degrees,
-            heads=self.heads,
-            blocks=len(self.block_bytes),
-            key_heads=self.key_heads,
-            unsupported=self.unsupported,
-            tensor_degrees=self.tensor_degrees,
-        )
-
-    def key_heads_on(self, degrees: Degrees, at: Coordinate) -> int:
-        """Whose keys and values a rank keeps: once for the heads that share them, unless some of these are elsewhere."""
-        groups = self.key_heads or self.heads
-        sharing = self.heads // groups
-        own = split(Span(0, len(split(Span(0, groups), degrees.tensor)[at.tensor]) * sharing), degrees.ulysses)[at.ulysses]
-        return len(own) if own.start % sharing or own.stop % sharing else len(own) // sharing
-
-
-@dataclass(frozen=True)
 class Request:
     """Model calls for one conditioning, as far as memory goes."""
 
@@ -186,119 +119,6 @@ class Request:
         return len(split(Span(0, self.entries), degrees.batch)[number])
 
 
-def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
-    """Of ranks on devices like `device`."""
-    family, config = checkpoint.family, checkpoint.config
-    lists = block_lists(checkpoint)
-    parts = [target.split(".") for target in checkpoint.key_map]
-    modules = {".".join(names[:count]) for names in parts for count in range(2, len(names))}
-
-    def layers(name: str, over: dict[str, str]) -> tuple[str, ...]:
-        found = [tokens for layer, tokens in over.items() if f"{name}.{layer}" in modules]
-        both = [tokens for kind in found for tokens in ((JOINT, JOINT) if kind == PAIRED else (kind,))]  # two streams' keys
-        return tuple(tokens for tokens in both if tokens in ATTENTIONS)
-
-    attention, prologue = [], []
-    for spec in family.blocks.lists:
-        indices = sorted({int(names[1]) for names in parts if names[0] == spec.name})
-        found = [layers(f"{spec.name}.{index}", dict(spec.attention)) for index in indices]
-        if spec.prologue:
-            prologue += [tokens for block in found for tokens in block]
-        else:
-            attention += found
-    on_gpus, text_hidden = "cuda" in device, family.sizes.text_hidden(config)
-    computed = compute_dtype(dtype, torch.device("cuda" if on_gpus else "cpu")).itemsize
-    return ModelSizes(
-        tuple(block_bytes(checkpoint, lists, dtype, 1)),
-        ends_bytes(checkpoint, dtype),
-        tuple(attention),
-        tuple(prologue),
-        family.sizes.heads(config),
-        family.sizes.key_heads(config),
-        family.sizes.head_size(config),
-        family.sizes.hidden(config),
-        computed,
-        joint_text(checkpoint),
-        family.unsupported,
-        computed * _largest_packed(checkpoint, dtype),
-        on_gpus,
-        checkpoint.tensor_degrees,
-        ends_bytes(checkpoint, dtype, functools.partial(_is_cut, checkpoint)),
-        text_head_size=text_hidden and text_hidden // family.sizes.heads(config),
-    )
-
-
-def _largest_packed(checkpoint: Checkpoint, dtype: str) -> int:
-    """Values of the largest matrix that ranks keep packed; 0 if they keep none so."""
-    shapes = ((target, checkpoint.shape(target)) for target in checkpoint.key_map)
-    packed = (shape for target, shape in shapes if len(shape) == 2 and checkpoint.storage(target, dtype))
-    return max(map(math.prod, packed), default=0)
-
-
-def block_lists(checkpoint: Checkpoint) -> list[str]:
-    """For each block, all lists counted through, the list that it is in."""
-    counts = checkpoint.family.blocks.counts(checkpoint.config)
-    return [name for name, count in counts.items() for _ in range(count)]
-
-
-def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: int) -> list[int]:
-    """Bytes of each block's weights on one rank. `lists`: see block_lists."""
-    sizes = dict.fromkeys(((name, index) for index, name in _numbered(lists)), 0)
-    for target in checkpoint.key_map:
-        name, _, rest = target.partition(".")
-        if name in lists:
-            sizes[name, int(rest.partition(".")[0])] += checkpoint.nbytes(target, dtype) // tensor
-    return list(sizes.values())
-
-
-def _numbered(lists: list[str]) -> list[tuple[int, str]]:
-    """Each block's index in its own list."""
-    return [(lists[:place].count(name), name) for place, name in enumerate(lists)]
-
-
-def joint_text(checkpoint: Checkpoint) -> bool:
-    """Whether text tokens run through the blocks, beside the image's."""
-    return any(spec.joined or "text" in spec.returns for spec in checkpoint.family.blocks.lists if not spec.prologue)
-
-
-def _is_cut(checkpoint: Checkpoint, target: str) -> bool:
-    """Whether tensor ranks share a parameter. All large matrices count as weights of linear layers."""
-    family, shape = checkpoint.family, checkpoint.shape(target)
-    if cut_of(family.tensor_plan, target):
-        return True
-    layer, _, leaf = target.rpartition(".")
-    matrix = leaf == "weight" and len(shape) == 2
-    return matrix and cut_outside(family.tensor_plan, layer, shape, family.forward.weight_readers)
-
-
-def ends_bytes(
-    checkpoint: Checkpoint, dtype: str, which: Callable[[str], bool] = lambda target: True
-) -> tuple[int, int, int]:
-    """Bytes of the weights of no counted block that the first, the last, every stage has. `which`: parameters that count."""
-    family = checkpoint.family
-    counted = {spec.name for spec in family.blocks.lists if not spec.prologue}
-    prologue = {*family.blocks.prologue, *(spec.name for spec in family.blocks.lists if spec.prologue)}
-    first = last = shared = 0
-    for target in filter(which, checkpoint.key_map):
-        top, size = target.partition(".")[0], checkpoint.nbytes(target, dtype)
-        if top in prologue:
-            first += size
-        elif top in family.blocks.epilogue:
-            last += size
-        elif top not in counted:
-            shared += size
-    return first, last, shared
-
-
-def held_weights(
-    blocks: tuple[int, ...], ends: tuple[int, int, int], cut: tuple[int, int, int], tensor: int, span: Span
-) -> int:
-    """Bytes of weights on a rank of the stage with blocks `span`. `cut`: the bytes of `ends` that tensor ranks share."""
-    first, last, shared = (end - part + part // tensor for end, part in zip(ends, cut, strict=True))
-    held = sum(blocks[span.slice]) // tensor + shared
-    return held + (first if span.start == 0 else 0) + (last if span.stop == len(blocks) else 0)
-
-
 def activation_bytes(tokens: float, token_bytes: int, joint: bool, timed: bool = False) -> int:
     """The estimate for a micro-step of so many tokens on a rank, over all of its batch entries. `timed`: see Request."""
     return round((ACTIVATIONS[joint] + (TIMED[joint] if timed else 0)) * tokens * token_bytes)
@@ -323,7 +143,7 @@ def memory_of(
     tokens = [_step_tokens(sizes, degrees, at, request) for request in requests]
     staged = STAGED * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
     return MemoryNeed(
-        held_weights(sizes.block_bytes, sizes.ends, sizes.cut_ends, degrees.tensor, span),
+        rank_weights(sizes, degrees.tensor, span).total,
         sum(_buffer_bytes(sizes, degrees, span, at, request) for request in requests),
         max((likely for _, likely in computing), default=0),
         sum(_arriving_bytes(sizes, degrees, span, at, request) for request in requests),
@@ -374,7 +194,10 @@ def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordin
     """This call's keys from other ranks, which the next call reads, the rank's own among them."""
     if not degrees.displaced or not request.kept:
         return 0
-    return _buffer_bytes(sizes, degrees, span, at, request) // request.kept
+    keys = _buffer_bytes(sizes, degrees, span, at, request) // request.kept
+    if not (bits := change_bits(sizes.transfer_dtype)):
+        return keys
+    return keys + change_bytes(keys // sizes.itemsize, sizes.head_size, bits)  # what all hold, and the changes
 
 
 def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Request) -> tuple[int, int]:

@@ -24,10 +24,12 @@ class StageCost:
     """Seconds whatever the micro-step's size."""
     whole: float
     """Seconds beside the fixed ones for the whole image."""
+    copies: float = 0.0
+    """Seconds in which the stage's streamed weights come to the device, beside the computing, in every micro-step."""
 
     def seconds(self, share: float) -> float:
         """Seconds of a micro-step with this share of the image."""
-        return self.fixed + share * self.whole
+        return max(self.copies, self.fixed + share * self.whole)
 
     def scaled(self, factor: float) -> "StageCost":
         """For an image of `factor` times as many tokens. By the same line: attention's growth beyond it is left out."""

@@ -70,8 +70,19 @@ class RunReport:
                 f"blocked in transfers: {100 * blocked:.0f} % of the ranks' working time; "
                 f"{100 * (1 - waited / under_way):.0f} % of the transfers' time was hidden behind computing"
             )
+        if streamed := sum(rank.streamed_bytes for rank in self.ranks):
+            waited = sum(rank.streaming_wait_seconds for rank in self.ranks)
+            share = 100 * waited / max(1e-9, waited + busy)
+            each = streamed / max(1, self.steps)
+            lines.append(
+                f"weights streamed from host memory: {streamed / 1e9:.2f} GB ({each / 1e9:.2f} GB per step), "
+                f"waited for {waited:.2f} s, {share:.0f} % of the ranks' time but for transfers"
+            )
         if graphs := max((rank.graphs for rank in self.ranks), default=0):
             lines.append(f"compiled: {graphs} graphs on a rank since the model was loaded; new ones took time of this run")
+        if replayed := sum(rank.replayed for rank in self.ranks):
+            steps = sum(rank.micro_steps for rank in self.ranks)
+            lines.append(f"CUDA graphs: {replayed} of {steps} micro-steps on all ranks were replays")
         if attention := sorted({rank.attention for rank in self.ranks if rank.attention}):
             lines.append(f"attention: {'; '.join(attention)}")
         lines += [f"weights: {words}" for words in sorted({rank.arithmetic for rank in self.ranks} - {""})]

@@ -12,7 +12,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import AXES, WIDGETS, Degrees
 from parallel_backend.processes.pool import Poll
 from parallel_backend.wire.diagnosis import Timeline
-from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT, WORK
+from parallel_backend.wire.timeline_kinds import FETCH, TRANSFER, WAIT, WORK
 
 SPAN = np.dtype(
     [("start", "f8"), ("stop", "f8"), ("kind", "i8"), ("step", "i8"), ("first", "i8"), ("last", "i8"), ("exact", "i8")]
@@ -66,9 +66,14 @@ class RankTrace:
         return self.spans[self.spans["kind"] == WAIT]
 
     @cached_property
+    def fetches(self) -> np.ndarray:
+        """Waits for weights."""
+        return self.spans[self.spans["kind"] == FETCH]
+
+    @cached_property
     def computing(self) -> np.ndarray:
         """The parts of `work` in which the rank did not wait."""
-        inside = self.waits[self.waits["step"] != 0]
+        inside = self.spans[np.isin(self.spans["kind"], (WAIT, FETCH)) & (self.spans["step"] != 0)]
         pieces = np.empty(len(self.work) + len(inside), SPAN)
         starts = np.concatenate((self.work["start"], inside["stop"]))
         order = np.argsort(starts, kind="stable")
@@ -125,7 +130,10 @@ class Trace:
             lines.append(f"{100 * self.hidden:.0f} % of the transfers' time was hidden behind computing")
         for rank in self.ranks:
             computing, waiting = total(rank.computing), total(rank.waits)
-            parts = {"computing": computing, "waiting": waiting, "idle": self.seconds - computing - waiting}
+            fetching = total(rank.fetches)
+            parts = {"computing": computing, "waiting": waiting}
+            parts |= {"waiting for weights": fetching} if len(rank.fetches) else {}
+            parts["idle"] = self.seconds - computing - waiting - fetching
             text = ", ".join(f"{name} {part:.3f} s ({100 * part / self.seconds:.0f} %)" for name, part in parts.items())
             hidden = "no transfers" if rank.hidden is None else f"{100 * rank.hidden:.0f} % of its transfers' time hidden"
             lines.append(f"rank {rank.rank} ({rank.where}): {len(rank.work)} micro-steps, {text}, {hidden}")
@@ -205,6 +213,7 @@ def chrome_events(trace: Trace) -> list[dict[str, Any]]:
         for spans, category, threads, texts in (
             (rank.work, "compute", [0] * len(rank.work), titles),
             (rank.waits, "wait", [0] * len(rank.waits), ["wait"] * len(rank.waits)),
+            (rank.fetches, "wait", [0] * len(rank.fetches), ["wait for weights"] * len(rank.fetches)),
             (rank.transfers, "transfer", [lane + 1 for lane in taken], ["transfer"] * len(rank.transfers)),
         ):
             for span, thread, text in zip(spans, threads, texts, strict=True):

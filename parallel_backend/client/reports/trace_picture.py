@@ -12,6 +12,7 @@ import numpy as np
 from .trace import RankTrace, Trace
 
 EXACT, BANDED, WAITING, TRANSFERRING, IDLE = "#0B4F7D", "#56B4E9", "#D55E00", "#009E73", "#E9E9E9"
+FETCHING = "#CC79A7"
 """Okabe and Ito's colours, which colour-blind people can tell apart."""
 BAND_SHADES = ("#A6D8F5", "#3D97D3")
 """Colours of the first and last band, where bands have different colours."""
@@ -149,7 +150,7 @@ def _layers(trace: Trace, rank: RankTrace, zoomed: bool) -> list[Layer]:
     else:
         count = len(trace.bands)
         layers += [(rank.computing[bands == band], shade(band, count) if count > 1 else BANDED) for band in range(count)]
-    return [*layers, (rank.waits, WAITING)]
+    return [*layers, (rank.waits, WAITING), (rank.fetches, FETCHING)]
 
 
 def _name(axes, trace: Trace, rank: RankTrace, top: int, row: int, figures: bool) -> None:
@@ -165,9 +166,8 @@ def _name(axes, trace: Trace, rank: RankTrace, top: int, row: int, figures: bool
         axes.text(left, top + 32 + 15 * index, line, transform=at, size=10, color=PALE, va="center")
     if not figures:
         return
-    computing, waiting = (
-        float((spans["stop"] - spans["start"]).sum()) / trace.seconds for spans in (rank.computing, rank.waits)
-    )
+    waits = np.concatenate((rank.waits, rank.fetches))
+    computing, waiting = (float((spans["stop"] - spans["start"]).sum()) / trace.seconds for spans in (rank.computing, waits))
     said = [(f"computing {100 * computing:.0f} %", INK, 12)]
     said.append((f"waiting {100 * waiting:.0f} %, idle {100 * max(0.0, 1 - computing - waiting):.0f} %", PALE, 10))
     said.append(("no transfers" if rank.hidden is None else f"{100 * rank.hidden:.0f} % of transfers hidden", PALE, 10))
@@ -215,6 +215,7 @@ def _legend(figure, trace: Trace, height: int) -> None:
         EXACT: "naive patch" if trace.degrees.naive else "exact step",
         BANDED: banded if len(trace.bands) else None,
         WAITING: "waiting for a transfer",
+        FETCHING: "waiting for weights" if any(len(rank.fetches) for rank in trace.ranks) else None,
         TRANSFERRING: "transfer under way",
         IDLE: "nothing to do",
     }

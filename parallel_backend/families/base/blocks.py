@@ -23,6 +23,25 @@ ATTENTIONS = (JOINT, IMAGE, TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE, PAIRED)
 
 
 @dataclass(frozen=True)
+class Values:
+    """How an attention module makes its values: names of layers in the module, and of arguments that it is called with.
+
+    Each layer's output [B, n, heads x D] is the values of a stream as they are attended to, repeated where several heads
+    share them. Ulysses ranks compute them before queries and keys (rank/attention/early_values.py).
+    """
+
+    image: str = "to_v"
+    """Layer for the image stream, or for all tokens where the module sees them joined."""
+    query: str = "to_q"
+    """Layer of the same input that the module calls before `image`. Only where there is no `text`."""
+    text: str = "add_v_proj"
+    """Layer for a text stream of its own. A module without it has none."""
+    image_argument: str = "hidden_states"
+    text_argument: str = "encoder_hidden_states"
+    """Inputs of `image` and `text`, where the module has both."""
+
+
+@dataclass(frozen=True)
 class BlockList:
     """One of the class's lists of blocks: what its blocks are called with, and what they return."""
 
@@ -51,6 +70,10 @@ class BlockList:
 
     attention: Mapping[str, str] = field(default_factory=lambda: {"attn": JOINT})
     """Module of a block that looks at other tokens -> of ATTENTIONS, LINEAR or NEIGHBOURS."""
+
+    values: Values | None = Values()
+    """Of the modules in `attention` that are JOINT or IMAGE. None: they are made together with something else, or changed
+    before attention."""
 
     prologue: bool = False
     """The list belongs to the first stage as a whole (refiners). Its blocks are not counted among the model's."""
@@ -87,7 +110,8 @@ class Blocks:
     """Order of the joint sequence: [text, image], or else [image, text]."""
 
     residuals: Mapping[str, str] = field(default_factory=dict)
-    """ControlNet: kind of output as ComfyUI names it ("input", "output") -> list behind whose blocks it is added."""
+    """ControlNet: kind of output as ComfyUI names it ("input", "output") -> list behind whose blocks it is added.
+    Z-Image's are kinds of patches of its native model; lists of the prologue are among them."""
 
     native: Mapping[str, str] | None = field(default_factory=dict)
     """Kind of block under which ComfyUI's native model lets other nodes replace its blocks ("double_block",

@@ -77,7 +77,7 @@ class StepInputs:
     dtype: torch.dtype = torch.float32
     """The rank's compute dtype."""
 
-    kept: dict[Any, torch.Tensor] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)
     """Values that all micro-steps for the same tokens of the same conditioning share."""
 
     x_beside: torch.Tensor | None = None
@@ -86,13 +86,16 @@ class StepInputs:
     beside_tokens: int = 0
     """Tokens of the whole latent beside the picture's (patching.Beside)."""
 
-    host_timestep: torch.Tensor | None = None
-    """`timestep` as it came, in the host's memory. None: it is on the device alone."""
+    host_timestep: Callable[[], torch.Tensor] | None = None
+    """Gives `timestep` as it came, in the host's memory. None: it is on the device alone."""
 
     @property
     def on_host(self) -> torch.Tensor:
-        """`timestep` where the host can look at it without waiting for the device."""
-        return self.timestep.cpu() if self.host_timestep is None else self.host_timestep
+        """`timestep` where the host can look at it without waiting for the device.
+
+        A micro-step that does is no CUDA graph, which would repeat for ever what was worked out of this one.
+        """
+        return self.timestep.cpu() if self.host_timestep is None else self.host_timestep()
 
     @property
     def beside(self) -> Span:
@@ -151,9 +154,7 @@ class StepInputs:
         return self.timestep.new_zeros(len(self.timestep), self.text_tokens, width, dtype=self.dtype)
 
 
-def kept_on(
-    device: torch.device, kept: dict[Any, torch.Tensor], name: str, make: Callable[[], torch.Tensor]
-) -> torch.Tensor:
+def kept_on(device: torch.device, kept: dict[Any, Any], name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """`make()` on the device, made once in `kept`: a tensor of the host, such as an index.
 
     On the device it would come out of a comparison, for whose size the host waits.

@@ -1,5 +1,6 @@
 """State that parallel attention reads: AttentionContext of the loaded model, AttentionStep of the micro-step under way."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -9,6 +10,7 @@ from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, PAIRED, TEXT, TEXT_TO_IMAGE
+from parallel_backend.rank.comm.change_codec import ChangeCodec
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfer_codec import Codec
 from parallel_backend.rank.comm.transfers import Traffic
@@ -84,6 +86,11 @@ class AttentionStep:
         """Query tokens by sequence rank."""
         return self.lengths if self.queries is None else self.queries
 
+    @property
+    def runs(self) -> bool:
+        """Whether any rank has tokens of it in this micro-step."""
+        return any(self.query_lengths) or (self.buffer is not None and any(self.lengths))
+
     def pieces(self, ranks: range) -> list[Piece]:
         """(rows among the concatenated tokens of these sequence ranks, positions of those in the K/V buffer)."""
         pieces, row = [], 0
@@ -114,6 +121,11 @@ class AttentionStep:
         return torch.cat((self.text_mask, image), dim=1)
 
 
+EarlyValues = Callable[[], torch.Tensor]
+"""Waits for the values of the layer under way, which travel already: [B, S, h, D], all tokens of the Ulysses ranks and this
+rank's heads."""
+
+
 class AttentionContext:
     """State shared by all layers of a stage: axes, kernel, counters, and the micro-step under way."""
 
@@ -126,13 +138,18 @@ class AttentionContext:
         drops_mask: bool = False,
         codec: Codec | None = None,
         sharing: int = 1,
+        changes: ChangeCodec | None = None,
     ):
-        """`sharing`: query heads in a row that share keys and values, which the class repeats for each of them."""
+        """`codec`: of what Ulysses sends. `changes`: of what displaced patches send, None: keys and values as they are.
+
+        `sharing`: query heads in a row that share keys and values, which the class repeats for each of them.
+        """
         self.patch, self.ring, self.ulysses, self.tensor = axes["patch"], axes["ring"], axes["ulysses"], axes["tensor"]
         self.naive = degrees.naive
         self.drops_mask = drops_mask  # see Family
-        self.kernel, self.traffic, self.codec, self.sharing = kernel, traffic, codec, sharing
+        self.kernel, self.traffic, self.codec, self.changes, self.sharing = kernel, traffic, codec, changes, sharing
         self.step: AttentionStep | None = None
+        self.early_values: EarlyValues | None = None
 
     def ulysses_ranks(self, patch: int, ring: int) -> range:
         """Sequence ranks at this place of the patch and ring axes. Sequence ranks are numbered patch, ring, ulysses."""

@@ -1,6 +1,7 @@
 """Which of some tokens of a video are of which frame."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,12 +17,13 @@ class FrameRows:
     """[N] on the host: frame of each place of the token order."""
     device: torch.device
     """Where indices go."""
-    _known: dict[tuple[Span, ...], list[torch.Tensor]] = field(default_factory=dict, init=False)
+    known: dict[Any, Any]
+    """Where indices are kept, by places."""
 
     def of(self, places: tuple[Span, ...]) -> list[torch.Tensor]:
         """By frame: indices, on the device, among the tokens of `places` one behind the other. Frames may have none."""
-        if places not in self._known:
+        if (key := ("frame rows", places)) not in self.known:
             frame = torch.cat([self.frame[span.slice] for span in places])
             numbers = range(int(self.frame.max()) + 1)
-            self._known[places] = [to_device((frame == number).nonzero()[:, 0], self.device) for number in numbers]
-        return self._known[places]
+            self.known[key] = [to_device((frame == number).nonzero()[:, 0], self.device) for number in numbers]
+        return self.known[key]

@@ -1,17 +1,23 @@
 """K/V buffers: keys and values of the whole sequence, kept from call to call of a run, for bands at different steps.
 
 A band reads keys and values of bands that have not run in this call yet (PipeFusion), or that run on another rank (displaced
-patches). Those are one call old. The buffer extrapolates them along the line through the last two calls. On the trained
-mini model that brings PipeFusion 15 dB closer to the exact run than using them unchanged (docs/decisions.md).
+patches). Those are one call old. The buffer extrapolates them along the line through the last two calls, and corrects them
+by what the call's first micro-step computes afresh (correction.py). What both bring on the trained mini model:
+docs/decisions.md.
 """
 
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from parallel_backend.core.extrapolation import step_ratio
 from parallel_backend.core.spans import Span
+from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
 from parallel_backend.rank.comm.collectives import Gathering
+
+from .correction import key_scale, value_shift
 
 Piece = tuple[Span, Span]
 """(rows of a micro-step's keys, their positions in the buffer)."""
@@ -21,7 +27,7 @@ Piece = tuple[Span, Span]
 class Arriving:
     """Keys and values of other ranks' tokens, under way."""
 
-    gathering: Gathering
+    gathering: Gathering | ChangeGathering
     """[2, b, n, h, D] of each rank."""
     pieces: list[list[Piece]]
     """By rank, where its part belongs."""
@@ -48,16 +54,18 @@ class LayerBuffer:
     def nbytes(self) -> int:
         return (self.keys.nbytes + self.values.nbytes) * (1 if self.last is None else 2)
 
-    def extrapolate(self, call: int, ratio: float) -> None:
-        """Once per call: estimate its keys and values from those of the last two. `ratio`: see extrapolation.step_ratio."""
-        self.call = call
-        fresh = (self.keys, self.values)
+    def extrapolate(self, weight: torch.Tensor) -> None:
+        """Estimate this call's keys and values from those of the last two. `weight`: see KVBuffer.weights."""
         if self.last is None:
             self.last = (self.keys.clone(), self.values.clone())
             return
-        for last, now in zip(self.last, fresh, strict=True):
-            last.lerp_(now, 1 + ratio)
-        (self.keys, self.values), self.last = self.last, fresh
+        for last, now in zip(self.last, (self.keys, self.values), strict=True):
+            last.lerp_(now, weight)
+        self.swap()
+
+    def swap(self) -> None:
+        """What was written over the call before the last is this call's, and this call's so far is the last one's."""
+        (self.keys, self.values), self.last = self.last, (self.keys, self.values)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, pieces: list[Piece], entries: Span) -> None:
         """Copy rows of [b, n, h, D] to their positions."""
@@ -65,12 +73,35 @@ class LayerBuffer:
             self.keys[entries.slice, positions.slice] = keys[:, rows.slice]
             self.values[entries.slice, positions.slice] = values[:, rows.slice]
 
+    def correct(self, keys: torch.Tensor, values: torch.Tensor, pieces: list[Piece], entries: Span, known: Span) -> None:
+        """Correct the positions `known` by rows of [b, n, h, D], before these are written over what was expected of them.
+
+        Those outside of `known` were never expected to be anything. Where they are all of it, nothing stays stale.
+        """
+        expected = [(rows, at) for rows, at in pieces if known.start <= at.start and at.stop <= known.stop]
+        if not 0 < sum(len(at) for _, at in expected) < len(known):
+            return
+        old_keys, old_values = ([kept[entries.slice, at.slice] for _, at in expected] for kept in (self.keys, self.values))
+        new_keys, new_values = ([new[:, rows.slice] for rows, _ in expected] for new in (keys, values))
+        scale, shift = key_scale(old_keys, new_keys), value_shift(old_values, new_values)
+        self.keys[entries.slice, known.slice].mul_(scale)
+        self.values[entries.slice, known.slice].add_(shift)
+
     def commit_received(self) -> None:
         """Wait for what other ranks sent during the last call, and write it."""
         for arrival in self.arriving:
             for (keys, values), pieces in zip(arrival.gathering.wait(), arrival.pieces, strict=True):
                 self.write(keys, values, pieces, arrival.entries)
         self.arriving.clear()
+
+
+class Place(NamedTuple):
+    """Which call a layer has come to, and where its keys and values are. See LayerBuffer."""
+
+    call: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    last: tuple[torch.Tensor, torch.Tensor] | None
 
 
 @dataclass
@@ -84,9 +115,17 @@ class KVBuffer:
     batch: int
     extrapolate: bool
     """See sampling.OpenRun."""
+    correct: bool = True
+    """Stale image tokens are corrected by fresh ones. Not where reference tokens are among them, which do not change as the
+    image's do."""
     filled: int = 0
     """Image tokens [0, filled) have been written. Without warm-up the first calls read only these."""
     layers: dict[int, LayerBuffer] = field(default_factory=dict)
+    held: dict[tuple[int, Span], Held] = field(default_factory=dict)
+    """By layer and batch entries, what ranks hold of each other's keys and values where only changes are sent."""
+    weights: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    """By dtype of keys and values: how far along the line through the last two calls this call is, 1 being the last. On the
+    device, since a CUDA graph would repeat a number of the host's for ever."""
     _call: int = 0
     _times: tuple[float, ...] = ()  # timesteps of the last two calls and of the one under way
 
@@ -106,12 +145,40 @@ class KVBuffer:
             return
         self._call += 1
         self._times = (*self._times[-2:], time)
+        for weight in self.weights.values():
+            weight.fill_(self._weight)
 
     @property
-    def _ratio(self) -> float:
-        if len(self._times) < 3:
-            return 0.0
-        return step_ratio(*self._times)
+    def _weight(self) -> float:
+        """See `weights`."""
+        return 1.0 if len(self._times) < 3 else 1.0 + step_ratio(*self._times)
+
+    def pattern(self) -> tuple[Hashable, ...]:
+        """What `update` goes by on the host: how much is filled, and which layers see this call for the first time."""
+        return self.filled, *((layer.call == self._call, layer.last is None) for layer in self.layers.values())
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where keys and values are in memory now. LayerBuffer.swap exchanges two places at each call."""
+        return tuple(kept.data_ptr() for layer in self.layers.values() for kept in (layer.keys, layer.values))
+
+    def places(self) -> dict[int, Place]:
+        """By layer."""
+        return {number: Place(layer.call, layer.keys, layer.values, layer.last) for number, layer in self.layers.items()}
+
+    def follow(self, layers: Iterable[int]) -> None:
+        """A CUDA graph has done on the device what `update` does in these layers when they see a call for the first time."""
+        for number in layers:
+            self.layers[number].call = self._call
+            if self.extrapolate:
+                self.layers[number].swap()
+
+    def restore(self, places: Mapping[int, Place]) -> None:
+        """Take back what `update` has done on the host since `places` was read, where the device has done nothing of it."""
+        for number in [number for number in self.layers if number not in places]:
+            del self.layers[number]
+        for number, place in places.items():
+            layer = self.layers[number]
+            layer.call, layer.keys, layer.values, layer.last = place
 
     def update(
         self,
@@ -132,10 +199,16 @@ class KVBuffer:
         if layer not in self.layers:
             shape = (self.batch, text_tokens + image_tokens, *keys.shape[2:])
             self.layers[layer] = LayerBuffer(keys.new_empty(shape), values.new_empty(shape), self._call)
+            if self.extrapolate and keys.dtype not in self.weights:
+                self.weights[keys.dtype] = keys.new_full((), self._weight)
         buffer = self.layers[layer]
         buffer.commit_received()
-        if self.extrapolate and buffer.call != self._call:
-            buffer.extrapolate(self._call, self._ratio)
+        if buffer.call != self._call:
+            buffer.call = self._call
+            if self.extrapolate:
+                buffer.extrapolate(self.weights[keys.dtype])
+            if self.correct:
+                buffer.correct(keys, values, pieces, entries, Span(text_tokens, text_tokens + filled))
         buffer.write(keys, values, pieces, entries)
         stop = max([text_tokens + filled, *(positions.stop for _, positions in pieces)])
         return buffer.keys[entries.slice, :stop], buffer.values[entries.slice, :stop]

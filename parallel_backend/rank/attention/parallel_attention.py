@@ -13,7 +13,8 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import ATTENTIONS, JOINT, PAIRED
 from parallel_backend.families.models.normalized_guidance import normalized
-from parallel_backend.rank.comm.collectives import all_reduce, start_gather
+from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
+from parallel_backend.rank.comm.collectives import Gathering, all_reduce, start_gather
 
 from .context import AttentionContext, AttentionStep
 from .kv_buffer import Arriving
@@ -68,8 +69,8 @@ class ParallelAttention:
     def _attend(self, step: AttentionStep, query, key, value, scale) -> torch.Tensor:
         """As `attend`, without guidance."""
         context = self.context
-        if not any(step.query_lengths) and (step.buffer is None or not any(step.lengths)):
-            return torch.empty_like(query)  # its tokens do not run in this micro-step, on no rank
+        if not step.runs:
+            return torch.empty_like(query)
         axis, heads = context.ulysses, query.shape[2]
         ranks = context.ulysses_ranks(context.patch.index, context.ring.index)
         lengths = [step.query_lengths[rank] for rank in ranks]
@@ -83,13 +84,19 @@ class ParallelAttention:
         groups = head_groups(heads, axis.size, self._groups(step, query))
         shared = (axis, context.traffic, context.codec)
         keys = [step.lengths[rank] for rank in ranks]
-        ready = start_sequence_to_heads(query, key, value, lengths, keys, groups[0], *shared)
+        early, context.early_values = context.early_values, None
+        travelling = (query, key, value) if early is None else (query, key)
+        tokens = (lengths, keys, keys)[: len(travelling)]
+        ready = start_sequence_to_heads(travelling, tokens, groups[0], *shared)
+        values = None if early is None else early()
         out, finishing = torch.empty_like(query, memory_format=torch.contiguous_format), []
         for number, group in enumerate(groups, 1):
-            own = (*ready(), scale, group[axis.index])
+            own, here = ready(), group[axis.index]
+            if values is not None:
+                own = (*own, values[:, :, here.shift(-groups[0][axis.index].start).slice])
             if number < len(groups):
-                ready = start_sequence_to_heads(query, key, value, lengths, keys, groups[number], *shared)
-            finishing.append(start_heads_to_sequence(attend(step, *own), out, lengths, group, *shared))
+                ready = start_sequence_to_heads(travelling, tokens, groups[number], *shared)
+            finishing.append(start_heads_to_sequence(attend(step, *own, scale, here), out, lengths, group, *shared))
         for finish in finishing:
             finish()
         return out
@@ -157,7 +164,7 @@ class ParallelAttention:
         rank gathers the band's keys, which moves as much as rotating the band, and has a whole buffer.
         """
         context = self.context
-        patch, ring, traffic = context.patch, context.ring, context.traffic
+        patch, ring = context.patch, context.ring
         key, value = self._once(heads, key, value)
         if ring.size > 1:
             lengths = [_tokens(step, context.ulysses_ranks(patch.index, index)) for index in range(ring.size)]
@@ -166,14 +173,17 @@ class ParallelAttention:
         arriving = None
         if patch.size > 1:
             lengths = [_tokens(step, context.patch_ranks(index)) for index in range(patch.size)]
-            gathering = start_gather(torch.stack((key, value)), lengths, 2, patch, traffic)
+            gathering = self._start_patches(step, torch.stack((key, value)), lengths)
             if step.stale:
                 pieces = [step.pieces(context.patch_ranks(i)) if i != patch.index else [] for i in range(patch.size)]
                 arriving = Arriving(gathering, pieces, step.entries)
                 if not step.overlap:
                     gathering.wait_pending()
             else:
-                key, value = torch.cat(gathering.wait(), dim=2)
+                parts = gathering.wait()
+                if context.changes is not None:
+                    step.buffer.held[self.layer, step.entries] = Held(context.changes, parts)
+                key, value = torch.cat(parts, dim=2)
                 own = range(len(step.lengths))
         pieces, image = step.pieces(own), step.over_image
         keys, values = step.buffer.update(self.layer, key, value, pieces, step.entries, step.text_tokens, image)
@@ -184,6 +194,17 @@ class ParallelAttention:
         if self._is_paired(query):
             return self._attend_paired(step, query, keys, values, (Span(0, keys.shape[1]),), scale)
         return context.kernel.attend(query, keys, values, step.buffer_mask(keys.shape[1]), scale)
+
+    def _start_patches(self, step: AttentionStep, own: torch.Tensor, lengths: list[int]) -> Gathering | ChangeGathering:
+        """Start to gather keys and values [2, B, k, h, D] over the patch ranks, which have `lengths` tokens each.
+
+        What changed in them, if that is wanted and the ranks hold those of an exact call.
+        """
+        patch, traffic = self.context.patch, self.context.traffic
+        held = step.buffer.held.get((self.layer, step.entries)) if step.stale else None
+        if held is None or not held.fits([(*own.shape[:2], length, *own.shape[3:]) for length in lengths]):
+            return start_gather(own, lengths, 2, patch, traffic)
+        return held.start_gather(own, patch, traffic)
 
     def _is_paired(self, query: torch.Tensor) -> bool:
         return self.over == PAIRED and query.shape[-1] > self.head_size

@@ -17,66 +17,63 @@ from parallel_backend.rank.comm.transfers import Traffic
 
 
 def start_sequence_to_heads(
-    q_BsHD: torch.Tensor,
-    k_BsHD: torch.Tensor,
-    v_BsHD: torch.Tensor,
-    queries: Sequence[int],
-    keys: Sequence[int],
+    tensors_BsHD: Sequence[torch.Tensor],
+    tokens: Sequence[Sequence[int]],
     spans: Sequence[Span],
     axis: Axis,
     traffic: Traffic,
     codec: Codec | None = None,
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Ulysses (arXiv 2309.14509) before attention. Starts the transfer. Call the result to wait for q, k, v [B, S, h, D].
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Ulysses (arXiv 2309.14509) before attention. Starts the transfer. Call the result to wait for the same [B, S, h, D].
 
-    `queries[j]`, `keys[j]`: query tokens of rank j, and tokens that have its keys and values. `spans[j]`: heads that rank j
-    gets. Tokens of the result are in rank order. One all-to-all carries q, k and v, since slow links cost by the message.
+    `tensors_BsHD`: queries, keys and values, or some of them. `tokens[i][j]`: tokens of tensor i on rank j. `spans[j]`:
+    heads that rank j gets. Tokens of the result are in rank order. One all-to-all carries them all, since slow links cost by
+    the message.
     """
-    if list(queries) != list(keys):
-        return _start_apart(q_BsHD, k_BsHD, v_BsHD, queries, keys, spans, axis, traffic, codec)
-    batch, own, _, size = q_BsHD.shape
+    tokens = [list(of_tensor) for of_tensor in tokens]
+    if any(of_tensor != tokens[0] for of_tensor in tokens):
+        return _start_apart(tensors_BsHD, tokens, spans, axis, traffic, codec)
+    first, count = tensors_BsHD[0], len(tensors_BsHD)
+    batch, own, _, size = first.shape
     here = len(spans[axis.index])
-    send = [3 * batch * own * len(span) * size for span in spans]
-    flat = q_BsHD.new_empty(sum(send))
+    send = [count * batch * own * len(span) * size for span in spans]
+    flat = first.new_empty(sum(send))
     for span, part in zip(spans, flat.split(send), strict=True):
-        part = part.view(own, 3, batch, len(span), size)
-        for index, x in enumerate((q_BsHD, k_BsHD, v_BsHD)):
+        part = part.view(own, count, batch, len(span), size)
+        for index, x in enumerate(tensors_BsHD):
             part[:, index] = x[:, :, span.slice].transpose(0, 1)
-    receive = [3 * batch * length * here * size for length in queries]
+    receive = [count * batch * length * here * size for length in tokens[0]]
     exchange = _start(codec, size)(flat, send, receive, axis, traffic)
 
-    def finish() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows = exchange.wait().view(sum(queries), 3, batch, here, size)
-        return tuple(rows[:, i].transpose(0, 1) for i in range(3))
+    def finish() -> tuple[torch.Tensor, ...]:
+        rows = exchange.wait().view(sum(tokens[0]), count, batch, here, size)
+        return tuple(rows[:, i].transpose(0, 1) for i in range(count))
 
     return finish
 
 
 def _start_apart(
-    q_BsHD: torch.Tensor,
-    k_BsHD: torch.Tensor,
-    v_BsHD: torch.Tensor,
-    queries: Sequence[int],
-    keys: Sequence[int],
+    tensors_BsHD: Sequence[torch.Tensor],
+    tokens: Sequence[Sequence[int]],
     spans: Sequence[Span],
     axis: Axis,
     traffic: Traffic,
     codec: Codec | None,
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """As `start_sequence_to_heads` where queries are of other tokens than keys: each rank's q, k and v follow each other."""
-    batch, size, here = len(q_BsHD), q_BsHD.shape[-1], len(spans[axis.index])
-    parts = [
-        torch.cat([x[:, :, span.slice].transpose(0, 1).reshape(-1) for x in (q_BsHD, k_BsHD, v_BsHD)]) for span in spans
-    ]
-    receive = [batch * (tokens + 2 * looked_at) * here * size for tokens, looked_at in zip(queries, keys, strict=True)]
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """As `start_sequence_to_heads` where tensors have different tokens: each rank's parts of them follow each other."""
+    batch, _, _, size = tensors_BsHD[0].shape
+    here = len(spans[axis.index])
+    parts = [torch.cat([x[:, :, span.slice].transpose(0, 1).reshape(-1) for x in tensors_BsHD]) for span in spans]
+    of_ranks = list(zip(*tokens, strict=True))
+    receive = [batch * sum(of_rank) * here * size for of_rank in of_ranks]
     exchange = _start(codec, size)(torch.cat(parts), [len(part) for part in parts], receive, axis, traffic)
 
-    def finish() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def finish() -> tuple[torch.Tensor, ...]:
         received = []
-        for part, tokens, looked_at in zip(exchange.wait().split(receive), queries, keys, strict=True):
-            rows = part.view(tokens + 2 * looked_at, batch, here, size).transpose(0, 1)
-            received.append(rows.split((tokens, looked_at, looked_at), dim=1))
-        return tuple(torch.cat(of_ranks, dim=1) for of_ranks in zip(*received, strict=True))
+        for part, of_rank in zip(exchange.wait().split(receive), of_ranks, strict=True):
+            rows = part.view(sum(of_rank), batch, here, size).transpose(0, 1)
+            received.append(rows.split(of_rank, dim=1))
+        return tuple(torch.cat(of_tensor, dim=1) for of_tensor in zip(*received, strict=True))
 
     return finish
 

@@ -1,5 +1,10 @@
 """The transfers between ranks of one mesh axis: short functions, shapes before and after in the docstring, every byte
-counted (transfers.py). Each is called by all ranks of the axis, in the same order."""
+counted (transfers.py). Each is called by all ranks of the axis, in the same order.
+
+Where two ranks send to each other, receives are started first. Gloo tells the sender on the same connection that its
+receiver is ready: behind a tensor that is on its way, that comes when the tensor is through, and the two directions of the
+link work one after the other instead of at once.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,11 +92,11 @@ def start_gather(own: torch.Tensor, lengths: Sequence[int], dim: int, axis: Axis
         shape[dim] = length
         parts.append(host_buffer(shape, own.dtype, own.device) if on_host else own.new_empty(shape))
         peer = axis.ranks[index]
+        if parts[-1].numel():
+            operations.append(dist.P2POp(dist.irecv, parts[-1], peer, axis.group))
         if source.numel():
             operations.append(dist.P2POp(dist.isend, source, peer, axis.group))
             traffic.bytes_sent[axis.name] += source.nbytes
-        if parts[-1].numel():
-            operations.append(dist.P2POp(dist.irecv, parts[-1], peer, axis.group))
     transfer = traffic.start(lambda: dist.batch_isend_irecv(operations)) if operations else None
     return Gathering(parts, own.device, transfer)
 
@@ -121,10 +126,10 @@ def start_shift(x: torch.Tensor, length: int, dim: int, axis: Axis, traffic: Tra
     shape[dim] = length
     received = host_buffer(shape, x.dtype, x.device) if on_host else x.new_empty(shape)
     operations = []
+    if received.numel():
+        operations.append(dist.P2POp(dist.irecv, received, axis.ranks[axis.index - 1], axis.group))
     if source.numel():
         operations.append(dist.P2POp(dist.isend, source, axis.ranks[(axis.index + 1) % axis.size], axis.group))
         traffic.bytes_sent[axis.name] += source.nbytes
-    if received.numel():
-        operations.append(dist.P2POp(dist.irecv, received, axis.ranks[axis.index - 1], axis.group))
     transfer = traffic.start(lambda: dist.batch_isend_irecv(operations)) if operations else None
     return Shift(source, received, x.device, transfer)

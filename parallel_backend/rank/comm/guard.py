@@ -35,6 +35,10 @@ class Guard:
         finally:
             done.set()
 
+    def blocked(self) -> contextlib.AbstractContextManager[None]:
+        """Around what cannot end before other ranks do their part, but does not need what they meet through."""
+        return self._heartbeat.blocked()
+
     def _watch(self, done: threading.Event, seconds: float | None, late: Callable[[], BaseException]) -> None:
         began = time.monotonic()
         while True:

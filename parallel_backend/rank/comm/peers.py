@@ -1,9 +1,12 @@
 """How one rank comes together with the others of its pool: joins them, makes groups with them, tries what was made."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.wire.rank_settings import RankSettings
@@ -13,7 +16,7 @@ from .mesh import Axis, Mesh, close_mesh, make_mesh
 from .process_group import backend_for, join
 from .rendezvous import Rendezvous
 from .self_test import LinkError, try_axis, try_link
-from .transfers import is_out_of_memory
+from .transfers import PeerError, is_of_a_transfer, is_out_of_memory
 
 
 class Peers:
@@ -26,6 +29,8 @@ class Peers:
         self._settings, self._rendezvous, self._guard = settings, rendezvous, guard
         self._backend = backend_for(settings.devices)
         self._device = torch.device(settings.device if self._backend == "nccl" else "cpu")
+        self._meshes: dict[Degrees, Mesh] = {}
+        self._users: Counter[Degrees] = Counter()
 
     def check(self) -> None:
         """Before the ranks need what they meet through."""
@@ -42,8 +47,22 @@ class Peers:
         with self._trial("a sum over all ranks"):
             try_axis(Axis("world", world, settings.rank, tuple(range(world)), None), self._device)
 
-    def make_mesh(self, degrees: Degrees) -> Mesh:
-        """The mesh of a model, its groups made and tried."""
+    def enter_mesh(self, degrees: Degrees) -> Mesh:
+        """The mesh of a model. Models of equal degrees share theirs: each group of NCCL's takes memory on the device."""
+        if degrees not in self._meshes:
+            self._meshes[degrees] = self._make_mesh(degrees)
+        self._users[degrees] += 1
+        return self._meshes[degrees]
+
+    def leave_mesh(self, degrees: Degrees) -> None:
+        """A model of these degrees is over. The last of them ends the mesh's groups."""
+        self._users[degrees] -= 1
+        if not self._users[degrees]:
+            with self._guard.waiting():
+                close_mesh(self._meshes.pop(degrees))
+
+    def _make_mesh(self, degrees: Degrees) -> Mesh:
+        """The mesh, its groups made and tried."""
         rank = self._settings.rank
         with self._guard.waiting():
             self._rendezvous.check()
@@ -58,10 +77,26 @@ class Peers:
                 try_link(link, self._device)
         return mesh
 
-    def close_mesh(self, mesh: Mesh) -> None:
-        """End the mesh's groups."""
-        with self._guard.waiting():
-            close_mesh(mesh)
+    def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's numbers, in rank order: as many of each, 63 bits at most. PeerError where another rank is gone."""
+        world = len(self._settings.devices)
+        told = torch.zeros(world, len(numbers), dtype=torch.int64)
+        told[self._settings.rank] = torch.tensor(numbers)
+        if world > 1:
+            with self.blocked():
+                there = told.to(self._device)
+                try:
+                    dist.all_reduce(there)
+                except RuntimeError as error:
+                    if not is_of_a_transfer(error):
+                        raise
+                    raise PeerError(str(error)) from error
+                told = there.cpu()
+        return told.tolist()
+
+    def blocked(self) -> AbstractContextManager[None]:
+        """Around waiting for ranks without a transfer. Where one of them is gone the client ends this one."""
+        return self._guard.blocked()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

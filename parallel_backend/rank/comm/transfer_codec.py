@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from parallel_backend.core.packed_values import group_size
+
 from .collectives import Exchange, start_all_to_all
 from .mesh import Axis
 from .transfers import Traffic
-
-GROUP = 32
-"""Values with a common scale, at most: so many that their scale adds a sixteenth to the bytes."""
 
 KINDS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 """What a value becomes, and the largest."""
@@ -54,13 +53,13 @@ class Codec:
 
     def nbytes(self, values: int, size: int) -> int:
         """Of so many values, packed. Even: the next part begins with a scale."""
-        count = values + values // _group(size) * SCALE.itemsize
+        count = values + values // group_size(size) * SCALE.itemsize
         return count + count % 2
 
     def encode(self, values: torch.Tensor, size: int, packed: torch.Tensor) -> None:
         """[n] of heads of `size`, floating -> written into [nbytes] uint8."""
         kind, largest = KINDS[self.kind]
-        groups = values.view(-1, _group(size))
+        groups = values.view(-1, group_size(size))
         scales, codes = self._views(packed, len(values), len(groups))
         peaks = torch.maximum(groups.amax(1), groups.amin(1).neg_()).float()
         scales.copy_(peaks.mul_(UP / largest).clamp_min_(SMALLEST))
@@ -74,7 +73,7 @@ class Codec:
 
     def decode(self, packed: torch.Tensor, size: int, values: torch.Tensor) -> None:
         """[nbytes] uint8 -> written into [n]."""
-        groups = values.view(-1, _group(size))
+        groups = values.view(-1, group_size(size))
         scales, codes = self._views(packed, len(values), len(groups))
         groups.copy_(codes.view(KINDS[self.kind][0]).view_as(groups)).mul_(scales[:, None])
 
@@ -107,10 +106,8 @@ class PackedExchange:
         return out
 
 
-def _group(size: int) -> int:
-    return next(count for count in range(GROUP, 0, -1) if size % count == 0)
-
-
 def codec_for(transfer_dtype: str) -> Codec | None:
-    """None for 'full'."""
-    return None if transfer_dtype == "full" else Codec(transfer_dtype)
+    """None for 'full'. With 'residual' what Ulysses sends is in int8: it is no change of something that both ends hold."""
+    if transfer_dtype == "full":
+        return None
+    return Codec("int8" if transfer_dtype == "residual" else transfer_dtype)

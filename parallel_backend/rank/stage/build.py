@@ -6,7 +6,7 @@ stages a stand-in behind the stage's blocks ends the forward with the hidden sta
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +17,14 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span
 from parallel_backend.families import Family
+from parallel_backend.families.base.blocks import Values
 from parallel_backend.families.base.step_inputs import GUIDANCE
 
 from .block_slots import StageIO
 from .meta_model import meta_model
 from .stand_ins import Placeholder, fill_slots
 from .tensor_parallel import TensorPlan
-from .weights import fill_weights
+from .weights import StageWeights, read_whole
 
 GUIDANCE_FACTOR = 1000.0
 """Factor from guidance as users set it to guidance as diffusers' classes embed it."""
@@ -34,8 +35,8 @@ class Stage:
     """A stage's model, with its weights in place."""
 
     model: nn.Module
-    attention: list[tuple[nn.Module, str]]
-    """(attention module, its value in BlockList.attention), in the order in which they run."""
+    attention: list[tuple[nn.Module, str, Values | None]]
+    """(attention module, its value in BlockList.attention, BlockList.values), in the order in which they run."""
     flow: StageIO
     plan: TensorPlan | None
     """The given one, for this model: see TensorPlan.with_outside."""
@@ -47,13 +48,14 @@ def build_stage(
     device: torch.device,
     dtype_name: str,
     plan: TensorPlan | None = None,
-    progress: Callable[[float], None] = lambda fraction: None,
+    load: Callable[[StageWeights, Sequence[str]], None] = read_whole,
     only: Collection[str] = (),
 ) -> Stage:
     """The model with weights of blocks `span` only.
 
-    Weights go straight from the mapped file to `device`. Nothing that another rank owns is allocated. With `plan` the rank
-    has only its shards; `Stage.plan.apply` must follow. `progress`: see fill_weights. `only`: see loading.Load.
+    Weights go straight from the mapped file to where `load` wants them: it is given them on the meta device, and the names
+    "<list>.<index>" of the blocks. Without it they are all on `device`. Nothing that another rank owns is allocated. With
+    `plan` the rank has only its shards; `Stage.plan.apply` must follow. `only`: see loading.Load.
     """
     family, config = checkpoint.family, checkpoint.config
     first, last = span.start == 0, span.stop == family.blocks.total(config)
@@ -74,7 +76,14 @@ def build_stage(
         for name in model.state_dict()
         if _is_owned(name, owned, skipped) and ".".join([*name.split(".")[:2], ""]) not in left_out
     ]
-    fill_weights(model, checkpoint, targets, plan, device, dtype_name, progress)
+    weights = StageWeights(model, checkpoint, targets, plan, device, dtype_name)
+    blocks = [
+        f"{spec.name}.{index}"
+        for spec in family.blocks.lists
+        for index in range(len(getattr(model, spec.name)))
+        if index in owned[spec.name] and f"{spec.name}.{index}." not in left_out
+    ]
+    load(weights, blocks)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

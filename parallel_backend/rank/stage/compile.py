@@ -156,7 +156,7 @@ class Compiler:
         """
         self.graphs, self._failed, self._widths, self._untraced = 0, False, widths, untraced
         self._order = torch.zeros(1, dtype=torch.uint8, device=device)
-        # Global settings: no other model is in a rank's process. After an error in tracing torch warns and runs the code.
+        # Global settings, the same for all models of the process. After an error in tracing torch warns and runs the code.
         torch._dynamo.config.suppress_errors = True
         torch._dynamo.config.recompile_limit = VARIANTS
         torch._dynamo.config.accumulated_recompile_limit = 16 * VARIANTS
@@ -165,7 +165,7 @@ class Compiler:
             self._prepare(name, block)
 
     def close(self) -> None:
-        """Free the graphs, which keep the blocks alive."""
+        """Free the graphs, which keep the blocks alive. Other models of the process make theirs anew at their next use."""
         torch._dynamo.reset()
 
     def _prepare(self, block_name: str, block: nn.Module) -> None:

@@ -3,6 +3,8 @@
 `nn.Linear` modules become these by a change of their class, so that all names in the module tree stay.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,7 +48,7 @@ class RankLinear(nn.Linear):
         self.__class__ = PackedLinear
         self.packed = nn.Parameter(packed, requires_grad=False)
         self.packing, self.dtype = packing, dtype
-        self.arithmetic = arithmetic(packed, packing, dtype)
+        self.arithmetic = Arithmetic(None, "") if packed.is_meta else arithmetic(packed, packing, dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]: without the adapters."""
@@ -78,6 +80,15 @@ class PackedLinear(RankLinear):
     def nbytes(self) -> int:
         """Of all that is kept of the weight."""
         return self.packed.nbytes + self.packing.nbytes
+
+    def move(self, packed: torch.Tensor, beside: Mapping[str, torch.Tensor]) -> None:
+        """Have the weight in other memory, that of `packed` and of `beside` (Packing.tensors), whatever is in it so far."""
+        if self.packed.is_meta:  # whose data cannot be those of another device
+            self.packed = nn.Parameter(packed, requires_grad=False)
+        else:
+            self.packed.data = packed
+        self.packing = self.packing.on(beside)
+        self.arithmetic = arithmetic(packed, self.packing, self.dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]: without the adapters."""

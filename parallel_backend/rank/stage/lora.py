@@ -1,7 +1,7 @@
 """LoRA and other additions to a rank's weights, made without reading the weights again.
 
 A linear layer computes its adapters beside its weight, which stays as loaded, packed or not. Other parameters are small:
-the rank keeps their loaded values and adds to the parameter itself. Only a value that stands in place of the loaded one
+they are set apart from the weights as loaded, and added to. Only a value that stands in place of the loaded one
 (a merge of models) is written over it; the checkpoint has the loaded one.
 
 Adapters come in groups, whose strengths may be others at every call. Those of a group at rest stay on the device.
@@ -19,6 +19,7 @@ from parallel_backend.core.spans import Shard
 from parallel_backend.wire.loading import Adapt
 
 from .linear import Adapter, PackedLinear, RankLinear
+from .store.weight_store import WeightStore
 from .tensor_parallel import TensorPlan
 
 
@@ -68,7 +69,7 @@ class _Values:
 
     @property
     def nbytes(self) -> int:
-        return self.loaded.nbytes + sum(total.nbytes for total in self.added.values())
+        return self.parameter.nbytes + self.loaded.nbytes + sum(total.nbytes for total in self.added.values())
 
 
 class Adapters:
@@ -78,8 +79,17 @@ class Adapters:
     the sum of its shard's and the adapter's outputs.
     """
 
-    def __init__(self, model: nn.Module, checkpoint: Checkpoint, plan: TensorPlan, device: torch.device, dtype: torch.dtype):
-        self._model, self._checkpoint, self._plan = model, checkpoint, plan
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: Checkpoint,
+        plan: TensorPlan,
+        device: torch.device,
+        dtype: torch.dtype,
+        store: WeightStore,
+    ):
+        """`store`: where the model's weights are."""
+        self._model, self._checkpoint, self._plan, self._store = model, checkpoint, plan, store
         self._device, self._dtype = device, dtype
         self._factors: list[Adapt] = []  # the rank's shards before scaling, for `rescale`
         self._beside: list[_Beside] = []
@@ -134,8 +144,8 @@ class Adapters:
         """Remove all that was added. Every parameter is as loaded, bit for bit."""
         for beside in self._beside:
             beside.layer.adapters.clear()
-        for values in self._values.values():
-            values.parameter.copy_(values.loaded)
+        for name in self._values:
+            self._store.rejoin(name)
         if self._replaced:
             self._load_again()
         self._factors, self._beside, self._values, self._strengths = [], [], {}, ()
@@ -161,13 +171,14 @@ class Adapters:
             self._beside.append(_Beside(layer, (up.to(dtype), down), part.group))
             self._beside[-1].put(self._strength(part.group))
         else:
-            parameter = layer.get_parameter(leaf)
+            shape = layer.get_parameter(leaf).shape
             delta = up if part.down is None else up @ part.down.to(self._device, torch.float32)
-            self._add_to_values(part, parameter, delta.view(parameter.shape))
+            self._add_to_values(part, delta.view(shape))
 
-    def _add_to_values(self, part: Adapt, parameter: nn.Parameter, delta: torch.Tensor) -> None:
+    def _add_to_values(self, part: Adapt, delta: torch.Tensor) -> None:
         values = self._values.get(part.parameter)
         if values is None:
+            parameter = self._store.set_apart(part.parameter)
             values = self._values[part.parameter] = _Values(parameter, parameter.detach().clone())
         earlier = values.added.get(part.group)
         values.added[part.group] = delta if earlier is None else earlier.add_(delta)
@@ -183,20 +194,19 @@ class Adapters:
         name, _, leaf = part.parameter.rpartition(".")
         layer = self._model.get_submodule(name)
         if isinstance(layer, PackedLinear) and leaf == "weight":
+            self._store.present(part.parameter)
             loaded = layer.weight.float()
             self._put(replace(part, up=part.up.to(self._device, torch.float32).view(loaded.shape) - loaded, scale=1.0))
             return
-        parameter = layer.get_parameter(leaf)
-        parameter.copy_(part.up.view(parameter.shape))
+        self._store.overwrite(part.parameter, part.up)
         self._replaced.add(part.parameter)
 
     def _load_again(self) -> None:
         """Have the parameters that were written over as the checkpoint has them."""
         with reading(self._checkpoint) as reader:
             for name in self._replaced:
-                parameter = self._model.get_parameter(name)
-                values = reader.values(name, parameter.dtype, self._shard(name), self._device)
-                parameter.copy_(values.view(parameter.shape))
+                dtype = self._model.get_parameter(name).dtype
+                self._store.overwrite(name, reader.values(name, dtype, self._shard(name), self._device))
         self._replaced = set()
 
 

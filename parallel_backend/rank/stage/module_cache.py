@@ -6,12 +6,15 @@ keys of the text.
 """
 
 import functools
+import itertools
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel_backend.families.base.family import CacheScope, name_pattern
 from parallel_backend.wire.sampling import Step
@@ -21,15 +24,35 @@ from .stand_ins import STAND_INS
 CAPACITY = {CacheScope.CALL: 1, CacheScope.PROMPT: 2, CacheScope.BAND: 32}
 """Calls, prompts and bands whose outputs are kept. Two prompts: positive and negative, where these are two calls."""
 
-Outputs = dict[tuple[nn.Module, int], Any]
-"""(module, number of its call within the micro-step) -> output. Some modules are called for the text and for the image."""
+ModuleCall = tuple[nn.Module, int]
+"""A module, and the number of its call within the micro-step. Some modules are called for the text and for the image."""
+
+SIMPLE = (torch.Tensor, type(None), bool, int, float, str)
+"""What an output may be made of to be kept in memory of its own (ModuleCache, `steady`)."""
+
+
+class Outputs(dict[ModuleCall, Any]):
+    """Outputs of modules in one call, for one prompt, or for one band."""
+
+    def __init__(self, number: int):
+        """`number`: no other Outputs of the cache has or had it."""
+        super().__init__()
+        self.number = number
 
 
 class ModuleCache:
     """Outputs that the modules of one rank's model gave in earlier micro-steps."""
 
-    def __init__(self, model: nn.Module, plan: Mapping[str, CacheScope]):
-        """Make the modules of `plan` (Forward.cached_modules) return cached outputs."""
+    def __init__(self, model: nn.Module, plan: Mapping[str, CacheScope], steady: bool = False):
+        """Make the modules of `plan` (Forward.cached_modules) return cached outputs.
+
+        `steady`: outputs of a call are in the same memory as those of the call before, where CUDA graphs of the call's other
+        bands find them (micro_step_graphs.py). Costs a copy of each.
+        """
+        self._steady, self._numbers = steady, itertools.count()
+        self._places: dict[Hashable, Any] = {}  # the memory, by prompt, shape of the timestep, and module call
+        self._prompt: tuple[Hashable, ...] = ()  # of the micro-step under way, with that shape
+        self._elsewhere = 0  # outputs of calls so far that `_places` could not take
         self._kept: dict[CacheScope, OrderedDict[tuple[Hashable, ...], Outputs]] = {per: OrderedDict() for per in CacheScope}
         self.current: dict[CacheScope, Outputs] = {}  # for the micro-step under way
         self.calls: Counter[nn.Module] = Counter()  # in the micro-step under way
@@ -47,9 +70,12 @@ class ModuleCache:
         if not whole:
             keys[CacheScope.CALL] = (*prompt, step.timestep.numpy().tobytes())
         self.end_step()
+        self._prompt = *prompt, tuple(step.timestep.shape)
         for per, key in keys.items():
             kept = self._kept[per]
-            self.current[per] = kept.setdefault(key, {})
+            if key not in kept:
+                kept[key] = Outputs(next(self._numbers))
+            self.current[per] = kept[key]
             kept.move_to_end(key)
             if len(kept) > CAPACITY[per]:
                 kept.popitem(last=False)
@@ -64,11 +90,52 @@ class ModuleCache:
         for kept in self._kept.values():
             for key in [key for key in kept if key[0] == conditioning]:
                 del kept[key]
+        for key in [key for key in self._places if key[0] == conditioning]:
+            del self._places[key]
 
     def forget(self) -> None:
         """Drop all outputs: weights have changed, or a run is over."""
         for kept in self._kept.values():
             kept.clear()
+        self._places.clear()
+
+    def keep(self, scope: CacheScope, call: ModuleCall, out: Any) -> Any:
+        """Keep an output for the micro-steps that share it; as it is to be read."""
+        if self._steady and scope is CacheScope.CALL:
+            out = self._in_its_place((*self._prompt, *call), out)
+        self.current[scope][call] = out
+        return out
+
+    def pattern(self) -> Hashable:
+        """Which outputs the micro-step that has begun finds. Alike only where these are in the same memory too."""
+        numbers = [self.current[per].number for per in (CacheScope.PROMPT, CacheScope.BAND)]
+        return *numbers, frozenset(self.current.get(CacheScope.CALL, ()))
+
+    def made(self) -> tuple[int, ...]:
+        """Counts of what was kept in new memory. Alike before and after a micro-step that kept nothing so."""
+        return self._elsewhere, len(self._places), *(len(self.current[per]) for per in (CacheScope.PROMPT, CacheScope.BAND))
+
+    def of_call(self) -> dict[ModuleCall, Any]:
+        """Outputs so far of the call under way. None of a `whole` one."""
+        return dict(self.current.get(CacheScope.CALL, {}))
+
+    def follow(self, outputs: Mapping[ModuleCall, Any]) -> None:
+        """A CUDA graph has computed these outputs of the call, into the memory that they were in before."""
+        if outputs:
+            self.current[CacheScope.CALL].update(outputs)
+
+    def _in_its_place(self, key: Hashable, out: Any) -> Any:
+        if not all(isinstance(leaf, SIMPLE) for leaf in tree_leaves(out)):
+            self._elsewhere += 1
+            return out
+        if key not in self._places:
+            self._places[key] = tree_map_only(torch.Tensor, torch.clone, out)
+            return self._places[key]
+        for place, value in zip(tree_leaves(self._places[key]), tree_leaves(out), strict=True):
+            if isinstance(value, torch.Tensor):
+                assert place.shape == value.shape, "outputs of a module for one prompt have different sizes"
+                place.copy_(value)
+        return self._places[key]
 
 
 class CachedModule:
@@ -84,7 +151,7 @@ class CachedModule:
         call = self, self.module_cache.calls[self]
         self.module_cache.calls[self] += 1
         if call not in known:
-            known[call] = super().__call__(*args, **kwargs)
+            return self.module_cache.keep(self.cache_scope, call, super().__call__(*args, **kwargs))
         return known[call]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_backend.families.base.blocks import BlockList
+from parallel_backend.families.base.blocks import BlockList, Values
 
 from .block_slots import BlockSlot, StageDone, StageIO
 
@@ -76,10 +76,10 @@ def own_blocks(model: nn.Module, specs: Sequence[BlockList]) -> dict[str, nn.Mod
 
 def fill_slots(
     model: nn.Module, spec: BlockList, flow: StageIO, own: range, whole_latent: bool, only: Collection[str] = ()
-) -> list[tuple[nn.Module, str]]:
+) -> list[tuple[nn.Module, str, Values | None]]:
     """Replace all blocks of a list but `own` by stand-ins. `only`: see loading.Load.
 
-    Returns (attention module, its value in BlockList.attention) of the stage's own blocks, in order.
+    Returns (attention module, its value in BlockList.attention, BlockList.values) of the stage's own blocks, in order.
     """
     blocks = getattr(model, spec.name)
     attention = []
@@ -90,7 +90,7 @@ def fill_slots(
         elif index in own:
             slot.attach(block, whole_latent)
             modules = dict(block.named_modules())
-            attention += [(modules[name], over) for name, over in spec.attention.items() if name in modules]
+            attention += [(modules[name], over, spec.values) for name, over in spec.attention.items() if name in modules]
         else:
             blocks[index] = Upstream(slot) if index < own.start else Downstream(slot)
     return attention

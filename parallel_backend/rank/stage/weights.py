@@ -1,66 +1,146 @@
-"""Fills a stage's model with the rank's own weights: cut, converted or kept packed."""
+"""A stage's own weights: which they are, what shape they have, and reading them from the file, cut, converted or packed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.reader import reading
+from parallel_backend.checkpoints.reader import Reader, reading
 from parallel_backend.core.dtypes import compute_dtype
 
-from .linear import RankLinear
+from .linear import PackedLinear, RankLinear
 from .tensor_parallel import TensorPlan
 
+Progress = Callable[[float], None]
+"""Gets the share of the rank's weights, by bytes, that are in place: before each parameter and at the end."""
 
-def fill_weights(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    targets: Iterable[str],
-    plan: TensorPlan | None,
-    device: torch.device,
-    dtype_name: str,
-    progress: Callable[[float], None] = lambda fraction: None,
-) -> None:
-    """Read parameters `targets` of `model`, on the meta device until now, to `device`.
+VALUES, PACKED = "values", "packed"
+"""Names of the one tensor of a plain parameter, and of a packed weight's bytes among its tensors."""
 
-    Parameters that `plan` cuts become this rank's shard, or None if it has no part. Linear layers become `RankLinear`s.
-    Their weights stay packed as `Checkpoint.storage` says. Everything else is in the compute dtype, or in float32 if it is
-    one of `Forward.float32`. `progress` gets the share of the bytes in place, before each parameter and at the end.
-    ValueError if the file's shape is not the parameter's. Sides of 1 are ignored, since GGUF's tools may drop them.
-    """
-    RankLinear.adopt(model)
-    dtype = compute_dtype(dtype_name, device)
-    targets, known = list(targets), model.state_dict()
-    for target in targets:
-        shape = known[target].shape
-        shape = [shape.numel()] if checkpoint.key_map[target].flat else shape
-        if _without_ones(checkpoint.shape(target)) != _without_ones(shape):
-            raise ValueError(
-                f"model_name: {checkpoint.path.name} holds {checkpoint.key_map[target].key} of shape "
-                f"{list(checkpoint.shape(target))}, where {checkpoint.family.name} has {list(known[target].shape)}."
-            )
-    shards = {} if plan is None else plan.shards({target: checkpoint.shape(target) for target in targets})
-    sizes = {target: checkpoint.nbytes(target, dtype_name) for target in targets}
-    done, total = 0, sum(sizes.values())
-    with reading(checkpoint) as reader:
-        for target in targets:
-            progress(done / total)
-            done += sizes[target]
-            name, _, leaf = target.rpartition(".")
-            module, shard = model.get_submodule(name), shards.get(target)
-            if shard is not None and not shard.spans:
-                setattr(module, leaf, None)
-                continue
-            linear = isinstance(module, RankLinear) and leaf == "weight"
-            storage = checkpoint.storage(target, dtype_name) if linear else None
-            if storage is None or not reader.packable(target, storage, shard):
-                values = reader.values(target, checkpoint.compute_dtype(target, dtype), shard, device)
-                values = values.view(known[target].shape) if shard is None else values
-                setattr(module, leaf, nn.Parameter(values, requires_grad=False))
+
+class StageWeights:
+    """The parameters of `model` that are the rank's own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: Checkpoint,
+        targets: Iterable[str],
+        plan: TensorPlan | None,
+        device: torch.device,
+        dtype_name: str,
+    ):
+        """Give parameters `targets` of `model`, on the meta device until now, the shape in which the rank has them.
+
+        They stay on the meta device. What `plan` cuts becomes this rank's shard, or None if it has no part. Linear layers
+        become `RankLinear`s. Their weights stay packed as `Checkpoint.storage` says. Everything else is in the dtype that
+        `device` computes in, or in float32 if it is one of `Forward.float32`. ValueError if the file's shape is not the
+        parameter's. Sides of 1 are ignored, since GGUF's tools may drop them.
+        """
+        RankLinear.adopt(model)
+        self.model, self.device, self.targets = model, device, list(targets)
+        self._checkpoint, self._dtype_name = checkpoint, dtype_name
+        self._reader: Reader | None = None  # while the model is loaded
+        dtype, known = compute_dtype(dtype_name, device), model.state_dict()
+        for target in self.targets:
+            shape = known[target].shape
+            shape = [shape.numel()] if checkpoint.key_map[target].flat else shape
+            if _without_ones(checkpoint.shape(target)) != _without_ones(shape):
+                raise ValueError(
+                    f"model_name: {checkpoint.path.name} holds {checkpoint.key_map[target].key} of shape "
+                    f"{list(checkpoint.shape(target))}, where {checkpoint.family.name} has {list(known[target].shape)}."
+                )
+        shapes = {target: checkpoint.shape(target) for target in self.targets}
+        self._shards = {} if plan is None else plan.shards(shapes)
+        with reading(checkpoint) as reader:
+            for target in self.targets:
+                self._outline(target, known[target].shape, dtype, reader)
+
+    @contextmanager
+    def loading(self, progress: Progress) -> Iterator[None]:
+        """Context in which all of the weights are read. The files stay open."""
+        self._sizes = {target: self._checkpoint.nbytes(target, self._dtype_name) for target in self.targets}
+        self._done, self._progress = 0, progress
+        with reading(self._checkpoint) as self._reader:
+            yield
+        self._reader = None
+        progress(1.0)
+
+    def read(self, places: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Read parameters into their `places`: a plain one's VALUES; or the PACKED bytes and Packing.tensors of a packed
+        weight.
+
+        They have the shapes and dtypes that the model has, on any device. Nothing for a parameter that is None.
+        """
+        if self._reader is None:
+            with reading(self._checkpoint) as reader:
+                for target, own in places.items():
+                    self._read(target, own, reader)
+            return
+        for target, own in places.items():
+            self._progress(self._done / sum(self._sizes.values()))
+            self._done += self._sizes[target]
+            self._read(target, own, self._reader)
+
+    def _outline(self, target: str, whole: torch.Size, dtype: torch.dtype, reader: Reader) -> None:
+        (module, leaf), shard, meta = self.place(target), self._shards.get(target), torch.device("meta")
+        if shard is not None and not shard.spans:
+            setattr(module, leaf, None)
+            return
+        linear = isinstance(module, RankLinear) and leaf == "weight"
+        storage = self._checkpoint.storage(target, self._dtype_name) if linear else None
+        if storage is None or not reader.packable(target, storage, shard):
+            values = reader.values(target, self._checkpoint.compute_dtype(target, dtype), shard, meta)
+            setattr(module, leaf, nn.Parameter(values.view(whole) if shard is None else values, requires_grad=False))
+        else:
+            module.pack(*reader.packed(target, storage, shard, meta), dtype)
+
+    def _read(self, target: str, places: Mapping[str, torch.Tensor], reader: Reader) -> None:
+        shard = self._shards.get(target)
+        if VALUES in places:
+            reader.read_values(target, shard, places[VALUES])
+        elif PACKED in places:
+            storage, packed = self._checkpoint.storage(target, self._dtype_name), places[PACKED]
+            _, packing = reader.packed(target, storage, shard, packed.device, packed)
+            for name, tensor in packing.tensors.items():
+                places[name].copy_(tensor)
+
+    def place(self, target: str) -> tuple[nn.Module, str]:
+        """(module, name of the parameter in it)"""
+        name, _, leaf = target.rpartition(".")
+        return self.model.get_submodule(name), leaf
+
+    def tensors(self, target: str) -> dict[str, torch.Tensor]:
+        """What `read` wants places for, as the model has it now."""
+        module, leaf = self.place(target)
+        if isinstance(module, PackedLinear) and leaf == "weight":
+            return {PACKED: module.packed, **module.packing.tensors}
+        parameter = getattr(module, leaf)
+        return {} if parameter is None else {VALUES: parameter}
+
+    def move(self, target: str, places: Mapping[str, torch.Tensor]) -> None:
+        """Have the model's parameter in `places`, see `read`, from now on, whatever is in them so far."""
+        module, leaf = self.place(target)
+        if PACKED in places:
+            module.move(places[PACKED], {name: tensor for name, tensor in places.items() if name != PACKED})
+        elif VALUES in places:
+            parameter = getattr(module, leaf)
+            if parameter.is_meta:
+                setattr(module, leaf, nn.Parameter(places[VALUES], requires_grad=False))
             else:
-                module.pack(*reader.packed(target, storage, shard, device), dtype)
-    progress(1.0)
+                parameter.data = places[VALUES]
+
+
+def read_whole(weights: StageWeights, _blocks: Sequence[str] = ()) -> None:
+    """Read all of them to memory of their own on the device."""
+    with weights.loading(lambda fraction: None):
+        for target in weights.targets:
+            meta = weights.tensors(target)
+            places = {part: torch.empty_like(tensor, device=weights.device) for part, tensor in meta.items()}
+            weights.read({target: places})
+            weights.move(target, places)
 
 
 def _without_ones(shape: Iterable[int]) -> list[int]:

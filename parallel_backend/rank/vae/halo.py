@@ -1,4 +1,4 @@
-"""Exchange of the rows next to a band. Each rank of the axis has one band of the picture's rows, in rank order."""
+"""Exchange of what lies next to a band. Each rank of the axis has one band of rows, or columns, in rank order."""
 
 from dataclasses import dataclass
 
@@ -12,34 +12,40 @@ from parallel_backend.rank.comm.transfers import Traffic, Transfer
 
 @dataclass
 class Halo:
-    """An exchange under way. `wait` returns the rows above and below the band, [B, C, 1, W] each.
+    """An exchange under way. `wait` returns what lies before and behind the band; None beyond the picture's edge, or where
+    nothing was asked for."""
 
-    They are zero beyond the picture's edge, as a convolution's padding.
-    """
-
-    sent: tuple[torch.Tensor, torch.Tensor]
-    received: tuple[torch.Tensor, torch.Tensor]
+    sent: list[torch.Tensor]  # kept alive
+    received: list[torch.Tensor | None]
     device: torch.device
-    transfer: Transfer
+    transfer: Transfer | None
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self.transfer.wait()
-        above, below = self.received
-        return from_staging(above, self.device), from_staging(below, self.device)
+    def wait(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if self.transfer is not None:
+            self.transfer.wait()
+        before, behind = (part if part is None else from_staging(part, self.device) for part in self.received)
+        return before, behind
 
 
-def start_halo(x: torch.Tensor, axis: Axis, traffic: Traffic) -> Halo:
-    """Start sending the first and the last row of x [B, C, rows, W] to the ranks before and after, and receiving theirs."""
-    sent = x[:, :, :1].contiguous(), x[:, :, -1:].contiguous()
-    if staged(x, axis.group):
-        received = tuple(host_buffer(row.shape, row.dtype, row.device).zero_() for row in sent)
-        sent = to_staging(sent[0]), to_staging(sent[1])
-    else:
-        received = torch.zeros_like(sent[0]), torch.zeros_like(sent[1])
-    operations = []
-    for own, other, index in zip(sent, received, (axis.index - 1, axis.index + 1), strict=True):
-        if 0 <= index < axis.size:
-            operations.append(dist.P2POp(dist.isend, own, axis.ranks[index], axis.group))
-            operations.append(dist.P2POp(dist.irecv, other, axis.ranks[index], axis.group))
-            traffic.bytes_sent[axis.name] += own.nbytes
-    return Halo(sent, received, x.device, traffic.start(lambda: dist.batch_isend_irecv(operations)))
+def start_halo(x: torch.Tensor, dim: int, before: int, behind: int, axis: Axis, traffic: Traffic) -> Halo:
+    """Start receiving the last `before` rows of the band before x, and the first `behind` rows of the one behind it, and
+    sending likewise. Rows are counted along `dim`; the band of each rank has as many as its neighbours need."""
+    length, on_host = x.shape[dim], staged(x, axis.group)
+    assert length >= max(before, behind), f"a band of {length} rows has fewer than its neighbours need"
+    sent, received, operations = [], [None, None], []
+    for side, index in enumerate((axis.index - 1, axis.index + 1)):
+        own, other = ((0, behind), before) if side == 0 else ((length - before, before), behind)
+        if not 0 <= index < axis.size:
+            continue
+        if own[1]:
+            part = x.narrow(dim, *own).contiguous()
+            sent.append(to_staging(part) if on_host else part)
+            operations.append(dist.P2POp(dist.isend, sent[-1], axis.ranks[index], axis.group))
+            traffic.bytes_sent[axis.name] += part.nbytes
+        if other:
+            shape = list(x.shape)
+            shape[dim] = other
+            received[side] = host_buffer(shape, x.dtype, x.device) if on_host else x.new_empty(shape)
+            operations.append(dist.P2POp(dist.irecv, received[side], axis.ranks[index], axis.group))
+    transfer = traffic.start(lambda: dist.batch_isend_irecv(operations)) if operations else None
+    return Halo(sent, received, x.device, transfer)

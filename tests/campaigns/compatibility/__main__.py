@@ -92,7 +92,7 @@ def run_part(
             return 1
         record.failed.pop(CORE if pack is None else pack.name, None)
         chosen = [node for node in ground.nodes if not names or node.name in names]
-        parts = -(-len(chosen) // AT_ONCE) if part[1] == 0 else part[1]
+        parts = max(1, -(-len(chosen) // AT_ONCE)) if part[1] == 0 else part[1]
         for family in families:
             todo = [node for node in chosen[part[0] :: parts] if record.lacks(node, family)]
             for verdict in ground.run(todo, family) if todo else ():

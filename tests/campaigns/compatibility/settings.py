@@ -16,6 +16,7 @@ MERGES = (
     *("Cosmos7B", "Cosmos14B", "WAN2_1", "CosmosPredict2_2B", "CosmosPredict2_14B", "QwenImage", "Krea2"),
 )
 COMFYUI = {f"ModelMerge{name}": HALF for name in MERGES} | {
+    "ARVideoI2V": {"inputs": {"width": 64, "height": 64, "length": 9}},
     "ModelMergeAdd": {"inputs": {"model2": {"link": "difference"}}, "nodes": {"difference": ["ModelMergeSubtract", {}]}},
     "ContextWindowsManual": {
         "inputs": {"context_length": 8, "context_overlap": 2, "dim": 2},

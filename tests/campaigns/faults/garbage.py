@@ -37,13 +37,13 @@ def send(connection: Connection, variant: str, rank: int, seed: int) -> None:
         connection.send_bytes(json.dumps(["Unloaded", rank]).encode())
 
 
-def halves(message: Any) -> tuple[bytes, tuple[bytes, bytes]]:
-    """A message with one tensor: its header, and the frame of the tensor's bytes in two parts."""
+def halves(message: Any, model: int | None = None) -> tuple[bytes, tuple[bytes, bytes]]:
+    """A message of `model` with one tensor: its header, and the frame of the tensor's bytes in two parts."""
     import torch
 
     from parallel_backend.wire.messages import encode
 
-    header, (tensor,) = encode(message)
+    header, (tensor,) = encode(message, model=model)
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     frame = struct.pack("!i", len(data)) + data
     return header, (frame[: len(frame) // 2], frame[len(frame) // 2 :])

@@ -27,6 +27,8 @@ from . import garbage
 from .fault import INJECTED, Fault
 
 ARMED, FIRED, ACTED = "armed.json", "fired.json", "acted"
+LOADING_EVENTS = 40
+"""That every rank has, at least."""
 STRIKES_BY_CLIENT = 20.0
 """Seconds that a rank waits in the middle of its work for the client's process to do the harm."""
 SLOW_ONCE, SLOW_LONG = 1.5, 0.05
@@ -51,6 +53,7 @@ class Agent:
         self.folder, self.rank, self.connection, self.store = folder, rank, connection, store
         self.phase = ""  # of the micro-step that is computed
         self.seq = 0
+        self.model = 1  # the one that it spoke of last
         self.channel: Any = None  # the rank's own
         self.spoils = False  # what every block gives
         self._known: tuple[int, Fault | None] = (0, None)  # which file it was, and what it says
@@ -179,7 +182,7 @@ def _send_output(seq: Callable[[Agent], int]) -> Callable[..., Any]:
 
         from parallel_backend.wire.sampling import Output
 
-        agent.channel.send(Output(agent.rank, seq(agent), torch.zeros(1, 1, 1)))
+        agent.channel.send(Output(agent.rank, seq(agent), torch.zeros(1, 1, 1)), model=agent.model)
         return value
 
     return strike
@@ -195,6 +198,29 @@ def _damage_store(agent: Agent, fault: Fault, value: Any) -> Any:
     else:
         agent.store.write_bytes(os.urandom(agent.store.stat().st_size))
     return value
+
+
+def _take_host_memory(agent: Agent, fault: Fault, value: Any) -> Any:
+    """The host has none for this rank's blocks, as long as this fault is the one."""
+    from parallel_backend.rank.host_memory import host_store
+
+    free, allocate = host_store.host_memory, os.posix_fallocate
+
+    def host_memory() -> tuple[int, int]:
+        return (0, free()[1]) if agent.fault() == fault and fault.variant != "refused" else free()
+
+    def posix_fallocate(*given: int) -> None:
+        if agent.fault() == fault:
+            raise OSError(12, INJECTED)
+        allocate(*given)
+
+    host_store.host_memory, os.posix_fallocate = host_memory, posix_fallocate
+    return value
+
+
+def _stream_from_a_damaged_file(agent: Agent, fault: Fault, value: Any) -> Any:
+    _take_host_memory(agent, fault, value)
+    return agent.wait_for_client(fault, value)
 
 
 def _swallow(_agent: Agent, _fault: Fault, value: Any) -> Any:
@@ -231,6 +257,8 @@ _STRIKES: dict[str, Callable[[Agent, Fault, Any], Any]] = {
     "model file": Agent.wait_for_client,
     "model file while it is read": Agent.wait_for_client,
     "store file": _damage_store,
+    "no host memory": _take_host_memory,
+    "model file while it is streamed": _stream_from_a_damaged_file,
     # Controls: what the harness must find out.
     "swallowed": _swallow,
     "wrong": _shift,
@@ -273,9 +301,11 @@ def install(agent: Agent) -> None:
     from parallel_backend.rank import worker
     from parallel_backend.rank.comm import peers
     from parallel_backend.rank.engine import Engine
-    from parallel_backend.rank.stage import build as stage
     from parallel_backend.rank.stage.lora import Adapters
-    from parallel_backend.rank.vae.decoder import BandedDecoder
+    from parallel_backend.rank.stage.store import emulated
+    from parallel_backend.rank.stage.store.weight_store import WeightStore
+    from parallel_backend.rank.stage.weights import StageWeights
+    from parallel_backend.rank.vae.part import VAEPart
 
     _before(agent, worker, "run", "start")
     _before_and_after(agent, peers, "join", "rendezvous")
@@ -285,26 +315,27 @@ def install(agent: Agent) -> None:
     _before(agent, Engine, "close_run", "close run")
     _before(agent, Engine, "close", "unload")
     _before(agent, Adapters, "add", "adapt")
-    _watch_loading(agent, stage)
+    _before(agent, WeightStore, "set_resident", "giving way")
+    _before(agent, emulated, "_copy", "copying")
+    _watch_loading(agent, StageWeights, WeightStore)
     _watch_blocks(agent, Engine)
-    _watch_decoder(agent, BandedDecoder)
+    _watch_vae(agent, VAEPart)
     _watch_transfers(agent)
     _watch_outputs(agent, worker)
     threading.Thread(target=_idle, args=(agent,), name="faults", daemon=True).start()
 
 
-def _watch_loading(agent: Agent, stage: Any) -> None:
-    """An event for each parameter."""
-    fill = stage.fill_weights
+def _watch_loading(agent: Agent, weights_class: Any, store_class: Any) -> None:
+    """An event for each parameter that the rank reads, and then as many as it takes: other ranks may have read the rest."""
+    load = store_class.load
 
-    def wrapped(model: Any, checkpoint: Any, targets: Any, plan: Any, device: Any, dtype: str, progress: Any) -> None:
-        def seen(fraction: float) -> None:
+    def loading(store: Any, *arguments: Any, **named: Any) -> None:
+        load(store, *arguments, **named)
+        for _ in range(LOADING_EVENTS):
             agent.at("loading")
-            progress(fraction)
 
-        fill(model, checkpoint, targets, plan, device, dtype, seen)
-
-    stage.fill_weights = wrapped
+    _before(agent, weights_class, "read", "loading")
+    store_class.load = loading
 
 
 def _watch_blocks(agent: Agent, engine_class: Any) -> None:
@@ -330,21 +361,21 @@ def _watch_blocks(agent: Agent, engine_class: Any) -> None:
     engine_class.__init__, engine_class.step = init, stepping
 
 
-def _watch_decoder(agent: Agent, decoder_class: Any) -> None:
+def _watch_vae(agent: Agent, part_class: Any) -> None:
     """An event for each layer."""
-    make, decode = decoder_class.__init__, decoder_class.decode
+    make, run = part_class.__init__, part_class.run
 
-    def init(decoder: Any, *arguments: Any) -> None:
-        make(decoder, *arguments)
-        for module in decoder.model.modules():
+    def init(part: Any, *arguments: Any) -> None:
+        make(part, *arguments)
+        for module in part.model.modules():
             if not any(module.children()):
                 module.register_forward_hook(lambda _module, _inputs, output: agent.at("decoding", output))
 
-    def decoding(decoder: Any, message: Any) -> Any:
+    def running(part: Any, message: Any) -> Any:
         agent.phase = "decoding"
-        return decode(decoder, message)
+        return run(part, message)
 
-    decoder_class.__init__, decoder_class.decode = init, decoding
+    part_class.__init__, part_class.run = init, running
 
 
 def _watch_transfers(agent: Agent) -> None:
@@ -372,12 +403,13 @@ def _watch_outputs(agent: Agent, worker: Any) -> None:
 
     worker.Channel = make
 
-    def sending(channel: Any, message: Any, request_id: int | None = None) -> None:
+    def sending(channel: Any, message: Any, request_id: int | None = None, model: int | None = None) -> None:
+        agent.model = model or agent.model
         fault = agent.fault() if isinstance(message, Output) else None
         if fault is None or fault.event != "sending":
-            send(channel, message, request_id)
+            send(channel, message, request_id, model)
             return
-        header, payload = garbage.halves(message)
+        header, payload = garbage.halves(message, model)
         with channel._sending:
             channel.connection.send_bytes(header)
             garbage.write_raw(channel.connection, payload[0])

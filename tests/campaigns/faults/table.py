@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from parallel_backend.core.degrees import Degrees
 
 from .fault import INJECTED, Fault
+from .rank import LOADING_EVENTS
 
 DEGREES = {
     "pipe 2": Degrees(pipe=2),
@@ -16,12 +17,18 @@ DEGREES = {
     "batch 2": Degrees(batch=2),
     "patch 2": Degrees(patch=2, patch_mode="displaced"),
     "pipe 2 x ulysses 2": Degrees(pipe=2, ulysses=2),
+    "pipe 2, streamed": Degrees(pipe=2),
+    "ulysses 2, streamed": Degrees(ulysses=2),
+    "pipe 2, giving way": Degrees(pipe=2),
+    "ulysses 2, giving way": Degrees(ulysses=2),
 }
+STREAMED, GIVING_WAY = ", streamed", ", giving way"
+"""Endings of degrees whose ranks have emulated devices: weights are streamed, or go to host memory before each prompt."""
 
 EVENTS = {
     "start": 2,
     "rendezvous": 2,
-    "loading": 40,
+    "loading": LOADING_EVENTS,
     "probe": 2,
     "conditioning": 1,
     "exact": 8,
@@ -33,6 +40,8 @@ EVENTS = {
     "decoding": 15,
     "unload": 1,
     "closing": 1,
+    "giving way": 1,
+    "copying": 20,
 }
 """Phase -> how many places a fault can strike in, at least, on every rank: blocks run, parameters read, ..."""
 TRANSFERS = 3
@@ -42,6 +51,8 @@ MODEL_FILE = "damaged.safetensors"
 """Of the faults that need one to damage."""
 
 COMPUTING = ("exact", "banded")
+STREAMING = ("giving way", "copying")
+"""Weights go to host memory; a block is being copied from there."""
 SERVED = ("loading", "probe", "conditioning", *COMPUTING, "adapt", "close run", "decoding")
 """A rank handles a message of the client, who waits for what comes of it."""
 ANYWHERE = tuple(EVENTS)
@@ -66,45 +77,45 @@ class Kind:
     by_client: bool = False
 
 
-_NO_MESSAGE = r"rank {victim} \(cpu\).*(BadMessage|sent what cannot be|closed its .*connection)"
-_LOST = r"rank {victim} \(cpu\).*(exit code|closed its .*connection|BrokenPipe|BadMessage)"
-_SILENT = r"rank {victim} \(cpu\).*(no sign of life|did not start within)"
-_STANDS_STILL = r"rank \d \(cpu\)"
+_NO_MESSAGE = r"rank {victim} \(cpu(:\d)?\).*(BadMessage|sent what cannot be|closed its .*connection)"
+_LOST = r"rank {victim} \(cpu(:\d)?\).*(exit code|closed its .*connection|BrokenPipe|BadMessage)"
+_SILENT = r"rank {victim} \(cpu(:\d)?\).*(no sign of life|did not start within)"
+_STANDS_STILL = r"rank \d \(cpu(:\d)?\)"
 
 KINDS = {
     "killed": Kind(
-        {name: r"rank {victim} \(cpu\) was killed by signal 9" for name in ("by itself", "from outside")}, ANYWHERE
+        {name: r"rank {victim} \(cpu(:\d)?\) was killed by signal 9" for name in ("by itself", "from outside")}, ANYWHERE
     ),
     "stopped": Kind({name: _SILENT for name in ("by itself", "from outside")}, ANYWHERE, within=SILENCE),
     "raises": Kind(
-        {"RuntimeError": rf"rank {{victim}} \(cpu\).*RuntimeError: {INJECTED}.*Traceback"},
-        ("start", "rendezvous", *SERVED, "unload", "closing"),
+        {"RuntimeError": rf"rank {{victim}} \(cpu(:\d)?\).*RuntimeError: {INJECTED}.*Traceback"},
+        ("start", "rendezvous", *SERVED, "unload", "closing", *STREAMING),
     ),
-    "transfer fails": Kind({"RuntimeError": rf"rank \d \(cpu\).*{INJECTED}"}, COMPUTING),
+    "transfer fails": Kind({"RuntimeError": rf"rank \d \(cpu(:\d)?\).*{INJECTED}"}, COMPUTING),
     "out of memory": Kind(
         {
-            "torch": r"rank {victim} \(cpu\).*OutOfMemoryError",
-            "real": r"rank {victim} \(cpu\).*(can't allocate memory|not enough memory|out of memory)",
-            "Python": r"rank {victim} \(cpu\).*MemoryError",
+            "torch": r"rank {victim} \(cpu(:\d)?\).*OutOfMemoryError",
+            "real": r"rank {victim} \(cpu(:\d)?\).*(can't allocate memory|not enough memory|out of memory)",
+            "Python": r"rank {victim} \(cpu(:\d)?\).*MemoryError",
         },
-        ("loading", "probe", "conditioning", *COMPUTING, "adapt", "decoding"),
+        ("loading", "probe", "conditioning", *COMPUTING, "adapt", "decoding", *STREAMING),
     ),
-    "NaN": Kind({"one value": r"rank {victim} \(cpu\)"}, COMPUTING, lives=True),
-    "slow": Kind({"once": "", "for long": ""}, (*SERVED, "unload"), ending=RIGHT, lives=True),
-    "hangs": Kind({"in Python": _STANDS_STILL}, (*SERVED, "unload"), within=PATIENCE),
+    "NaN": Kind({"one value": r"rank {victim} \(cpu(:\d)?\)"}, COMPUTING, lives=True),
+    "slow": Kind({"once": "", "for long": ""}, (*SERVED, "unload", *STREAMING), ending=RIGHT, lives=True),
+    "hangs": Kind({"in Python": _STANDS_STILL}, (*SERVED, "unload", *STREAMING), within=PATIENCE),
     "transfer lost": Kind({"not sent": _STANDS_STILL}, COMPUTING, within=PATIENCE),
     "exits": Kind(
         {
-            "os._exit(3)": r"rank {victim} \(cpu\) ended with exit code 3",
-            "os._exit(0)": r"rank {victim} \(cpu\) ended with exit code 0",
-            "sys.exit(3)": r"rank {victim} \(cpu\).*(SystemExit: 3|exit code 3)",
+            "os._exit(3)": r"rank {victim} \(cpu(:\d)?\) ended with exit code 3",
+            "os._exit(0)": r"rank {victim} \(cpu(:\d)?\) ended with exit code 0",
+            "sys.exit(3)": r"rank {victim} \(cpu(:\d)?\).*(SystemExit: 3|exit code 3)",
         },
         ANYWHERE,
     ),
     "crashes": Kind(
         {
-            "segfault": r"rank {victim} \(cpu\) was killed by signal 11",
-            "abort": r"rank {victim} \(cpu\) was killed by signal 6",
+            "segfault": r"rank {victim} \(cpu(:\d)?\) was killed by signal 11",
+            "abort": r"rank {victim} \(cpu(:\d)?\) was killed by signal 6",
         },
         ANYWHERE,
     ),
@@ -129,9 +140,18 @@ KINDS = {
     ),
     "model file": Kind({name: rf"model_name: {MODEL_FILE}" for name in ("gone", "cut short")}, ("loading",), by_client=True),
     "model file while it is read": Kind(
-        {"cut short": rf"rank \d \(cpu\).*(killed by signal 7|{MODEL_FILE})"}, ("loading",), EITHER, by_client=True
+        {"cut short": rf"rank \d \(cpu(:\d)?\).*(killed by signal 7|{MODEL_FILE})"}, ("loading",), EITHER, by_client=True
     ),
-    "store file": Kind({name: r"rank \d \(cpu\)" for name in ("gone", "damaged")}, ("rendezvous",), EITHER, START),
+    "no host memory": Kind({"none is free": "", "refused": ""}, ("giving way",), RIGHT, lives=True),
+    "model file while it is streamed": Kind(
+        {
+            name: rf"rank {{victim}} \(cpu(:\d)?\).*{MODEL_FILE} has changed on disk"
+            for name in ("gone", "cut short", "replaced")
+        },
+        ("giving way",),
+        by_client=True,
+    ),
+    "store file": Kind({name: r"rank \d \(cpu(:\d)?\)" for name in ("gone", "damaged")}, ("rendezvous",), EITHER, START),
 }
 
 
@@ -147,7 +167,7 @@ def within(fault: Fault, kind: Kind) -> str:
 def says(fault: Fault, kind: Kind) -> str:
     """Pattern of what the error must say."""
     if fault.kind == "raises" and fault.phase == "start":
-        return rf"rank {fault.victim} \(cpu\) ended with exit code 1"
+        return rf"rank {fault.victim} \(cpu(:\d)?\) ended with exit code 1"
     return kind.says[fault.variant].format(victim=fault.victim)
 
 
@@ -156,6 +176,10 @@ def makes_sense(kind: str, variant: str, phase: str, degrees: str, victim: int) 
     mesh = DEGREES[degrees]
     at = mesh.coordinate(victim)
     sends_outputs = at.pipe == mesh.pipe - 1 and at.tensor == 0
+    if degrees.endswith(STREAMED) != (phase == "copying") or degrees.endswith(GIVING_WAY) != (phase == "giving way"):
+        return False
+    if kind == "model file while it is streamed" and mesh.sequence > 1:
+        return False  # what the victim has no memory for, its neighbour has
     if phase == "probe" and mesh.pipe == mesh.patch == 1:
         return False  # nothing to divide: nothing is measured
     if (phase == "sending" or kind == "output of the wrong shape") and not sends_outputs:

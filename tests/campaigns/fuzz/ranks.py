@@ -19,7 +19,7 @@ from .runner import Case
 ERROR_SECONDS = 15.0
 """From the bytes to the error: one second at most on an idle machine, but for a message that never ends."""
 SILENCE = 0.5
-FOR_A_RANK = (m.Probe, m.Load, m.Unload, m.PutConditioning, m.Step, m.Decode, m.OpenRun, m.CloseRun, m.Adapt, m.Rescale)
+FOR_A_RANK = (m.Probe, m.Load, m.Unload, m.PutConditioning, m.Step, m.RunVAE, m.OpenRun, m.CloseRun, m.Adapt, m.Rescale)
 
 
 def into_rank(examples: list[Any]):

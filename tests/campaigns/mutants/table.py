@@ -204,6 +204,14 @@ RANK_MUTANTS = (
         ("tests/client/test_step_cache.py", "-k", "old_keys"),
     ),
     Mutant(
+        "old values are not corrected",
+        RANK + "attention/kv_buffer.py",
+        ".add_(shift)",
+        ".add_(0.0 * shift)",
+        ("tests/rank/test_kv_buffer.py",),
+        ("tests/benchmarks/test_mini_video.py", "-k", "close"),
+    ),
+    Mutant(
         "two calls at one timestep count as two",
         RANK + "attention/kv_buffer.py",
         "if self._times and time == self._times[-1]:",
@@ -328,6 +336,13 @@ RANK_MUTANTS = (
         ("tests/rank/test_transfer_codec.py", "-k", "close or zeros or own_group"),
     ),
     Mutant(
+        "the sender of changes does not add what it sent",
+        RANK + "comm/change_codec.py",
+        "self.codec.add(packed, mine.view(-1), size)",
+        "mine.copy_(own)",
+        ("tests/rank/test_change_codec.py", "-k", "hold_the_same_parts"),
+    ),
+    Mutant(
         "receives ahead beside collectives",
         "parallel_backend/core/communicators.py",
         "return not grouped_axes(degrees)",
@@ -379,9 +394,9 @@ RANK_MUTANTS = (
     ),
     Mutant(
         "no second try without P2P",
-        "parallel_backend/client/registry.py",
-        'if error.backend != "nccl" or not self._pool.self_test.p2p',
-        'if error.backend != "gloo" or not self._pool.self_test.p2p',
+        "parallel_backend/client/pools.py",
+        'if error.backend != "nccl" or not pool.self_test.p2p',
+        'if error.backend != "gloo" or not pool.self_test.p2p',
         ("tests/client/test_registry.py",),
     ),
     Mutant(
@@ -395,8 +410,8 @@ RANK_MUTANTS = (
     Mutant(
         "halo of the row behind",
         RANK + "vae/halo.py",
-        "sent = x[:, :, :1].contiguous()",
-        "sent = x[:, :, 1:2].contiguous()",
+        "part = x.narrow(dim, *own).contiguous()",
+        "part = x.narrow(dim, (own[0] + 1) % length, own[1]).contiguous()",
         ("tests/rank/test_vae.py", "-k", "equal or whole or halo"),
         tier="default",
     ),
@@ -410,8 +425,8 @@ RANK_MUTANTS = (
     Mutant(
         "unloading keeps the weights",
         RANK + "worker.py",
-        "self.engine = self.decoder = None\n        self.channel",
-        "self.decoder = None\n        self.channel",
+        "self.engines.pop(number).close()",
+        "self.engines[number].close()",
         ("tests/client/test_unload.py", "-k", "gives_the_memory or unloaded"),
         (),
         "default",
@@ -469,9 +484,16 @@ PROCESS_MUTANTS = (
 CLIENT_MUTANTS = (
     Mutant(
         "ranks that have failed are used again",
-        CLIENT + "registry.py",
-        "(self._pool.error is not None or devices not in (None, self._pool.devices))",
-        "devices not in (None, self._pool.devices)",
+        CLIENT + "pools.py",
+        "        self.end_failed()\n        for pool",
+        "        for pool",
+        ("tests/client/test_registry.py",),
+    ),
+    Mutant(
+        "the model used last gives way first",
+        CLIENT + "models_on_ranks.py",
+        "key=lambda each: each.used",
+        "key=lambda each: -each.used",
         ("tests/client/test_registry.py",),
     ),
     Mutant(
@@ -552,6 +574,20 @@ CLIENT_MUTANTS = (
         "worst = max(best[stage][start], total[stage][stop] - total[stage][start])",
         "worst = best[stage][start] + total[stage][stop] - total[stage][start]",
         ("tests/client/test_pipeline_model.py", "tests/client/test_balance.py", "-k", "cut"),
+    ),
+    Mutant(
+        "weights come back for the first conditioning of a run whose others need their room",
+        CLIENT + "memory_guard.py",
+        "for each in (requests, *self._of_last_run)",
+        "for each in (requests,)",
+        ("tests/client/test_memory_guard.py",),
+    ),
+    Mutant(
+        "slots of streamed blocks take nothing",
+        "parallel_backend/core/block_residency.py",
+        " + min(SLOTS, len(streamed)) * slot",
+        "",
+        ("tests/core/test_block_residency.py",),
     ),
     Mutant(
         "what ranks hold does not count as usable",

@@ -8,6 +8,7 @@ import psutil
 
 from scripts.comfyui_server import ComfyUIServer
 from tests.comfyui.conftest import ranks
+from tests.support.host_memory import held_bytes
 
 from .record import SERVER, Reading
 
@@ -54,11 +55,11 @@ class Watch:
 
 
 def allocated(pid: int) -> int:
-    """Bytes of its anonymous memory."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise psutil.NoSuchProcess(pid)
+    """Bytes of memory that it holds of the machine's; what it shares with others counts in part."""
+    try:
+        return held_bytes((pid,))
+    except ProcessLookupError:
+        raise psutil.NoSuchProcess(pid) from None
 
 
 def shared_segments(process: psutil.Process) -> set[str]:

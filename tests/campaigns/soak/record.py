@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 
 SERVER = "ComfyUI"
 UNLOADED = "unloaded"
-"""The state after the Unload node ran; others are a setup's name."""
+"""The state after the Unload node ran."""
+EMPTY = "empty"
+"""After ComfyUI's button to free memory and then the Unload node: nothing is loaded. Other states are a setup's name."""
 FINISHED, CANCELLED, DELETED, FAILED = "finished", "cancelled", "deleted", "failed"
 
 

@@ -32,7 +32,7 @@ def table(soak: Soak) -> str:
         early, late = (bytes / 1e6 for bytes in trend.memory)
         lines.append(
             f"{trend.role} ({trend.pid}), prompts {trend.first} to {trend.last}: {early:.1f} MB -> {late:.1f} MB, "
-            f"{100 * trend.growth:+.2f} %; by state at most "
+            f"{100 * trend.growth:+.2f} % with nothing loaded; by state at most "
             f"{100 * (trend.states[worst][1] / trend.states[worst][0] - 1):+.2f} % ({worst})"
         )
     lines.append(f"{short} processes did not live long enough to be compared with themselves")

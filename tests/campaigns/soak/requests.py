@@ -1,7 +1,7 @@
 """What is asked for: requests drawn at random, and the prompt of each in ComfyUI's API form."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.comfyui.graph import Graph, Link
@@ -34,6 +34,8 @@ COUNTS = (2, 9, 40, 75, 300)
 CONTROL_IMAGE, CONTROL_NET, LORA = "soak.png", "soak-control.safetensors", "soak-lora.safetensors"
 CHANNELS = {DIGITS: 16, FLUX_DEV: 16, PIXART: 4}
 VAES = {16: "ae.safetensors", 4: "sdxl_vae.safetensors"}
+STREAMED = "1.073"
+"""GB to leave free of the emulated devices' 1.0737."""
 DENOISE_STEP = 1e-9
 """KSampler takes a `denoise` above 0.9999 for 1, so a smaller one makes ComfyUI run it again and changes nothing."""
 
@@ -43,6 +45,7 @@ class Request:
     """Everything that decides the picture. `bands` 0 and `cache` 0: without PipeFusion, without Parallel Step Cache.
 
     `in_sampler`: PipeFusion Sampler, rather than Apply PipeFusion and KSampler. `vae`: decoded by Parallel VAE Decode.
+    `offload`: the loader's widget; one for all requests of a setup, so that they share a model.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Request:
     in_sampler: bool
     vae: bool
     control: bool
+    offload: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,13 @@ class Prompt:
     picture: str | None
 
 
-def draw(setups: tuple[Setup, ...], each: int, seed: int) -> list[Request]:
-    """`each` requests for every setup. The same for the same seed, whatever the other setups are."""
-    return [request for setup in setups for request in _of_setup(setup, each, random.Random(f"{seed} {setup.name}"))]
+def draw(setups: tuple[Setup, ...], each: int, seed: int, offload: bool = False) -> list[Request]:
+    """`each` requests for every setup. The same for the same seed, whatever the other setups are. `offload`: every second
+    setup has as much of its model streamed as can be, on devices as in tests/comfyui/emulated_devices."""
+    drawn = [_of_setup(setup, each, random.Random(f"{seed} {setup.name}")) for setup in setups]
+    if offload:
+        drawn[::2] = [[replace(request, offload=STREAMED) for request in requests] for requests in drawn[::2]]
+    return [request for requests in drawn for request in requests]
 
 
 def _of_setup(setup: Setup, each: int, chance: random.Random) -> list[Request]:
@@ -167,7 +175,7 @@ def _model(graph: Graph, request: Request) -> Link:
         devices = ",".join(["cpu"] * setup.ranks)
         # Even: what ranks measure is not the same each time.
         widgets = {"model_name": name, "weight_dtype": "fp32", "devices": devices, "stage_split": "even"}
-        model = graph.add("ParallelDiTLoader", **widgets, **degrees, **config)
+        model = graph.add("ParallelDiTLoader", **widgets, **degrees, **config, offload=request.offload)
     if request.lora:
         model = graph.add("LoraLoaderModelOnly", model=model, lora_name=LORA, strength_model=request.lora)
     return model

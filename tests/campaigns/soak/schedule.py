@@ -14,12 +14,12 @@ SETTLED = 50
 """Prompts before memory counts."""
 WARM_UP = 3
 """Prompts of each setup with which the first round begins: what is loaded or compiled at first use is there by SETTLED."""
-RESTS = (70, 15, 15)
-"""How often nothing, the Unload node, or ComfyUI's button comes at a change of setups."""
+RESTS = (60, 12, 13, 15)
+"""How often nothing, the Unload node, ComfyUI's button, or both come at a change of setups."""
 LATEST = 1.2
 """Of the seconds that the request takes alone: when it is cancelled at the latest, so that some come too late."""
 INTERRUPT, TWICE, EVERYTHING, DELETE = "interrupt", "interrupt twice", "interrupt whatever runs", "delete from queue"
-UNLOAD, FREE, DOCTOR, NOTHING = "unload node", "free button", "doctor", ""
+UNLOAD, FREE, BOTH, DOCTOR, NOTHING = "unload node", "free button", "free button and unload node", "doctor", ""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Plan:
 def make_plan(two_ranks: list[Request], others: list[Request], prompts: int, seed: int) -> Plan:
     """`prompts` prompts. Rounds, each of all requests on two ranks in another order; then others among them.
 
-    A round has a run of prompts for each setup. In rounds no prompt is cancelled that has the ranks load: that ends them,
-    and they are to live on.
+    A round has a run of prompts for each setup, and ends with nothing loaded. In rounds no prompt is cancelled that has the
+    ranks load: that ends them, and they are to live on.
     """
     chance = random.Random(seed)
     extra = round(len(two_ranks) * CANCELLED / (1 - CANCELLED))
@@ -82,7 +82,7 @@ def make_plan(two_ranks: list[Request], others: list[Request], prompts: int, see
         elif index == rounds // 2:
             batches.append(Batch((), DOCTOR))
         batches += _passed(shuffled, chance)
-        batches.append(Batch((), UNLOAD))
+        batches.append(Batch((), BOTH))
     lived = sum(len(batch.turns) for batch in batches)
     batches += _restarts(two_ranks, others, prompts - lived, chance)
     return Plan(tuple(batches), window, lived)
@@ -124,7 +124,7 @@ def _restarts(two_ranks: list[Request], others: list[Request], prompts: int, cha
 
 
 def _rest(chance: random.Random) -> str:
-    return chance.choices((NOTHING, UNLOAD, FREE), RESTS)[0]
+    return chance.choices((NOTHING, UNLOAD, FREE, BOTH), RESTS)[0]
 
 
 def _by_setup(requests: list[Request]) -> dict[str, list[Request]]:

@@ -16,9 +16,9 @@ from parallel_backend.rank.worker import REST_SECONDS
 from scripts.comfyui_server import ComfyUIServer
 
 from .processes import Watch
-from .record import CANCELLED, DELETED, FAILED, FINISHED, UNLOADED, Ending, Soak
+from .record import CANCELLED, DELETED, EMPTY, FAILED, FINISHED, UNLOADED, Ending, Soak
 from .requests import Prompt, Request, prompt
-from .schedule import DELETE, DOCTOR, EVERYTHING, FREE, TWICE, UNLOAD, Batch, Turn
+from .schedule import BOTH, DELETE, DOCTOR, EVERYTHING, FREE, TWICE, UNLOAD, Batch, Turn
 from .setups import FILES
 
 LIMIT_SECONDS = 600.0
@@ -202,16 +202,17 @@ class Run:
         if not what:
             return
         self.soak.extras[what] = self.soak.extras.get(what, 0) + 1
-        if what == FREE:
+        if what in (FREE, BOTH):
             self.session.server.post("/free", {"unload_models": True, "free_memory": True})
             time.sleep(FREE_SECONDS)
+        if what == FREE:
             return
         try:
             self.session.run(doctor() if what == DOCTOR else UNLOAD_PROMPT)
         except (RuntimeError, TimeoutError) as error:
             self.soak.failures.append(f"{what} after prompt {len(self.soak.endings)}: {error}")
-        if what == UNLOAD:
-            self._read(UNLOADED)
+        if what in (UNLOAD, BOTH):
+            self._read(EMPTY if what == BOTH else UNLOADED)
 
 
 def doctor() -> dict[str, Any]:

@@ -6,9 +6,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 from scripts.comfyui_server import ComfyUIServer, find_python
-from tests.comfyui.standins import ENCODERS_PACK
+from tests.comfyui.standins import EMULATED_PACK, ENCODERS_PACK
 
 from . import files
 from .processes import Watch
@@ -21,17 +22,24 @@ from .setups import OTHER_RANKS, TWO_RANKS
 EACH = 5
 """Requests for each setup, in a long soak."""
 SAID_EVERY = 20
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""For glibc, which would keep freed memory of ComfyUI's process, up to 180 MB of it here, for its next request: a resident
+size would then say how the heap lies, not what is held."""
 
 
-def plan_of(prompts: int, seed: int) -> Plan:
-    """A short soak has fewer requests, so that each still comes back several times."""
+def plan_of(prompts: int, seed: int, offload: bool = False) -> Plan:
+    """A short soak has fewer requests, so that each still comes back several times. `offload`: see `draw`."""
     each = min(EACH, max(1, prompts // 100))
-    return make_plan(draw(TWO_RANKS, each, seed), draw(OTHER_RANKS, each, seed), prompts, seed)
+    drawn = (draw(setups, each, seed, offload) for setups in (TWO_RANKS, OTHER_RANKS))
+    return make_plan(*drawn, prompts, seed)
 
 
-def soak(checkout: Path, prompts: int, seed: int, said: Callable[[str], None]) -> Soak:
-    """`said` is called with a line now and then. The server is stopped at the end, whatever happens."""
-    plan = plan_of(prompts, seed)
+def soak(checkout: Path, prompts: int, seed: int, said: Callable[[str], None], offload: bool = False) -> Soak:
+    """`said` is called with a line now and then. The server is stopped at the end, whatever happens.
+
+    `offload`: ranks have emulated devices, give way in them before each loading of models, and stream.
+    """
+    plan = plan_of(prompts, seed, offload)
     result = Soak(seed, plan.window, plan.lived)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
@@ -43,7 +51,7 @@ def soak(checkout: Path, prompts: int, seed: int, said: Callable[[str], None]) -
             references = compute_references(Session(server, base), plan.requests, said)
         result.references = len(references)
         said(f"{len(references)} requests alone: {time.monotonic() - began:.0f} s")
-        with _server(checkout, base, temporary, "--cache-classic") as server:
+        with _server(checkout, base, temporary, "--cache-classic", (EMULATED_PACK,) if offload else ()) as server:
             watch = Watch(server, temporary)
             _run(Run(Session(server, base), watch, references, result), plan, prompts, said)
             watch.ranks()
@@ -72,15 +80,12 @@ def _run(run: Run, plan: Plan, prompts: int, said: Callable[[str], None]) -> Non
 
 
 @contextlib.contextmanager
-def _server(checkout: Path, base: Path, temporary: Path, cache: str) -> Iterator[ComfyUIServer]:
+def _server(
+    checkout: Path, base: Path, temporary: Path, cache: str, packs: tuple[Path, ...] = ()
+) -> Iterator[ComfyUIServer]:
     """A ComfyUI whose temporary files, and those of its ranks, are in a folder of their own."""
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(temporary)
-    try:
-        with ComfyUIServer(checkout, base, find_python(checkout), ("--cpu", cache), (ENCODERS_PACK,)) as server:
-            yield server
-    finally:
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
+    with (
+        mock.patch.dict(os.environ, {"TMPDIR": str(temporary), **FREED_AT_ONCE}),
+        ComfyUIServer(checkout, base, find_python(checkout), ("--cpu", cache), (ENCODERS_PACK, *packs)) as server,
+    ):
+        yield server

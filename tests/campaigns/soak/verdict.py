@@ -1,24 +1,25 @@
 """What a soak shows: how far memory and counts have moved, and everything that must not be."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from .record import CANCELLED, FAILED, FINISHED, Ending, Reading, Soak
+from .record import CANCELLED, EMPTY, FAILED, FINISHED, Ending, Reading, Soak
 from .schedule import SETTLED
 
 GROWTH = 0.02
-"""Of a process's memory from the first round after SETTLED prompts to the last round."""
+"""Of a process's memory with nothing loaded, from the first round after SETTLED prompts to the last round."""
 MORE = 2
-"""File descriptors or threads that a process may have more at the end than in the same state before."""
+"""File descriptors or threads that a process may have more at the end, with nothing loaded, than before."""
 
 
 @dataclass(frozen=True)
 class Trend:
-    """A process over its prompts `first` to `last`. By state, and medians over each round: (early, late).
+    """A process over its prompts `first` to `last`: medians over each round, (early, late).
 
-    `memory` and `states` in bytes; None where it did not live through two rounds after SETTLED prompts.
+    `memory`, `descriptors` and `threads` with nothing loaded; `states`: memory by what was used last. Memory in bytes. None
+    where the process did not live through two rounds after SETTLED prompts.
     """
 
     role: str
@@ -27,12 +28,13 @@ class Trend:
     last: int
     memory: tuple[float, float] | None = None
     states: dict[str, tuple[float, float]] | None = None
-    descriptors: dict[str, tuple[float, float]] | None = None
-    threads: dict[str, tuple[float, float]] | None = None
+    descriptors: tuple[float, float] | None = None
+    threads: tuple[float, float] | None = None
 
     @property
     def growth(self) -> float | None:
-        """Of the median over all prompts of a round, which are the same requests in both."""
+        """Of the memory with nothing loaded. With models on the ranks it tells nothing: how many of them there are, and so
+        what a process holds, depends on what came before in either round."""
         return None if self.memory is None else self.memory[1] / self.memory[0] - 1
 
 
@@ -49,21 +51,16 @@ def _trend(role: str, pid: int, readings: list[Reading], soak: Soak) -> Trend:
     end = min(last, soak.lived)
     early = [reading for reading in readings if SETTLED < reading.number <= SETTLED + soak.window]
     late = [reading for reading in readings if end - soak.window < reading.number <= end]
-    if first > SETTLED or end < SETTLED + 2 * soak.window or not early or not late:
+    common = {reading.state for reading in early} & {reading.state for reading in late} - {""}
+    if first > SETTLED or end < SETTLED + 2 * soak.window or EMPTY not in common:
         return Trend(role, pid, first, last)
 
-    def by_state(value: Callable[[Reading], float]) -> dict[str, tuple[float, float]]:
-        """In those states that both rounds have."""
-        found = {}
-        for state in sorted({reading.state for reading in early} - {""}):
-            both = [[value(reading) for reading in some if reading.state == state] for some in (early, late)]
-            if all(both):
-                found[state] = (median(both[0]), median(both[1]))
-        return found
+    def both(name: str, state: str) -> tuple[float, float]:
+        found = (median(getattr(reading, name) for reading in some if reading.state == state) for some in (early, late))
+        return next(found), next(found)
 
-    memory = tuple(median(reading.allocated for reading in some if reading.state) for some in (early, late))
-    counts = [by_state(lambda reading, name=name: getattr(reading, name)) for name in ("descriptors", "threads")]
-    return Trend(role, pid, first, last, memory, by_state(lambda reading: reading.allocated), *counts)
+    states = {state: both("allocated", state) for state in sorted(common)}
+    return Trend(role, pid, first, last, states[EMPTY], states, both("descriptors", EMPTY), both("threads", EMPTY))
 
 
 def problems(soak: Soak) -> list[str]:
@@ -99,9 +96,9 @@ def _grown(trend: Trend) -> list[str]:
     if trend.growth is not None and trend.growth >= GROWTH:
         found.append(f"{trend.role} grew by {100 * trend.growth:.1f} % from {trend.memory[0] / 1e6:.1f} MB")
     for what in ("descriptors", "threads"):
-        for state, (early, late) in (getattr(trend, what) or {}).items():
-            if late > early + MORE:
-                found.append(f"{trend.role} has {late:g} {what} with {state}, {early:g} before")
+        early, late = getattr(trend, what) or (0, 0)
+        if late > early + MORE:
+            found.append(f"{trend.role} has {late:g} {what} with nothing loaded, {early:g} before")
     return found
 
 

@@ -2,6 +2,7 @@
 
 python -m tests.campaigns.templates --json benchmarks/results/templates_DATE.json --docs
 python -m tests.campaigns.templates --menu --json benchmarks/results/templates_menu_DATE.json NAME ...
+python -m tests.campaigns.templates --streamed --json benchmarks/results/templates_streamed_DATE.json NAME ...
 """
 
 import argparse
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI", help="folder with ComfyUI's main.py")
     parser.add_argument("--json", type=Path, help="where the result is written")
     parser.add_argument("--menu", action="store_true", help="the menu's Run on several GPUs on those that are named")
+    parser.add_argument("--streamed", action="store_true", help="on emulated devices that hold two blocks, rest streamed")
     parser.add_argument("--docs", action="store_true", help="write the table of docs/templates.md")
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
@@ -47,7 +49,8 @@ def main() -> int:
             if options.menu:
                 graphs = [(template, graph_of(python, template.name)) for template in chosen]
                 return report_trials(try_all(graphs, checkout, python, inside, base), options.json)
-            for verdict in run_all(chosen, inside, base):
+            ours = {"streamed": True} if options.streamed else {}
+            for verdict in run_all(chosen, inside, base, **ours):
                 verdicts.append(verdict)
                 print(
                     f"{verdict.uses:6} {verdict.name}: {verdict.outcome} {verdict.difference or ''} {verdict.reason}",

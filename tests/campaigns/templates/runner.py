@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tests.comfyui.conftest import Inside
 from tests.comfyui.test_families import CASES, save_case
+from tests.families.cases.case import Case
 
 from .conversion import Template
 from .files import case_of, what_it_is
@@ -18,6 +19,8 @@ when it attends by another of ComfyUI's kernels."""
 MODELS = {case.name: case for case in CASES}
 """Those that ComfyUI can build small, by name."""
 LORAS = ("LoraLoaderModelOnly", "LoraLoader")
+MORE = 18
+"""Blocks."""
 EQUAL, DIFFERS, REFUSED, FAILED, NOT_OURS, NOT_RUN = "equal", "differs", "refused", "failed", "not ours", "not run"
 
 
@@ -33,13 +36,15 @@ class Verdict:
     reason: str = ""
     difference: float | None = None
     itself: float | None = None
+    on_devices: float | None = None
+    """Part of a rank's weights that is on its device, where the others are streamed."""
 
     def as_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
 
-def run_all(templates: Iterable[Template], inside: Inside, base: Path) -> Iterator[Verdict]:
-    """One after the other. The base directory gets the files that they name."""
+def run_all(templates: Iterable[Template], inside: Inside, base: Path, **ours: Any) -> Iterator[Verdict]:
+    """One after the other. The base directory gets the files that they name. `ours`: see `compare`."""
     saved: set[str] = set()
     for template in templates:
         files = {file: case_of(file) for file in template.files()}
@@ -47,8 +52,8 @@ def run_all(templates: Iterable[Template], inside: Inside, base: Path) -> Iterat
         if others:
             yield Verdict(*about(template), NOT_OURS, "; ".join(others))
             continue
-        save_files(files, base, saved)
-        yield compare(template, inside, files)
+        save_files(files, base, saved, deeper=ours.get("streamed", False))
+        yield compare(template, inside, files, **ours)
 
 
 def about(template: Template) -> tuple[str, str, int, tuple[str, ...]]:
@@ -57,7 +62,7 @@ def about(template: Template) -> tuple[str, str, int, tuple[str, ...]]:
 
 
 def compare(template: Template, inside: Inside, files: dict[str, str], **ours: Any) -> Verdict:
-    """`ours`: the prompt that stands for the template's, if it is another than that with our loader."""
+    """`ours`: what else inside/templates.py is given, such as the prompt that stands for the template's."""
     try:
         found, _ = inside.run("templates", prompt=template.prompt, files=files, loras=loras(template), **ours)
     except AssertionError as error:
@@ -65,13 +70,22 @@ def compare(template: Template, inside: Inside, files: dict[str, str], **ours: A
     return judge(about(template), found)
 
 
-def save_files(files: dict[str, str], base: Path, saved: set[str]) -> None:
-    """A template's diffusion models, by the cases that they are of. `saved`: the cases that the base directory has."""
+def save_files(files: dict[str, str], base: Path, saved: set[str], deeper: bool = False) -> None:
+    """A template's diffusion models, by the cases that they are of. `saved`: the cases that the base directory has.
+    `deeper`: with so many more blocks that two of them are a tenth."""
     for file, name in files.items():
         if name not in saved:
-            save_case(MODELS[name], base)
+            save_case(with_more_blocks(MODELS[name]) if deeper else MODELS[name], base)
             saved.add(name)
         link_model(base / "models", file, name)
+
+
+def with_more_blocks(case: Case) -> Case:
+    """The case with MORE further blocks of the last of its lists."""
+    config, counts = case.native.config, case.row.blocks.counts
+    numbers = [key for key, value in config.items() if type(value) is int]
+    *_, last = (key for key in numbers if counts(config | {key: config[key] + 1}) != counts(config))
+    return replace(case, native=replace(case.native, config=config | {last: config[last] + MORE}))
 
 
 def link_model(models: Path, file: str, case: str) -> None:
@@ -99,4 +113,4 @@ def judge(about: tuple, found: dict[str, Any]) -> Verdict:
             return Verdict(*about, REFUSED if refused else FAILED if kind == "ours" else NOT_RUN, text)
     itself, ours = max(found["native itself"]), max(found["ours"])
     equal = math.isfinite(ours) and ours <= max(LIMIT, TIMES * itself)
-    return Verdict(*about, EQUAL if equal else DIFFERS, "", ours, itself)
+    return Verdict(*about, EQUAL if equal else DIFFERS, "", ours, itself, found.get("on devices"))

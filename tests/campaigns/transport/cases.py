@@ -4,21 +4,23 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.client.vae import RemoteDecoder
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.wire import messages as m
 from tests.families.cases import all_cases
 from tests.families.cases.case import Case as Family
-from tests.rank.test_vae import autoencoder, weights
+from tests.rank.test_vae import autoencoder
 from tests.support import tiny
+from tests.support.vaes import OnRanks, decoder_of
 
 CONFIG = tiny.FLUX | {"num_layers": 1, "num_single_layers": 3, "num_attention_heads": 8, "attention_head_dim": 16}
 """A block for each of four stages."""
@@ -140,6 +142,16 @@ def packed(kind: str) -> Case:
     return Case(f"transfers in {kind}", run)
 
 
+def changes() -> Case:
+    """Displaced patches that send what changed."""
+
+    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
+        model = load(files.flux(), Degrees(patch=2, patch_mode="displaced"), transfer_dtype="residual")
+        return [_sampled(model, height=10, width=8)]
+
+    return Case("transfers of changes", run)
+
+
 def without_overlap(degrees: Degrees) -> Case:
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
         noise, _, tensors = tiny.inputs(CONFIG, batch=1, height=10, width=8)
@@ -171,7 +183,7 @@ def vae(ranks: int) -> Case:
         x, given = torch.randn(1, 4, 6, 3, generator=torch.Generator().manual_seed(1)), tiny.inputs(CONFIG)
         found = []
         model = load(files.flux(), Degrees(pipe=ranks))
-        decoder = RemoteDecoder(pool(ranks), "vae", lambda: weights(autoencoder()))
+        decoder = OnRanks(pool(ranks), "vae", lambda: decoder_of(autoencoder()))
         for _ in range(2):
             found += [model.predict(*given, nothing), decoder.decode(x, nothing)]
         return found
@@ -246,6 +258,23 @@ def other_degrees(first: Degrees, *others: Degrees) -> Case:
     return Case(f"unload and load {name(first)}", run, rare=True)
 
 
+def beside(first: Degrees, second: Degrees) -> Case:
+    """Two models on the same ranks: a call of each at once, then runs of both at the same time, then one is unloaded."""
+
+    def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
+        one, found = load(files.flux(), first), []
+        ranks, checkpoint = pool(first.world), open_checkpoint(files.flux())
+        two = RemoteTransformer(ranks, checkpoint, second, "fp32", "sdpa", nothing, beside=True)
+        given = tiny.inputs(CONFIG, height=9, width=10, text=5)
+        found.append(one.predict(*given, nothing, on_posted=lambda: found.append(two.predict(*given, nothing))))
+        with ThreadPoolExecutor(2) as threads:
+            found += threads.map(lambda model: _sampled(model, height=10, width=8), (one, two))
+        two.unload().result(timeout=60)
+        return [*found, one.predict(*given, nothing)]
+
+    return Case(f"{name(second)} beside {name(first)}", run)
+
+
 def links(ranks: int) -> Case:
     """Parallel Doctor's own transfers. Their times are nothing to compare."""
 
@@ -265,6 +294,7 @@ def all_of_them() -> Iterator[Case]:
     yield from map(family, sorted(families.values(), key=lambda case: case.family))
     yield from map(masked, (Degrees(ulysses=4), Degrees(ring=2, ulysses=2), Degrees(pipe=2, ring=2)))
     yield from map(packed, ("int8", "fp8"))
+    yield changes()
     yield from map(without_overlap, (Degrees(pipe=2), Degrees(patch=2, patch_mode="displaced"), Degrees(pipe=2, ulysses=2)))
     yield from map(controlnet, (Degrees(pipe=2), Degrees(ulysses=2), Degrees(pipe=2, tensor=2)))
     yield from map(vae, (2, 4))
@@ -274,4 +304,7 @@ def all_of_them() -> Iterator[Case]:
     yield from map(together, (Degrees(pipe=2), Degrees(batch=2, pipe=2), Degrees(ulysses=2, tensor=2)))
     yield other_degrees(Degrees(pipe=2), Degrees(ulysses=2), Degrees(patch=2, patch_mode="displaced"))
     yield other_degrees(Degrees(pipe=4), Degrees(pipe=2, tensor=2), Degrees(ring=2, ulysses=2), Degrees(batch=4))
+    yield beside(Degrees(pipe=2), Degrees(pipe=2))
+    yield beside(Degrees(patch=2, ulysses=2, patch_mode="displaced"), Degrees(pipe=2, tensor=2))
+    yield beside(Degrees(batch=2, pipe=2), Degrees(ring=2, ulysses=2))
     yield from map(links, (2, 4))

@@ -188,7 +188,7 @@ def settings(kind: Kind) -> dict[str, tuple[list, float]]:
     }
 
 
-def compare_kind(name: str, kind: Kind, results: Results) -> None:
+def compare_kind(name: str, kind: Kind, modes: list[str], results: Results) -> None:
     empty = torch.zeros(1, *kind.latent)
     nodes_of = settings(kind)
     expected = {}
@@ -215,6 +215,8 @@ def compare_kind(name: str, kind: Kind, results: Results) -> None:
         return {"difference": difference(expected[what], ksampler(model, prompts, empty, cfg=cfg))}
 
     for mode, parallel_model in make.items():
+        if mode not in modes:
+            continue
         model = parallel_model()
         for what in nodes_of:
             results.case(f"{name}, {what}, {mode}", partial(compare, model, what))
@@ -339,10 +341,10 @@ def refuse_fun(results: Results) -> None:
         )
 
 
-def main(results: Results) -> None:
+def main(results: Results, modes: list[str]) -> None:
     for name, kind in KINDS.items():
         with detecting(kind.detected):
-            compare_kind(name, kind, results)
+            compare_kind(name, kind, modes, results)
     for name in ("Flux, latent", "SD3", "Qwen"):
         with detecting(KINDS[name].detected):
             pipelined(name, KINDS[name], results)

@@ -57,7 +57,7 @@ def with_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 def sample(model, name: str) -> torch.Tensor:
     positive, negative, latent, settings = read(name)
-    return ksampler(model, (positive, negative), latent, cfg=settings["cfg"], scheduler=settings["scheduler"], steps=3)
+    return ksampler(model, (positive, negative), latent, cfg=settings["cfg"], scheduler=settings["scheduler"], steps=2)
 
 
 @contextmanager

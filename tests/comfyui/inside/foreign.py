@@ -104,7 +104,7 @@ def main(results: Results) -> None:
     results.case("tiles, bands, unforeseen", unforeseen)
 
     def two_models(model) -> dict:
-        """Dual Model CFG Guider with MODELs that take turns on the same ranks."""
+        """Dual Model CFG Guider with MODELs of other weights and degrees on the same ranks."""
         from comfy_extras.nodes_custom_sampler import DualModelGuider
 
         (guider,) = DualModelGuider.execute(model, both[0], 3.0, parallel(OTHER, pipe=1, config=sequence(2)), both[1]).args

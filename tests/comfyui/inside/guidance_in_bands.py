@@ -172,9 +172,9 @@ def pixel_wise(
     return x * 0.6 + torch.sin(x.roll(1, 1) * 2 + text) * (0.3 + 0.2 * t) + 0.3 * worse * x.roll(2, 1)
 
 
-def load_packs(folder: Path) -> None:
+def load_packs(folder: Path, names: tuple[str, ...] = PACKS) -> None:
     PromptServer(asyncio.new_event_loop())  # packs add routes to it
-    for pack in PACKS:
+    for pack in names:
         load_pack(folder / pack)
 
 

@@ -97,6 +97,7 @@ def main(results: Results) -> None:
         "CONDITIONING": (*conditionings(g), *OTHERS),
         "PARALLEL_CONFIG": (config, *OTHERS),
         "VAE": (model, *OTHERS),
+        "IMAGE": (torch.zeros(1, 16, 16, 3), torch.zeros(16, 16, 3), torch.zeros(0, 8, 8, 3), *OTHERS),
         "INT": (*NUMBERS, *OTHERS),
         "FLOAT": (*NUMBERS, *OTHERS),
         "BOOLEAN": (True, False, *NUMBERS, *OTHERS),
@@ -122,12 +123,13 @@ def main(results: Results) -> None:
         "QuickstartDecode": dict(samples=sound),
         "UnloadParallelDiT": dict(anything=None),
         "ParallelVAEDecode": dict(samples=sound, vae=None, devices="cpu,cpu"),
+        "ParallelVAEEncode": dict(pixels=torch.zeros(1, 16, 16, 3), vae=None, devices="cpu,cpu"),
         "ParallelTrace": dict(width=800, filename_prefix="trace", after=None),
         "ParallelStepCache": dict(model=model, threshold=0.04, start_percent=0.0, end_percent=1.0),
     }
 
     def pids() -> tuple[int, ...]:
-        return registry()._pool.pids
+        return registry().pool.pids
 
     def called(name: str, arguments: dict[str, Any]) -> tuple[str, Any]:
         """What came of it, in words, and the first output."""

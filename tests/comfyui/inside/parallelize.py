@@ -217,6 +217,18 @@ def main(results: Results) -> None:
 
     results.case("memory", memory)
 
+    def widened() -> dict:
+        """The same of a file in 16 bits, whose weights ComfyUI computes with in fp32 on a CPU, with LoRAs too."""
+        folder, name = BASE / "models" / "diffusion_models", "parallelize-bf16.safetensors"
+        save_file({key: value.bfloat16() for key, value in load_file(folder / FLUX).items()}, folder / name)
+        own = node("UNETLoader", name, "default")
+        before, patched, dtype = sampled(own), sampled(two_loras(own)), next(own.model.parameters()).dtype
+        taken(own)
+        after = {"again": difference(before, sampled(own)), "patched": difference(patched, sampled(two_loras(own)))}
+        return after | {"mapped": mapped(own, name), "dtype": str(dtype), "moved": difference(before, patched)}
+
+    results.case("widened", widened)
+
     def chosen() -> dict[str, list]:
         """(degrees, devices) by mode and numbers."""
         asked = {

@@ -66,12 +66,12 @@ def main(results: Results) -> None:
         return {
             "before": before,
             "left": left,
-            "pids": len({*pids} & {*registry()._pool.pids}),
+            "pids": len({*pids} & {*registry().pool.pids}),
             "difference": difference(expected, sample()),
             "again": held(),
         }
 
-    pids = registry()._pool.pids
+    pids = registry().pool.pids
     results.case("loaded, on CPU ranks", sizes)
     with gpu():
         results.case("loaded, on the GPU that ComfyUI uses", sizes)
@@ -87,7 +87,7 @@ def main(results: Results) -> None:
 
     def what_allocators_keep(freed: int) -> None:
         """A rank's allocator on the GPU gives `freed` bytes back."""
-        with patch.object(registry(), "release_unused", lambda key, device: freed):
+        with patch.object(registry(), "give_back", lambda key, device, nbytes: freed):
             make_room(1500.0)
 
     results.case("room in what allocators keep", lambda: after(lambda: what_allocators_keep(500)))
@@ -114,7 +114,7 @@ def main(results: Results) -> None:
     results.case("handed through", handed_through)
 
     def other_model() -> dict[str, bool]:
-        """The ranks hold SD3 now: nothing of it is the first model's to free."""
+        """The ranks hold SD3 too: nothing of it is the first model's to free."""
         sample()
         other = parallel(SD3, stage_split="even")
         key = other.model.diffusion_model.key

@@ -2,6 +2,9 @@
 
 import importlib
 import pkgutil
+from collections.abc import Iterable
+
+import pytest
 
 from tests.families.cases.case import Case
 
@@ -10,3 +13,15 @@ def all_cases() -> list[Case]:
     """Every `CASES` of the modules beside this file."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "case")
     return [case for name in names for case in importlib.import_module(f"{__name__}.{name}").CASES]
+
+
+def one_of_each(cases: Iterable[Case]) -> list[pytest.param]:
+    """The cases as parameters, for what a family decides and not its variants: of those of one family and one class of cases
+    all but the first are for the full tier."""
+    seen, params = set(), []
+    for case in cases:
+        kind = case.family, type(case)
+        params.append(pytest.param(case, id=case.name, marks=pytest.mark.full if kind in seen else ()))
+        if not case.full:
+            seen.add(kind)
+    return params

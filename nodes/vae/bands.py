@@ -1,0 +1,188 @@
+"""ComfyUI's VAE.decode and VAE.encode with the decoder or encoder on the ranks."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import torch
+
+from parallel_backend.client.registry import registry
+from parallel_backend.client.shared_tensors import shared_output
+from parallel_backend.client.vae import RemoteVAE, TooLittleMemory, bands
+from parallel_backend.core.devices import device_kind
+from parallel_backend.families.vaes.base import Part, Weights
+from parallel_backend.processes.pool import Pool
+
+from ..model.room import comfyui_gpus
+from ..ui.host import check_cancelled
+from .known import Cut
+from .tiles import decode_in_tiles, encode_in_tiles, latent_clips, pixel_clips, tile_shape
+
+T = TypeVar("T")
+SAMPLED = 16
+"""Values of each tensor by which weights are known again."""
+
+
+def too_small(cut: Cut, vae: comfy.sd.VAE, latent: torch.Tensor, ranks: int) -> str | None:
+    """In words that follow 'since': not every rank would have a part of it."""
+    if cut.kind.independent:
+        return None
+    longest = max(cut.known.before(vae.first_stage_model, latent[:1]).shape[-2:])
+    if longest >= ranks:
+        return None
+    return f"the latent has {longest} rows and columns at most, too few for {ranks} ranks"
+
+
+def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: Pool) -> torch.Tensor:
+    """[B, C, (frames,) H, W] -> [B, (frames,) 8 H, 8 W, 3] as vae.decode gives it, one batch entry after the other.
+
+    The scale is the VAE's. TooLittleMemory where a device has too little of it for a rank's part.
+    """
+    model = vae.first_stage_model
+    remote, dtype = remote_vae(vae, cut, "decoder", pool)
+    # Older versions of ComfyUI have float32 always.
+    out_dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
+    entries = [cut.known.before(model, cut.known.drawn(model, entry.to("cpu", dtype))) for entry in latent.split(1)]
+    if cut.kind.independent:
+        shape, pieces = model.decode_output_shape(latent.shape), len(latent_clips(model, entries[0]))
+        needed = int(vae.memory_used_decode(tile_shape(model, latent.shape), dtype))
+    else:
+        shape = remote.shape(entries[0], cut.weights.scale, cut.weights.channels)
+        pieces = remote.pieces(entries[0])
+        longest = max(entries[0].shape[-2:])
+        share = len(bands(entries[0], 1, len(pool.devices))[0]) / longest
+        needed = int(vae.memory_used_decode(counted(cut, latent.shape), dtype) * share)
+    make_room(pool, needed)
+    progress = comfy.utils.ProgressBar(len(latent) * pieces)
+
+    def on_piece() -> None:
+        progress.update(1)
+
+    with shared_output(pool, (len(latent), *shape[1:]), out_dtype) as (images, shared):
+        for index, entry in enumerate(entries):
+            target = images[index : index + 1]
+            if cut.kind.independent:
+                decode_in_tiles(model, entry, remote, target, check_cancelled, needed, on_piece)
+            else:
+                more = {"shared": shared, "bytes_needed": needed, "on_piece": on_piece}
+                remote.run(entry, cut.weights.scale, target, check_cancelled, **more)
+            if (done := vae.process_output(target)) is not target:  # most work in place
+                target.copy_(done)
+    return images.to(vae.output_device).movedim(1, -1)
+
+
+def counted(cut: Cut, shape: torch.Size) -> tuple[int, ...]:
+    """What ComfyUI's estimates of memory are asked for, for one batch entry of an input of that shape."""
+    return (1, shape[1], cut.known.counted(shape[2]), *shape[3:]) if len(shape) == 5 else (1, *shape[1:])
+
+
+def model_input(vae: comfy.sd.VAE, pixels: torch.Tensor) -> torch.Tensor:
+    """IMAGE [frames or batch, H, W, C] as vae.encode hands it to its model: [B, 3, (frames,) rows, columns], cropped to
+    what the VAE's scale divides."""
+    pixels = vae.vae_encode_crop_pixels(pixels).movedim(-1, 1)
+    if vae.latent_dim == 3 and pixels.ndim < 5:
+        pixels = pixels.unsqueeze(2) if vae.not_video else pixels.movedim(1, 0).unsqueeze(0)
+    return pixels
+
+
+def pixels_too_small(cut: Cut, vae: comfy.sd.VAE, pixels: torch.Tensor, ranks: int) -> str | None:
+    """In words that follow 'since': not every rank would have a part of it, or ComfyUI cuts the video otherwise."""
+    if cut.kind.independent:
+        return None
+    found = model_input(vae, pixels)
+    if found.ndim == 5 and not cut.known.frames(vae.first_stage_model, found.shape[2]):
+        return f"this VAE does not take {found.shape[2]} frames evenly"
+    longest, scale = max(found.shape[-2:]), cut.weights.scale
+    if longest // scale >= ranks:
+        return None
+    return f"the picture has {longest} rows and columns at most, too few for {ranks} ranks, of {scale} each"
+
+
+def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: Pool) -> torch.Tensor:
+    """IMAGE -> [B, C, (frames,) h, w] as vae.encode gives it, one batch entry after the other.
+
+    TooLittleMemory where a device has too little of it for a rank's part.
+    """
+    model, known = vae.first_stage_model, cut.known
+    remote, dtype = remote_vae(vae, cut, "encoder", pool)
+    whole = model_input(vae, pixels)
+    entries = whole.split(1)
+    if cut.kind.independent:
+        pieces, needed = len(pixel_clips(model, entries[0])), int(vae.memory_used_encode(_pixel_tile(model, whole), dtype))
+    else:
+        shape = remote.shape(entries[0], cut.weights.scale, cut.weights.channels)
+        pieces, units = remote.pieces(entries[0]), max(whole.shape[-2:]) // cut.weights.scale
+        share = len(bands(entries[0], cut.weights.scale, len(pool.devices))[0]) / units
+        needed = int(vae.memory_used_encode(counted(cut, whole.shape), dtype) * share)
+    make_room(pool, needed)
+    progress = comfy.utils.ProgressBar(len(entries) * pieces)
+
+    def on_piece() -> None:
+        progress.update(1)
+
+    found = []
+    for entry in entries:
+        x = known.before(model, vae.process_input(entry).to("cpu", dtype))
+        if cut.kind.independent:
+            latent = encode_in_tiles(model, x, remote, check_cancelled, needed, on_piece)
+        else:
+            latent = torch.empty(shape, dtype=dtype)
+            remote.run(x, cut.weights.scale, latent, check_cancelled, bytes_needed=needed, on_piece=on_piece)
+        found.append(known.after(model, latent))
+    out_dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
+    return torch.cat(found).to(vae.output_device, out_dtype)
+
+
+def _pixel_tile(model: torch.nn.Module, whole: torch.Tensor) -> tuple[int, ...]:
+    """Shape of one tile of pixels."""
+    frames = min(whole.shape[2], model.clip_length)
+    return (1, whole.shape[1], frames, *(min(size, model.tile_size) for size in whole.shape[3:]))
+
+
+def with_room(pool: Pool, work: Callable[[], T]) -> T:
+    """`work`; once more where the models on its ranks can make way for what it lacks."""
+    try:
+        return work()
+    except TooLittleMemory as short:
+        if any(registry().held_on(pool, device) < missing for device, missing in short.missing.items()):
+            raise
+        for device, missing in short.missing.items():
+            registry().make_way(pool, device, missing)
+    return work()
+
+
+def remote_vae(vae: comfy.sd.VAE, cut: Cut, part: Part, pool: Pool) -> tuple[RemoteVAE, torch.dtype]:
+    """The part on the ranks of the pool, and what it computes in."""
+    on_gpus = all(device_kind(device) == "cuda" for device in pool.devices)
+    dtype = vae.vae_dtype if on_gpus else torch.float32
+    settings, state = cut.known.settings(vae.first_stage_model), vae.get_sd()
+
+    def weights() -> Weights:
+        found = cut.kind.weights(state, part, settings)
+        tensors = {name: tensor.to("cpu", dtype) for name, tensor in found.tensors.items()}
+        return Weights(found.config, tensors, found.scale, found.channels)
+
+    # Another VAE may have the address of one that is gone, and a node may have written into the weights.
+    of_file = f"{vae.patcher.patches_uuid} {id(vae.first_stage_model)} {_sample(state.values())}"
+    name = f"{of_file} {dtype} {json.dumps(settings, sort_keys=True)}"
+    return RemoteVAE(pool, name, cut.known.kind, part, weights), dtype
+
+
+def _sample(tensors: Iterable[torch.Tensor]) -> str:
+    """A digest of `SAMPLED` values of each tensor, evenly spread."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        values = tensor.reshape(-1)[:: max(1, tensor.numel() // SAMPLED)]
+        found.update(values.to("cpu", torch.float32).numpy().tobytes())
+    return found.hexdigest()
+
+
+def make_room(pool: Pool, needed: int) -> None:
+    """Have ComfyUI free memory on the pool's devices."""
+    for device in comfyui_gpus():
+        if str(device) in pool.devices:
+            comfy.model_management.free_memory(needed, device)

@@ -1,0 +1,102 @@
+"""Parallel VAE Decode: ComfyUI's VAE, its decoder on the ranks in bands."""
+
+import logging
+
+from parallel_backend.client.registry import registry
+from parallel_backend.client.vae import TooLittleMemory
+from parallel_backend.processes.pool import Pool
+
+from ..ui.devices import gpus, is_auto, named_devices
+from ..ui.host import check_cancelled
+from ..ui.input_checks import validate
+from ..ui.node_text import say
+from ..ui.widgets import CATEGORY
+from .bands import decode_on_ranks, too_small, with_room
+from .known import Cut, how_to_cut
+
+log = logging.getLogger(__name__)
+
+
+DEVICES = (
+    "STRING",
+    {
+        "default": "auto",
+        "tooltip": "auto (those of the loaded model, or all GPUs), or a list such as cuda:0,cuda:1. Some of the loaded "
+        "model's GPUs beside other ones end its processes.",
+    },
+)
+
+
+@validate()
+class ParallelVAEDecode:
+    CATEGORY = CATEGORY
+    RETURN_TYPES = ("IMAGE",)
+    FUNCTION = "decode"
+    DESCRIPTION = (
+        "VAE Decode on several GPUs: each decodes a band of the picture or video, the result is that of one GPU. VAEs that "
+        "it does not know are decoded whole by ComfyUI, and the node says so."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "samples": ("LATENT", {"tooltip": "The latent to decode."}),
+                "vae": ("VAE", {"tooltip": "The model's VAE, from Load VAE or a checkpoint loader."}),
+            },
+            "optional": {"devices": DEVICES},
+        }
+
+    def decode(self, samples, vae, devices="auto"):
+        check_vae(vae)
+        latent = samples["samples"]
+        if latent.is_nested:
+            latent = latent.unbind()[0]
+        if vae.latent_dim == 2 and latent.ndim == 5:
+            latent = latent[:, :, 0]
+        cut = how_to_cut(vae, "decoder", latent.ndim)
+        reason = cut if isinstance(cut, str) else None
+        if isinstance(cut, Cut):
+            _check_channels(cut, vae, latent)
+            pool = find_ranks(devices)
+            if pool is None or len(pool.devices) == 1:
+                reason = "there is only one device for it"
+            elif (reason := too_small(cut, vae, latent, len(pool.devices))) is None:
+                try:
+                    images = with_room(pool, lambda: decode_on_ranks(vae, cut, latent, pool))
+                    what = "tiles" if cut.kind.independent else f"{len(pool.devices)} bands"
+                    say(f"Decoded in {what} on {', '.join(pool.devices)}.")
+                    return (_pictures(images),)
+                except TooLittleMemory as short:
+                    reason = str(short)
+        log.info("Parallel VAE Decode: decoding whole in ComfyUI, since %s", reason)
+        say(f"Decoded whole by ComfyUI, since {reason}.")
+        return (_pictures(vae.decode(latent)),)
+
+
+def check_vae(vae) -> None:
+    """ValueError for anything else."""
+    if not all(hasattr(vae, name) for name in ("decode", "encode", "latent_dim", "first_stage_model")):
+        raise ValueError("vae: this is no VAE. Connect Load VAE, or a checkpoint loader's.")
+
+
+def _check_channels(cut: Cut, vae, latent) -> None:
+    needed = cut.known.channels(vae.first_stage_model)
+    if latent.shape[1] != needed:
+        raise ValueError(
+            f"samples: the latent has {latent.shape[1]} channels, this VAE needs {needed}. Use the VAE that belongs to the "
+            "latent's model."
+        )
+
+
+def _pictures(images):
+    """Videos [B, frames, rows, columns, 3] as IMAGE, one picture after the other."""
+    return images.reshape(-1, *images.shape[-3:]) if images.ndim == 5 else images
+
+
+def find_ranks(devices: str) -> Pool | None:
+    """Ranks on the named devices, started if they do not run. None: `auto` finds a single device."""
+    if not is_auto(devices):
+        return registry().pool_for(named_devices(devices), check_cancelled)
+    running, all_gpus = registry().pool_for(None, check_cancelled), gpus()
+    return running if running is not None or len(all_gpus) < 2 else registry().pool_for(all_gpus, check_cancelled)

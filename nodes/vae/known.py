@@ -1,0 +1,78 @@
+"""How a VAE of ComfyUI's is cut, or why it cannot be."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import comfy.sd
+import torch
+
+from parallel_backend.families.vaes import VAES
+from parallel_backend.families.vaes.base import Part, VAEClass, Weights
+
+from .rows import KNOWN, Known
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A part of a VAE that can be cut."""
+
+    known: Known
+    weights: Weights
+    """Without values: on the meta device."""
+
+    @property
+    def kind(self) -> VAEClass:
+        return VAES[self.known.kind]
+
+
+def how_to_cut(vae: comfy.sd.VAE, part: Part, dims: int) -> Cut | str:
+    """How, or the reason why this VAE cannot be cut, in words that follow 'since'. `dims`: of the latent."""
+    vae.throw_exception_if_invalid()
+    model = vae.first_stage_model
+    module = getattr(model, part, None)
+    rows = KNOWN.get((_path(model), _path(module)), ())
+    known = next((row for row in rows if row.dims == dims and row.matches(model)), None)
+    if known is None:
+        return _unknown(model)
+    if (reason := known.why_not(model)) is not None:
+        return reason
+    shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in vae.get_sd().items()}
+    if (weights := VAES[known.kind].weights(shapes, part, known.settings(model))) is None:
+        return _unknown(model)
+    if _patched(vae) or type(vae) is not comfy.sd.VAE or part.removesuffix("r") in {*vars(vae), *vars(model)}:
+        return "another node has changed this VAE"
+    if any(_changed(each, known.paddings) for each in _modules(model, part)):
+        return "another node has changed this VAE's layers"
+    return Cut(known, weights)
+
+
+def _unknown(model: torch.nn.Module) -> str:
+    return f"a VAE of this kind ({type(model).__name__}) cannot be cut"
+
+
+def _path(module: object) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _patched(vae: comfy.sd.VAE) -> bool:
+    """Nodes have put patches on this VAE, or on another one of the same model, whose weights they still are in."""
+    patcher = vae.patcher
+    in_weights = getattr(vae.first_stage_model, "current_weight_patches_uuid", None)
+    added = patcher.patches or patcher.object_patches or patcher.weight_wrapper_patches or patcher.injections
+    return bool(added) or in_weights not in (None, patcher.patches_uuid)
+
+
+def _modules(model: torch.nn.Module, part: Part) -> list[torch.nn.Module]:
+    """The model's, but for those of its other part."""
+    other = "encoder" if part == "decoder" else "decoder"
+    return [module for name, module in model.named_modules() if name.partition(".")[0] != other]
+
+
+def _changed(module: torch.nn.Module, paddings: Collection[str]) -> bool:
+    """The module is not as its class has it, or its class is not ComfyUI's or torch's: nodes for tiling, seamless textures,
+    fused kernels and the like change modules."""
+    own = vars(module)
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    foreign = type(module).__module__.partition(".")[0] not in ("comfy", "torch")
+    padded = own.get("padding_mode", "zeros") not in paddings
+    return "forward" in own or "_conv_forward" in own or bool(hooked) or foreign or padded

@@ -1,0 +1,269 @@
+"""Which of ComfyUI's VAEs ranks have a class for, and what ComfyUI does before and after it."""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.model_management
+import torch
+import torch.nn.functional as F
+
+from parallel_backend.families.vaes import ltx
+
+from .tiles import why_no_tiles
+
+Model = torch.nn.Module
+Change = Callable[[Model, torch.Tensor], torch.Tensor]
+
+
+def _same(_model: Model, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Known:
+    """A row of KNOWN: one part of a class of ComfyUI's."""
+
+    kind: str
+    """Its row in families/vaes."""
+    dims: int
+    """Of a latent, batch and channels included."""
+    channels: Callable[[Model], int]
+    """Of a latent that the model decodes."""
+    matches: Callable[[Model], bool] = lambda _model: True
+    """Tells rows of the same classes apart."""
+    before: Change = _same
+    """What the model's own `decode`, or `encode`, does with its input before it is run by the part. [1, C, ...] each."""
+    drawn: Change = _same
+    """What it draws at random before that. Once for each latent."""
+    after: Change = _same
+    """What it does with the part's output."""
+    settings: Callable[[Model], dict[str, Any]] = lambda _model: {}
+    """For VAEClass.weights."""
+    why_not: Callable[[Model], str | None] = lambda _model: None
+    """Reason why this one cannot be cut all the same, in words that follow 'since'."""
+    frames: Callable[[Model, int], bool] = lambda _model, _frames: True
+    """Whether a video of so many frames of pixels is encoded as in ComfyUI."""
+    counted: Callable[[int], int] = lambda frames: frames
+    """Of the input: for as many its memory is estimated by ComfyUI's formula, where ranks run other pieces than ComfyUI."""
+    paddings: Collection[str] = ("zeros",)
+    """What its convolutions pad by."""
+
+
+def _kl_channels(model: Model) -> int:
+    """Flux.2's latent has each 2 x 2 of what its decoder takes in the channels."""
+    first = getattr(model, "post_quant_conv", model.decoder.conv_in)
+    return first.weight.shape[1] * (4 if getattr(model, "bn", None) is not None else 1)
+
+
+def _unpacked(model: Model, latent: torch.Tensor) -> torch.Tensor:
+    """The latent as the decoder's layers take it: Flux.2's [B, 4 C, H, W] -> [B, C, 2 H, 2 W]; others as they are."""
+    bn = getattr(model, "bn", None)
+    if bn is None:
+        return latent
+    mean, variance = (value.to(latent).view(1, -1, 1, 1) for value in (bn.running_mean, bn.running_var))
+    return F.pixel_shuffle(latent * torch.sqrt(variance + model.bn_eps) + mean, 2)
+
+
+def _packed(model: Model, latent: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_unpacked`."""
+    bn = getattr(model, "bn", None)
+    if bn is None:
+        return latent
+    mean, variance = (value.to(latent) for value in (bn.running_mean, bn.running_var))
+    return F.batch_norm(F.pixel_unshuffle(latent, 2), mean, variance, eps=model.bn_eps)
+
+
+def _squashed(model: Model) -> str | None:
+    return "a VAE whose decoder ends in tanh cannot be cut" if model.decoder.tanh_out else None
+
+
+def _levels(module: Model, side: str, to_next: str) -> list[Model]:
+    """Layers between the levels of a part, as its file counts them."""
+    return [level._modules[to_next] for level in getattr(module, side) if to_next in level._modules]
+
+
+def _hunyuan_settings(model: Model) -> dict[str, Any]:
+    """ComfyUI runs a video in chunks since it has the attribute `carried`."""
+    down, up = _levels(model.encoder, "down", "downsample"), _levels(model.decoder, "up", "upsample")
+    strides = [getattr(layer.conv, "conv", layer.conv).stride[0] for layer in down]
+    scales = [layer.scale_factor[0] if isinstance(layer.scale_factor, tuple) else layer.scale_factor for layer in up]
+    times = {"encoder": strides, "decoder": [int(scale) for scale in scales]}
+    return {"times": times, "chunked": getattr(model.decoder, "carried", False)}
+
+
+def _shuffled_settings(model: Model) -> dict[str, Any]:
+    """HunyuanVideo 1.5 and HunyuanImage 2.1's refiner."""
+    down, up = _levels(model.encoder, "down", "downsample"), _levels(model.decoder, "up", "upsample")
+    factors = {"encoder": [[2 if layer.tds else 1, 2, 2] for layer in down]}
+    factors["decoder"] = [[2 if layer.tus else 1, 2, 2] for layer in up]
+    carried = type(model.decoder.conv_in).__name__ == "CarriedConv3d"
+    return {"kind": "video" if model.decoder.refiner_vae else "refiner", "factors": factors, "chunked": carried}
+
+
+def _image_settings(model: Model) -> dict[str, Any]:
+    down, up = _levels(model.encoder, "down", "downsample"), _levels(model.decoder, "up", "upsample")
+    return {"kind": "image", "factors": {"encoder": [[2, 2]] * len(down), "decoder": [[2, 2]] * len(up)}, "chunked": False}
+
+
+def _whole_or_four(model: Model, frames: int) -> bool:
+    """In chunks ComfyUI leaves the last frames out that make no full one of the latent; as a whole it does not."""
+    return _hunyuan_settings(model)["chunked"] or frames % 4 == 1
+
+
+_PADDINGS = ("zeros", "reflect", "replicate")
+
+
+def _ltx_settings(model: Model) -> dict[str, Any]:
+    """A timestep of 0.05 is what ComfyUI took where the model had none of its own."""
+    parts = {"encoder": model.encoder, "decoder": model.decoder}
+    return {
+        "blocks": {name: [list(block) for block in part.blocks_desc] for name, part in parts.items()},
+        "padding_modes": {name: part.conv_in.conv.padding_mode for name, part in parts.items()},
+        "patch_size": model.encoder.patch_size,
+        "latent_channels": model.encoder.latent_channels,
+        "latent_log_var": model.encoder.latent_log_var,
+        "norm_layer": model.encoder.norm_layer,
+        "causal_decoder": model.decoder.causal,
+        "timed": model.timestep_conditioning,
+        "timestep": getattr(model, "decode_timestep", 0.05),
+    }
+
+
+def _ltx_why_not(model: Model) -> str | None:
+    settings = _ltx_settings(model)
+    for part, mode in settings["padding_modes"].items():
+        layers = [module for module in getattr(model, part).modules() if isinstance(module, torch.nn.Conv3d)]
+        if mode not in _PADDINGS or any(layer.padding_mode != mode for layer in layers if layer.kernel_size[-1] > 1):
+            return "another node has changed this VAE's layers"
+    return ltx.why_not(settings)
+
+
+def _ltx_noise(model: Model, latent: torch.Tensor) -> torch.Tensor:
+    """Versions with a timestep are given a little noise. Drawn where ComfyUI draws it."""
+    if not model.timestep_conditioning:
+        return latent
+    scale = getattr(model, "decode_noise_scale", 0.025)
+    noise = torch.randn_like(latent.to(comfy.model_management.vae_device())).to(latent)
+    return noise * scale + (1.0 - scale) * latent
+
+
+def _cosmos_statistics(model: Model, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of each channel and frame, in turns, [1, C, frames, 1, 1] each."""
+    channels, frames = latent.shape[1:3]
+
+    def each(values: torch.Tensor) -> torch.Tensor:
+        values = values.view(channels, -1)
+        values = values.repeat(1, math.ceil(frames / values.shape[1]))[:, :frames]
+        return values.to(latent).view(1, channels, frames, 1, 1)
+
+    return each(model.latent_mean), each(model.latent_std)
+
+
+def _cosmos_before(model: Model, latent: torch.Tensor) -> torch.Tensor:
+    mean, deviation = _cosmos_statistics(model, latent)
+    return latent / model.sigma_data * deviation + mean
+
+
+def _cosmos_after(model: Model, latent: torch.Tensor) -> torch.Tensor:
+    mean, deviation = _cosmos_statistics(model, latent)
+    return (latent - mean) / deviation * model.sigma_data
+
+
+def _z(model: Model) -> int:
+    """Of Hunyuan's."""
+    first = model.decoder.conv_in
+    return getattr(first, "conv", first).weight.shape[1]
+
+
+def _eighths(_model: Model, frames: int) -> bool:
+    return frames % 8 == 1
+
+
+def _ltx_frames(model: Model, frames: int) -> bool:
+    """Older versions of ComfyUI refuse a video whose last frames make no full one of the latent."""
+    return frames % 8 == 1 or hasattr(model, "comfy_has_chunked_io")
+
+
+_KL = Known("AutoencoderKL", 4, _kl_channels, before=_unpacked, why_not=_squashed)
+_KL_ENCODER = Known("AutoencoderKL", 4, _kl_channels, after=_packed)
+_HUNYUAN = Known(
+    "HunyuanVideo",
+    5,
+    _z,
+    settings=_hunyuan_settings,
+    frames=_whole_or_four,
+    why_not=_squashed,
+    paddings=("zeros", "replicate"),  # older ComfyUI's convolutions pad by themselves, and say so
+)
+_HUNYUAN_IMAGE = Known("HunyuanImage 2.1", 4, _z, settings=_image_settings)
+_REFINER = Known(
+    "HunyuanImage 2.1 refiner",
+    5,
+    _z,
+    lambda model: not model.decoder.refiner_vae,
+    settings=_shuffled_settings,
+    frames=lambda _model, frames: frames == 1 or frames % 4 == 0,
+)
+# Before ComfyUI had chunks it had another autoencoder under the same name.
+_HUNYUAN_15 = Known(
+    "HunyuanVideo 1.5",
+    5,
+    _z,
+    lambda model: model.decoder.refiner_vae and _shuffled_settings(model)["chunked"],
+    settings=_shuffled_settings,
+)
+_LTX = Known(
+    "LTX-Video",
+    5,
+    lambda model: model.decoder.conv_in.conv.in_channels,
+    before=lambda model, latent: model.per_channel_statistics.un_normalize(latent),
+    drawn=_ltx_noise,
+    settings=_ltx_settings,
+    why_not=_ltx_why_not,
+    paddings=_PADDINGS,
+)
+_LTX_ENCODER = Known(
+    "LTX-Video",
+    5,
+    _LTX.channels,
+    after=lambda model, latent: model.per_channel_statistics.normalize(latent),
+    settings=_ltx_settings,
+    why_not=_ltx_why_not,
+    frames=_ltx_frames,
+    paddings=_PADDINGS,
+)
+_COSMOS = Known("Cosmos", 5, lambda model: model.latent_channels, before=_cosmos_before)
+_COSMOS_ENCODER = Known("Cosmos", 5, _COSMOS.channels, after=_cosmos_after, frames=_eighths)
+# ComfyUI counts less for up to 4 frames. Ranks compute 4 frames of pixels at a time, beside as many that are kept.
+_WAN = Known("AutoencoderKLWan", 5, lambda model: model.z_dim, counted=lambda frames: max(5, frames) if frames > 1 else 1)
+_H3 = Known("AutoencoderKLMiniMaxH3", 5, lambda model: model.post_quant_conv.weight.shape[1], why_not=why_no_tiles)
+
+_KL_CLASS, _ENGINE = (f"comfy.ldm.models.autoencoder.{name}" for name in ("AutoencoderKL", "AutoencodingEngine"))
+_LDM = "comfy.ldm.modules.diffusionmodules.model."
+_COSMOS_CLASS = "comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer"
+_COSMOS_LAYERS = "comfy.ldm.cosmos.cosmos_tokenizer.layers3d."
+_LTX_LAYERS = "comfy.ldm.lightricks.vae.causal_video_autoencoder."
+KNOWN: Mapping[tuple[str, str], tuple[Known, ...]] = {
+    (_KL_CLASS, _LDM + "Decoder"): (_KL, _HUNYUAN),
+    (_KL_CLASS, _LDM + "Encoder"): (_KL_ENCODER, _HUNYUAN),
+    (_ENGINE, _LDM + "Decoder"): (_KL,),
+    (_ENGINE, _LDM + "Encoder"): (_KL_ENCODER,),
+    (_ENGINE, "comfy.ldm.hunyuan_video.vae.Decoder"): (_HUNYUAN_IMAGE,),
+    (_ENGINE, "comfy.ldm.hunyuan_video.vae.Encoder"): (_HUNYUAN_IMAGE,),
+    (_ENGINE, "comfy.ldm.hunyuan_video.vae_refiner.Decoder"): (_HUNYUAN_15, _REFINER),
+    (_ENGINE, "comfy.ldm.hunyuan_video.vae_refiner.Encoder"): (_HUNYUAN_15, _REFINER),
+    (_LTX_LAYERS + "VideoVAE", _LTX_LAYERS + "Decoder"): (_LTX,),
+    (_LTX_LAYERS + "VideoVAE", _LTX_LAYERS + "Encoder"): (_LTX_ENCODER,),
+    (_COSMOS_CLASS, _COSMOS_LAYERS + "DecoderFactorized"): (_COSMOS,),
+    (_COSMOS_CLASS, _COSMOS_LAYERS + "EncoderFactorized"): (_COSMOS_ENCODER,),
+    ("comfy.ldm.wan.vae.WanVAE", "comfy.ldm.wan.vae.Decoder3d"): (_WAN,),
+    ("comfy.ldm.wan.vae.WanVAE", "comfy.ldm.wan.vae.Encoder3d"): (_WAN,),
+    ("comfy.ldm.wan.vae2_2.WanVAE", "comfy.ldm.wan.vae2_2.Decoder3d"): (_WAN,),
+    ("comfy.ldm.wan.vae2_2.WanVAE", "comfy.ldm.wan.vae2_2.Encoder3d"): (_WAN,),
+    ("comfy.ldm.minimax.vae.MiniMaxH3VideoVAE", "comfy.ldm.minimax.vae.ViT3DDecoder"): (_H3,),
+    ("comfy.ldm.minimax.vae.MiniMaxH3VideoVAE", "comfy.ldm.minimax.vae.EncoderFCN3D"): (_H3,),
+}
+"""By the classes of the model and of its part, some of which an older ComfyUI does not have. Exactly these: with anything
+else the picture would be wrong."""

@@ -1,0 +1,34 @@
+"""Whether a model's files are still what they were when its header was read.
+
+Ranks read a file after the client has, one after the other, and streamed blocks again at each use where the host has no
+room for them. A file that is overwritten, replaced or cut meanwhile would give weights of two models.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def file_state(paths: Iterable[Path]) -> str:
+    """Digest of the files' names, sizes and times of change. A file that is not there counts as one without either.
+
+    No inodes: some network drives give a file another number at each opening.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(set(paths)):
+        try:
+            found = path.stat()
+        except OSError:
+            digest.update(f"{path.name} none\n".encode())
+        else:
+            digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def check_file_state(paths: Iterable[Path], expected: str, name: str) -> None:
+    """ValueError, naming the model `name`, if the files' state is not `expected`."""
+    if file_state(paths) != expected:
+        raise ValueError(
+            f"model_name: {name} has changed on disk while it was in use: it was overwritten, replaced, cut or removed. Its "
+            "weights would be those of two files. Queue the prompt again once the file is whole."
+        )

@@ -1,0 +1,310 @@
+"""Autoencoders in the layout of latent diffusion (arXiv 2112.10752), with its names: HunyuanVideo's (arXiv 2412.03603), the
+encoder of images, and blocks that HunyuanImage's and HunyuanVideo 1.5's share with them.
+
+A video runs through in chunks of frames where ComfyUI has it so: a GroupNorm takes its statistics over a chunk, so that a
+video in chunks is another one than the whole.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallel_backend.core.spans import Span
+
+from .base import Edges, Part, Piece, VAEClass, Weights
+from .layout import QUANT, fitting, levels, own_tensors, weight
+from .streams import FrameByFrame, Streaming, forget, in_turn, joined
+
+Conv = Callable[..., nn.Module]
+"""(inputs, outputs, kernel=3, stride=1) -> the convolution of a kind of autoencoder."""
+Norm = Callable[[int], nn.Module]
+
+
+def conv2d(inputs: int, outputs: int, kernel: int = 3) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2)
+
+
+def conv3d(inputs: int, outputs: int, kernel: int = 3) -> nn.Conv3d:
+    """Sees as many frames behind as before, zeros beyond the video."""
+    return nn.Conv3d(inputs, outputs, kernel, padding=kernel // 2)
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(32, channels, eps=1e-6)
+
+
+class CarriedConv3d(Streaming):
+    """A causal convolution over chunks of frames. Beyond the video's first frame and edges it sees these.
+
+    What a chunk sees of the one before are its input's last two frames. With a stride of 2 in time these are ComfyUI's, and
+    not those of the whole video.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel: int = 3, stride: int | tuple[int, int, int] = 1):
+        super().__init__()
+        padding = (0, kernel // 2, kernel // 2)
+        self.conv = nn.Conv3d(inputs, outputs, kernel, stride, padding, padding_mode="replicate" if kernel > 1 else "zeros")
+        self.carried: torch.Tensor | None = None
+
+    def forget(self) -> None:
+        self.carried = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.conv.kernel_size[0] > 1:
+            before = x[:, :, :1].expand(-1, -1, 2, -1, -1) if self.carried is None else self.carried
+            x = torch.cat((before, x), dim=2)
+            self.carried = x[:, :, -2:].clone()
+        return self.conv(x)
+
+
+def is_first(conv: nn.Module) -> bool:
+    """Whether the next chunk is the video's first."""
+    return not isinstance(conv, CarriedConv3d) or conv.carried is None
+
+
+class RMSNorm(nn.Module):
+    """Over the channels of [B, C, T, H, W]."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(channels, 1, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.normalize(x, dim=1) * len(self.gamma) ** 0.5 * self.gamma
+
+
+class Resnet(nn.Module):
+    def __init__(self, inputs: int, outputs: int, conv: Conv, norm: Norm):
+        super().__init__()
+        self.norm1, self.conv1 = norm(inputs), conv(inputs, outputs)
+        self.norm2, self.conv2 = norm(outputs), conv(outputs, outputs)
+        self.nin_shortcut: nn.Module = conv(inputs, outputs, kernel=1) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.conv1(F.silu(self.norm1(x)))
+        h = self.conv2(F.silu(self.norm2(h)))
+        return self.nin_shortcut(x) + h
+
+
+class Attention(nn.Module):
+    """One head over all pixels of all frames."""
+
+    def __init__(self, channels: int, conv: Conv, norm: Norm):
+        super().__init__()
+        self.norm = norm(channels)
+        self.q, self.k, self.v, self.proj_out = (conv(channels, channels, kernel=1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, C, ...] -> the same. Keys and values may be of more pixels than x."""
+        h = self.norm(x)
+        q, k, v = (layer(h).flatten(2).transpose(1, 2)[:, None].contiguous() for layer in (self.q, self.k, self.v))
+        h = F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2).reshape(x.shape)
+        return x + self.proj_out(h)
+
+
+class Middle(nn.Module):
+    def __init__(self, channels: int, conv: Conv, attention_conv: Conv, norm: Norm):
+        super().__init__()
+        self.block_1, self.block_2 = (Resnet(channels, channels, conv, norm) for _ in range(2))
+        self.attn_1 = Attention(channels, attention_conv, norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block_2(self.attn_1(self.block_1(x)))
+
+
+class Level(nn.Module):
+    """Blocks of one resolution, and the way to the next one in `downsample` or `upsample`."""
+
+    def __init__(self, blocks: Sequence[nn.Module], **to_next: nn.Module):
+        super().__init__()
+        self.block = nn.ModuleList(blocks)
+        self.names = tuple(to_next)
+        for name, module in to_next.items():
+            self.add_module(name, module)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.block:
+            x = block(x)
+        for name in self.names:
+            x = getattr(self, name)(x)
+        return x
+
+
+class Down(nn.Module):
+    """Half the rows and columns, and 1 / `time` of the frames, by a convolution with strides. `time` 0: an image."""
+
+    def __init__(self, channels: int, time: int):
+        super().__init__()
+        if time:
+            self.conv: nn.Module = CarriedConv3d(channels, channels, stride=(time, 2, 2))
+        else:
+            self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+            self.conv.edges = Edges(0, 1, 0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x)
+
+
+class Up(nn.Module):
+    """Twice the rows and columns by repetition, and `time` the frames but for the video's first. `time` 0: an image."""
+
+    def __init__(self, channels: int, time: int):
+        super().__init__()
+        self.time = time
+        self.conv = CarriedConv3d(channels, channels) if time else conv2d(channels, channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.time > 1:
+            once = int(is_first(self.conv))
+            x = torch.cat((x[:, :, :once], x[:, :, once:].repeat_interleave(self.time, dim=2)), dim=2)
+        return self.conv(x.repeat_interleave(2, dim=-2).repeat_interleave(2, dim=-1))
+
+
+class Chunks(nn.Module):
+    """An encoder that is given a video's first frame, then 8 at a time, and at last none: then it gives the latent.
+
+    Its layers for pixels see a chunk at a time (`chunked`), or the whole video at the end. What is behind them sees all.
+    """
+
+    def __init__(self, chunked: bool, z: int, scale: int):
+        super().__init__()
+        self.chunked, self.z, self.scale = chunked, z, scale
+        self._kept: list[torch.Tensor] = []
+
+    def shrink(self, x: torch.Tensor) -> torch.Tensor:
+        """Pixels -> what the middle takes."""
+        raise NotImplementedError
+
+    def finish(self, h: torch.Tensor) -> torch.Tensor:
+        """-> the latent's means."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, _first: bool) -> torch.Tensor:
+        """[B, 3, frames, H, W] -> [B, z, 0, ...] but for the last time; an image at once."""
+        if x.ndim == 4:
+            return self.finish(self.shrink(x))
+        if x.shape[2]:
+            self._kept.append(self.shrink(x) if self.chunked else x)
+            return x.new_empty(x.shape[0], self.z, 0, x.shape[3] // self.scale, x.shape[4] // self.scale)
+        h = joined(self._kept)
+        h = h if self.chunked else self.shrink(h)
+        self.reset()
+        latent = self.finish(h)
+        self.reset()
+        return latent
+
+    def reset(self) -> None:
+        self._kept = []
+        forget(self)
+
+
+class Encoder(Chunks):
+    """[B, 3, (4 n + 1,) H, W] -> the latent's means [B, z, (n + 1,) h, w].
+
+    `widths`: channels of each level. `times`: by how much each level but the last shrinks the frames; of 0 for images.
+    `chunked`: see above. `quant`: whether a convolution follows.
+    """
+
+    def __init__(
+        self, channels: int, widths: Sequence[int], layers: int, times: Sequence[int], z: int, chunked: bool, quant: bool
+    ):
+        super().__init__(chunked, z, 2 ** (len(widths) - 1))
+        conv, plain = (CarriedConv3d, conv3d) if math.prod(times) else (conv2d, conv2d)
+        self.conv_in = conv(channels, widths[0])
+        self.down, width = nn.ModuleList(), widths[0]
+        for index, wanted in enumerate(widths):
+            blocks = [Resnet(width if number == 0 else wanted, wanted, conv, group_norm) for number in range(layers)]
+            width = wanted
+            to_next = {"downsample": Down(width, times[index])} if index < len(widths) - 1 else {}
+            self.down.append(Level(blocks, **to_next))
+        self.mid = Middle(width, conv, plain, group_norm)
+        self.norm_out, self.conv_out = group_norm(width), conv(width, 2 * z)
+        self.quant_conv = plain(2 * z, 2 * z, kernel=1) if quant else nn.Identity()
+
+    def shrink(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.conv_in(x)
+        for level in self.down:
+            h = level(h)
+        return h
+
+    def finish(self, h: torch.Tensor) -> torch.Tensor:
+        h = self.conv_out(F.silu(self.norm_out(self.mid(h))))
+        return self.quant_conv(h)[:, : self.z]
+
+
+class Decoder(FrameByFrame):
+    """[B, z, (n + 1,) h, w] -> [B, 3, (4 n + 1,) H, W]. Settings as the encoder's, by the names of the file's levels.
+
+    `times`: by how much each level but the first enlarges the frames.
+    """
+
+    def __init__(
+        self, channels: int, widths: Sequence[int], layers: int, times: Sequence[int], z: int, chunked: bool, quant: bool
+    ):
+        super().__init__()
+        self.chunked = chunked
+        conv, plain = (CarriedConv3d, conv3d) if math.prod(times) else (conv2d, conv2d)
+        width = widths[-1]
+        self.post_quant_conv = plain(z, z, kernel=1) if quant else nn.Identity()
+        self.conv_in = conv(z, width)
+        self.mid = Middle(width, conv, plain, group_norm)
+        levels = []
+        for index, wanted in reversed(list(enumerate(widths))):
+            blocks = [Resnet(width if number == 0 else wanted, wanted, conv, group_norm) for number in range(layers)]
+            width = wanted
+            levels.append(Level(blocks, **({"upsample": Up(width, times[index - 1])} if index else {})))
+        self.up = nn.ModuleList(reversed(levels))
+        self.norm_out, self.conv_out = group_norm(width), conv(width, channels)
+
+    def frames(self, z: torch.Tensor) -> Iterator[torch.Tensor]:
+        h = self.mid(self.conv_in(self.post_quant_conv(z)))
+        forget(self)
+        for chunk in h.split(2, dim=2) if self.chunked else [h]:
+            for level in reversed(self.up):
+                chunk = level(chunk)
+            yield self.conv_out(F.silu(self.norm_out(chunk)))
+
+    def forward(self, z: torch.Tensor, first: bool) -> torch.Tensor:
+        return next(self.frames(z)) if z.ndim == 4 else super().forward(z, first)
+
+
+def weights(state: Mapping[str, torch.Tensor], part: Part, settings: Mapping[str, Any]) -> Weights | None:
+    """`settings`: "times" of each part, and "chunked"."""
+    tensors = own_tensors(state, part)
+    blocks = levels(tensors, "down" if part == "encoder" else "up")
+    if not blocks or not all(blocks) or any(f"{name}.weight" not in tensors for name in ("norm_out", "mid.block_1.norm1")):
+        return None
+    ends = weight(tensors, "conv_in"), weight(tensors, "conv_out")
+    config = {
+        "channels": ends[0].shape[1] if part == "encoder" else ends[1].shape[0],
+        "widths": [level[-1] for level in blocks],
+        "layers": len(blocks[0]),
+        "times": settings["times"][part],
+        "z": ends[1].shape[0] // 2 if part == "encoder" else ends[0].shape[1],
+        "chunked": settings["chunked"],
+        "quant": f"{QUANT[part]}.weight" in tensors,
+    }
+    used = fitting(tensors, build, part, config)
+    channels = config["z"] if part == "encoder" else config["channels"]
+    return None if used is None else Weights(config, used, 2 ** (len(blocks) - 1), channels)
+
+
+def build(part: Part, config: dict[str, Any]) -> nn.Module:
+    return (Encoder if part == "encoder" else Decoder)(**config)
+
+
+def quarter(part: Part, frames: int) -> tuple[Piece, ...]:
+    """All frames but the first are four for each of the latent. Those that make no full one are left out, as in ComfyUI."""
+    if part == "decoder":
+        return in_turn(frames, 4 * frames - 3)
+    latent = (frames - 1) // 4 + 1
+    end = 4 * latent - 3
+    chunks = [Span(0, 1), *(Span(start, min(start + 8, end)) for start in range(1, end, 8))]
+    return (*(Piece(span, 0) for span in chunks), Piece(Span(end, end), latent))
+
+
+HUNYUAN_VIDEO = VAEClass("HunyuanVideo", weights, build, quarter, gathered=("k", "v"))

@@ -1,0 +1,29 @@
+"""How fast a GPU gets bytes from the host's memory, which is what streamed weights cost."""
+
+import torch
+
+from parallel_backend.core.device_copies import page_locked
+
+SIZE = 64 << 20
+"""Bytes of a copy: long enough for the link's full speed, some milliseconds of PCIe."""
+COPIES = 4
+"""Of which the fastest counts: the first one also wakes the link up."""
+SPARE = 4
+"""A GPU with less than so many times SIZE free is not measured."""
+
+
+def measured_copy_rate(device: torch.device) -> float:
+    """Bytes a second from host memory, page-locked where weights are kept so, to this CUDA device. 0.0 if it is too full."""
+    if torch.cuda.mem_get_info(device)[0] < SPARE * SIZE:
+        return 0.0
+    source = torch.empty(SIZE, dtype=torch.uint8, pin_memory=page_locked(device))
+    target = torch.empty(SIZE, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(COPIES):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source, non_blocking=True)
+        stop.record()
+        stop.synchronize()
+        seconds.append(start.elapsed_time(stop) / 1000)
+    return SIZE / min(seconds)

@@ -1,0 +1,35 @@
+"""Where a rank's blocks lie in its host memory."""
+
+import hashlib
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parallel_backend.core.spans import Span
+
+DIGEST_BYTES = 8
+PAGE = 1 << 16
+"""Bytes: each block begins at a multiple of it, so that it can be page-locked by itself on every system."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`spans`: block -> its bytes. Before them is room for a digest, and a byte for each block, by its number."""
+
+    spans: Mapping[str, Span]
+    numbers: Mapping[str, int]
+    nbytes: int
+
+    @staticmethod
+    def of(sizes: Mapping[str, int]) -> "Layout":
+        """`sizes`: block -> bytes, in the same order on all ranks that are to share."""
+        steps = [-(-nbytes // PAGE) * PAGE for nbytes in (DIGEST_BYTES + len(sizes), *sizes.values())]
+        starts = list(itertools.accumulate(steps))
+        spans = {name: Span(start, start + size) for (name, size), start in zip(sizes.items(), starts, strict=False)}
+        return Layout(spans, {name: number for number, name in enumerate(sizes)}, starts[-1])
+
+    @property
+    def digest(self) -> int:
+        """63 bits: equal for equal blocks in an equal order."""
+        text = "\n".join(f"{name} {span.start} {span.stop}" for name, span in self.spans.items())
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,129 @@
+"""What the weight store does with a device: memory for weights, and copies between it and host memory beside compute."""
+
+import functools
+import sys
+from typing import Protocol
+
+import psutil
+import torch
+
+from parallel_backend.core.device_copies import page_locked
+
+
+class Ticket(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """What the rank computes from now on comes after the copy. On CUDA the host does not wait."""
+
+    def finish(self) -> None:
+        """Return when the copy is done: its source may be written to, and its destination read by the host."""
+
+
+class DeviceCopies(Protocol):
+    """Of one rank, for all models on it."""
+
+    device: torch.device
+    unified: bool
+    """The device's memory is the host's own: weights there need no copy in host memory beside it."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """See RunStats."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """[nbytes] uint8 on the device, of any content. torch.OutOfMemoryError or MemoryError where there is no room."""
+
+    def release(self, memory: torch.Tensor) -> None:
+        """Memory from `allocate` that nothing refers to any more, once the caller drops it."""
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
+        """Start a copy between [n] uint8 tensors on the device and in host memory (page-locked for CUDA).
+
+        Copies run one after another, in order, and after all that the rank has begun to compute so far.
+        """
+
+
+class PlainCopies:
+    """A device without a stream for copies: who copies waits. On a CPU weights are in host memory in any case."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.unified = device, device.type == "cpu"
+
+    @property
+    def peak_bytes(self) -> int:
+        if sys.platform == "win32":
+            return psutil.Process().memory_info().peak_wset
+        import resource  # POSIX only
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def release(self, memory: torch.Tensor) -> None:
+        """Python frees it."""
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
+        destination.copy_(source)
+        return Done()
+
+
+class Done:
+    """The ticket of a copy that is over."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def finish(self) -> None:
+        """There is nothing to wait for."""
+
+
+class CudaCopies:
+    """A CUDA device: copies run on a stream of their own."""
+
+    unified = False
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @property
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    @functools.cached_property
+    def _stream(self) -> "torch.cuda.Stream":
+        return torch.cuda.Stream(self.device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def release(self, memory: torch.Tensor) -> None:
+        """The allocator takes it back for the computing stream, which comes after every copy from or to it by then."""
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> "CudaTicket":
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            destination.copy_(source, non_blocking=page_locked(self.device))
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return CudaTicket(done, self.device)
+
+
+class CudaTicket:
+    """The event behind a copy."""
+
+    def __init__(self, done: "torch.cuda.Event", device: torch.device):
+        self._done, self._device = done, device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def finish(self) -> None:
+        self._done.synchronize()
+
+
+def copies_of(device: torch.device) -> DeviceCopies:
+    return CudaCopies(device) if device.type == "cuda" else PlainCopies(device)

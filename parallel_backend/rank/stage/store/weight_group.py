@@ -1,0 +1,89 @@
+"""Weights that are moved together, as one piece of memory: those of a block, or all outside of the blocks (the ends)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from parallel_backend.rank.stage.weights import VALUES, StageWeights
+
+ENDS = "ends"
+"""Name of the group of all weights outside of the stage's blocks."""
+LARGE, COARSE, FINE = 1 << 14, 256, 64
+"""Tensors of LARGE bytes or more begin at a multiple of COARSE bytes, as torch's allocators have it on any device, so that
+the same kernels are chosen; smaller ones at a multiple of FINE."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of a tensor in the group's memory."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        nbytes = self.shape.numel() * self.dtype.itemsize
+        return memory[self.offset : self.offset + nbytes].view(self.dtype).view(self.shape)
+
+
+class WeightGroup:
+    """The parameters `targets`, with all that belongs to the packed ones among them. Memory has their bytes in one order."""
+
+    def __init__(self, name: str, weights: StageWeights, targets: Iterable[str]):
+        self.name, self.nbytes, self._weights = name, 0, weights
+        self._places = {
+            target: {part: self._take(tensor) for part, tensor in weights.tensors(target).items()} for target in targets
+        }
+        self._apart: set[str] = set()
+        self._memory: torch.Tensor | None = None
+
+    def _take(self, tensor: torch.Tensor) -> _Place:
+        step = COARSE if tensor.nbytes >= LARGE else FINE
+        place = _Place(-(-self.nbytes // step) * step, tensor.shape, tensor.dtype)
+        self.nbytes = place.offset + tensor.nbytes
+        return place
+
+    def __contains__(self, target: str) -> bool:
+        return target in self._places
+
+    def read(self, memory: torch.Tensor) -> None:
+        """Have the file's values in `memory` [nbytes] uint8, on any device."""
+        self._weights.read({target: self._views(target, memory) for target in self._places})
+
+    def move(self, memory: torch.Tensor) -> None:
+        """Have the model's parameters in `memory` [nbytes or more] uint8 from now on, whatever is in it so far."""
+        self._memory = memory
+        for target in self._places.keys() - self._apart:
+            self._weights.move(target, self._views(target, memory))
+
+    def set_apart(self, target: str) -> nn.Parameter:
+        """A plain parameter, from now on in memory of its own on the same device, with the values that it has now."""
+        module, leaf = self._weights.place(target)
+        parameter = getattr(module, leaf)
+        if target not in self._apart:
+            self._apart.add(target)
+            parameter.data = parameter.data.clone()
+        return parameter
+
+    def rejoin(self, target: str) -> None:
+        """A parameter that was set apart is in the group's memory again, with the values that are there."""
+        self._apart.discard(target)
+        self._weights.move(target, self._views(target, self._memory))
+
+    def values(self, target: str, memory: torch.Tensor) -> torch.Tensor:
+        """A plain parameter's place in `memory`."""
+        return self._views(target, memory)[VALUES]
+
+    def _views(self, target: str, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {part: place.view(memory) for part, place in self._places[target].items()}
+
+
+def weight_groups(weights: StageWeights, blocks: Iterable[str]) -> dict[str, WeightGroup]:
+    """By name: each of `blocks` "<list>.<index>", in that order, then the ends."""
+    members: dict[str, list[str]] = {name: [] for name in (*blocks, ENDS)}
+    for target in weights.targets:
+        block = ".".join(target.split(".")[:2])
+        members[block if block in members else ENDS].append(target)
+    return {name: WeightGroup(name, weights, own) for name, own in members.items()}

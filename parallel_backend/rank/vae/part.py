@@ -1,0 +1,87 @@
+"""A rank's part of a VAE: the module of its class with weights from a message, run on this rank's band of each piece."""
+
+import json
+import math
+
+import torch
+
+from parallel_backend.core.spans import in_proportion
+from parallel_backend.families.vaes import VAES
+from parallel_backend.rank.comm.collectives import start_gather
+from parallel_backend.rank.comm.mesh import Axis
+from parallel_backend.rank.comm.transfers import Traffic
+from parallel_backend.rank.free_memory import read_memory
+from parallel_backend.wire.heartbeat import Heartbeat
+from parallel_backend.wire.messages import BeginVAE, PutVAE, RunVAE, VAEBegun, VAEOutput
+
+from .banded_layers import COLUMNS, ROWS, Bands
+
+
+class VAEPart:
+    """Rank `rank`'s share of a decoder or encoder over all ranks of the pool. `begin` and `run` are collective over them."""
+
+    def __init__(self, put: PutVAE, rank: int, world: int, device: torch.device, heartbeat: Heartbeat | None = None):
+        self.name, self.rank, self.device = put.name, rank, device
+        kind = VAES[put.kind]
+        self.traffic = Traffic(device, heartbeat)
+        self.bands = Bands(Axis("rows", world, rank, tuple(range(world)), None), self.traffic)
+        with torch.device("meta"):
+            self.model = kind.build(put.part, json.loads(put.config))
+        weights = {name: tensor.to(device) for name, tensor in put.tensors.items()}
+        self.dtype = next(iter(weights.values())).dtype
+        self.model.load_state_dict(weights, assign=True)
+        self.model.to(device).eval().requires_grad_(False)
+        if not kind.independent:
+            self.bands.adopt(self.model, kind.gathered)
+
+    def begin(self, message: BeginVAE) -> VAEBegun:
+        """Forget what was before, and find out whether all ranks have the memory."""
+        self.end()
+        free = free_bytes(self.device)
+        missing = 0 if free >= message.bytes_needed else int(message.bytes_needed - free)
+        return VAEBegun(self.rank, True, not self._all(missing == 0), missing)
+
+    @torch.inference_mode()
+    def run(self, message: RunVAE) -> VAEOutput:
+        """Run the rank's band of a piece, or its tiles, and write or send what comes of it."""
+        bands = self.bands
+        bands.sizes, bands.dim = message.sizes, COLUMNS if message.columns else ROWS
+        if message.first:
+            self.model.reset()
+        # A piece is one band, or tiles that go one after the other.
+        entries = (message.band,) if message.sizes else message.band.split(1) if len(message.band) else ()
+        outputs = []
+        for entry in entries:
+            found = self.model(entry.to(self.device, self.dtype), message.first)
+            if message.output is None:
+                outputs.append(found.cpu())
+            else:
+                self._place(found, message)
+        output = None if message.output is not None else torch.cat(outputs) if outputs else torch.empty(0, dtype=self.dtype)
+        return VAEOutput(self.rank, output, self.traffic.report()[0])
+
+    def end(self) -> None:
+        """Drop what the module keeps between pieces."""
+        self.model.reset()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what a picture takes is much, and not needed again before the next one
+
+    def _place(self, band: torch.Tensor, message: RunVAE) -> None:
+        """Write the band where it belongs in all of the output."""
+        target = message.output
+        if band.ndim == 5:
+            target = target.narrow(2, message.frame, band.shape[2])
+        rows = in_proportion(message.sizes, target.shape[self.bands.dim])[self.rank]
+        target.narrow(self.bands.dim, rows.start, len(rows)).copy_(band)
+
+    def _all(self, fits: bool) -> bool:
+        """Whether it fits on all ranks. A rank that ran out of memory half-way would end the pool."""
+        own = torch.tensor([fits], dtype=torch.float32, device=self.device)
+        votes = start_gather(own, [1] * self.bands.axis.size, 0, self.bands.axis, self.traffic).wait()
+        return all(bool(vote) for vote in votes)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that this process can still get. Infinite if that is not known."""
+    found = read_memory(0, device, 0)
+    return math.inf if found.free_bytes is None else found.free_bytes + found.cached_bytes

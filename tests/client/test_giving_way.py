@@ -1,0 +1,104 @@
+"""Ranks on one device hand over what is asked of them, and no more. Without ranks: a pool that answers as they do."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from parallel_backend.client.giving_way import give_way, hand_over
+from parallel_backend.client.placement.model_sizes import RankWeights
+from parallel_backend.client.placement.residency import ALL
+from parallel_backend.client.resident_weights import ResidentWeights
+from parallel_backend.wire import messages as m
+
+DEVICES = ("cuda:0", "cuda:1", "cuda:0")
+HELD, BLOCK, KEPT, ADDED = (1000, 1000, 500), 50, 30, 20
+
+
+def nobody() -> None:
+    pass
+
+
+class Ranks:
+    """Whole blocks of 50 bytes move. Each rank's allocator keeps 30, and adapters take 20."""
+
+    devices = DEVICES
+
+    def __init__(self):
+        self.kept, self.asked = [KEPT] * 3, []
+        self.weights = ResidentWeights(self, [RankWeights(0, (BLOCK,) * (size // BLOCK)) for size in HELD])
+        self.weights.loaded([m.Loaded(rank, size, ()) for rank, size in enumerate(HELD)])
+        self.adaptation = SimpleNamespace(bytes=[ADDED] * 3, drop=self._drop)
+
+    def ask(self, message, _reply) -> Future:
+        self.asked.append(type(message).__name__)
+        if isinstance(message, m.SetResident):
+            kept = map(min, message.resident, HELD)
+            answer = [m.Residency(rank, size // BLOCK * BLOCK, 1) for rank, size in enumerate(kept)]
+        else:
+            answer, self.kept = [m.UnusedReleased(rank, size) for rank, size in enumerate(self.kept)], [0] * 3
+        done: Future = Future()
+        done.set_result(answer)
+        return done
+
+    def _drop(self, poll) -> None:
+        self.asked.append("drop")
+        self.adaptation.bytes = [0] * 3
+
+    def give_way(self, nbytes: float) -> int:
+        return give_way(self, self.weights, self.adaptation, "cuda:0", nbytes, nobody)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "freed", "held", "asked"),
+    [
+        (60, 60, HELD, ["ReleaseUnused"]),  # what allocators keep is enough
+        (61, 60 + 100, (950, 1000, 450), ["ReleaseUnused", "SetResident", "ReleaseUnused"]),  # a block of either
+        (360, 60 + 300, (800, 1000, 400), ["ReleaseUnused", "SetResident", "ReleaseUnused"]),  # by what each one has
+        (1e32, 60 + 1500 + 40, (0, 1000, 0), ["ReleaseUnused", "drop", "SetResident", "ReleaseUnused"]),
+    ],
+)
+def test_as_much_as_is_asked_goes_and_only_from_that_device(nbytes, freed, held, asked):
+    ranks = Ranks()
+    assert ranks.give_way(nbytes) == freed >= min(nbytes, freed)
+    assert ranks.weights.device_bytes == held
+    assert ranks.asked == asked
+    assert ranks.weights.wanted == HELD  # what they are to have again
+
+
+def test_what_adapters_add_stays_where_it_is_not_to_go():
+    ranks = Ranks()
+    assert give_way(ranks, ranks.weights, None, "cuda:0", 1e32, nobody) == 60 + 1500
+    assert "drop" not in ranks.asked
+
+
+def test_slots_are_kept_in_the_middle_of_a_run_alone():
+    ranks = Ranks()
+    give_way(ranks, ranks.weights, None, "cuda:0", 200, nobody)
+    assert ranks.weights.working and not ranks.weights.parked
+    ranks.give_way(300)
+    assert ranks.weights.parked and ranks.weights.limits[1] == ALL
+    limits = list(ranks.weights.limits)
+    give_way(ranks, ranks.weights, None, "cuda:0", 400, nobody)  # a run has begun, of which no call is made yet
+    assert ranks.weights.parked
+    before = ranks.weights.expected()
+    assert hand_over(ranks.weights, [0, 2], 1, False, False) == before[0] + before[2]
+    assert ranks.weights.parked and ranks.weights.expected() == [0, 1000, 0]
+    ranks.weights.wake()
+    assert not ranks.weights.parked and 0 not in ranks.weights.limits != limits
+
+
+@pytest.mark.parametrize(
+    ("whole", "working", "left"), [(False, False, 0), (False, True, 2 * BLOCK), (True, True, 0)], ids=str
+)
+def test_a_model_that_is_called_again_in_a_run_keeps_what_it_needs_to_compute(whole, working, left):
+    ranks = Ranks()
+    assert hand_over(ranks.weights, [0, 2], 1490, whole, working) == 1500 - 2 * left
+    assert ranks.weights.expected() == [left, 1000, left]
+    assert ranks.weights.parked == (not left)
+
+
+def test_what_is_where_it_should_be_is_not_asked_for():
+    ranks = Ranks()
+    ranks.weights.set(HELD, nobody)
+    assert ranks.asked == []

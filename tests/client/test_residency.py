@@ -1,0 +1,102 @@
+"""How much of the weights stays on devices that do not hold them all, and what a micro-step then takes."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_backend.client.placement.balance import cut_blocks, spill_seconds
+from parallel_backend.client.placement.memory_model import Request
+from parallel_backend.client.placement.model_sizes import RankWeights
+from parallel_backend.client.placement.pipeline_model import StageCost, choose_bands
+from parallel_backend.client.placement.residency import ALLOWED, Offload, offload_of, share_out, shared_bytes
+from parallel_backend.client.placement.streaming_model import streamed_seconds
+from parallel_backend.core.degrees import Degrees
+
+SMALL, LARGE = RankWeights(10, (5,) * 10), RankWeights(10, (10,) * 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("auto", ALLOWED),
+        (" None ", Offload(streams=False)),
+        ("4", Offload(leave_free=4 * 10**9)),
+        ("1.5 GB", Offload(leave_free=1_500_000_000)),
+        ("0", ALLOWED),
+    ],
+)
+def test_the_widgets_words(text, found):
+    assert offload_of(text) == found
+
+
+@pytest.mark.parametrize("text", ["", "some", "-1", "nan", "inf", "1e999", "4,5"])
+def test_other_words_name_the_widget(text):
+    with pytest.raises(ValueError, match=r"^offload is "):
+        offload_of(text)
+
+
+@given(st.integers(-100, 400))
+def test_ranks_share_a_device_in_proportion_and_never_have_less_than_they_need(budget):
+    small, large = share_out([SMALL, LARGE], budget)
+    assert SMALL.least <= small <= SMALL.total and LARGE.least <= large <= LARGE.total
+    assert small + large <= max(budget, SMALL.least + LARGE.least)
+    assert (small + large == SMALL.total + LARGE.total) == (budget >= SMALL.total + LARGE.total)
+
+
+def test_replicas_on_one_machine_have_one_copy():
+    sizes = dict.fromkeys(range(4), 100)
+    assert shared_bytes(Degrees(ulysses=2, batch=2), sizes) == 100
+    assert shared_bytes(Degrees(pipe=2, ulysses=2), sizes) == 200
+    assert shared_bytes(Degrees(tensor=4), sizes) == 400
+
+
+# Seconds.
+
+
+def test_copies_hide_behind_computing_as_far_as_there_is_some():
+    assert streamed_seconds([1.0] * 10, [0.0] * 10) == 10
+    assert streamed_seconds([1.0] * 10, [0.5] * 10) == pytest.approx(10)  # hidden altogether
+    assert streamed_seconds([1.0] * 10, [2.0] * 10) == pytest.approx(20)  # the copies set the pace
+    spread = [0, 3.0, 0, 0, 0, 3.0, 0, 0, 3.0, 0]
+    assert streamed_seconds([1.0] * 10, spread) == pytest.approx(10)
+    together = [0] * 7 + [3.0] * 3
+    assert streamed_seconds([1.0] * 10, together) > 10.5  # only two slots: a third one's copy cannot begin before
+    assert streamed_seconds([1.0] * 10, [2.0] * 10, gap=2.0) == pytest.approx(18)  # copies go on between micro-steps
+
+
+@given(st.integers(3, 30), st.floats(0.1, 10), st.floats(0, 5), st.randoms(use_true_random=False))
+def test_a_micro_step_takes_no_less_than_computing_or_copies_and_no_more_than_both(count, pace, gap, rng: random.Random):
+    compute = [rng.random() for _ in range(count)]
+    copies = [pace * rng.random() if rng.random() < 0.5 else 0.0 for _ in range(count)]
+    found = streamed_seconds(compute, copies, gap)
+    assert found >= sum(compute) - 1e-9
+    assert found + gap >= sum(copies) - 1e-9
+    assert found <= sum(compute) + sum(copies) + 1e-9
+
+
+def test_stages_are_cut_with_their_copies_in_view():
+    """Blocks of one speed, of which the first ones are larger. Two alike devices hold half of them."""
+    sizes, costs = [30] * 4 + [10] * 8, [1.0] * 12
+    capacities = [70, 70]
+    assert cut_blocks([costs] * 2, sizes, capacities) is None  # 200 bytes in 140
+    fast, slow = ([len(span) for span in cut_blocks([costs] * 2, sizes, capacities, [rate] * 2)] for rate in (0.001, 1.0))
+    assert fast == [6, 6]  # copies cost nothing: by speed
+    assert slow == [3, 9]  # 20 and 40 bytes are left over: no other cut copies less on the stage that copies most
+    assert [len(span) for span in cut_blocks([costs] * 2, sizes, [200, 200], [1.0] * 2)] == [6, 6]  # all fits
+
+
+def test_bands_pay_for_the_weights_of_each():
+    exact, banded = Request((8, 8), 0, 0, 0, 2), Request((8, 8), 0, 0, 0, 2, kept=2, bands=4)
+    assert spill_seconds([2.0, 4.0], exact) == [0.5, 0.25]
+    assert spill_seconds([2.0, 4.0], banded) == [1.0, 0.5]  # four bands of two entries
+    assert spill_seconds([2.0, 0.0], exact) == spill_seconds([], exact) == []  # somewhere nothing can be streamed
+
+
+def test_fewer_bands_are_chosen_where_weights_are_streamed():
+    resident, streamed = StageCost(0.0, 1.0), StageCost(0.0, 1.0, copies=0.5)
+    hop = choose_bands(2, 64, 20, [StageCost(0.0, 0.02)] * 2)
+    assert hop > 2  # a quick model: more bands hide the way through the sampler
+    assert choose_bands(2, 64, 20, [StageCost(0.0, 0.02, copies=0.01)] * 2) == 2
+    assert choose_bands(2, 64, 20, [streamed] * 2) == choose_bands(2, 64, 20, [resident] * 2) == 2

@@ -1,0 +1,250 @@
+"""Several models on the same ranks: each computes as if it were alone, whatever the others do meanwhile."""
+
+import os
+
+import pytest
+import torch
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.checkpoints.reader import Reader
+from parallel_backend.client import registry as registry_module
+from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.pool import RankError
+from parallel_backend.rank.comm import peers
+from parallel_backend.wire import messages as m
+from parallel_backend.wire.rank_settings import EmulatedDevice
+from tests.support import tiny
+
+pytestmark = pytest.mark.threads
+
+GIVEN = tiny.inputs(tiny.FLUX)
+PIPE = Degrees(pipe=2)
+
+
+def nothing() -> None:
+    """A poll that never gives up."""
+
+
+@pytest.fixture(scope="module")
+def other_file(tmp_path_factory):
+    """Other weights of the same sizes."""
+    path = tmp_path_factory.mktemp("other") / "other.safetensors"
+    return tiny.save_original(tiny.random_flux(tiny.FLUX, seed=5), tiny.FLUX, path)
+
+
+@pytest.fixture
+def two(pools, flux_file, other_file):
+    """`two(first, second)`: models of these degrees, with other weights, on the same ranks."""
+
+    def load(first: Degrees, second: Degrees) -> list[RemoteTransformer]:
+        pool = pools(first.world)
+        return [
+            RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing, beside=beside)
+            for path, degrees, beside in ((flux_file, first, False), (other_file, second, True))
+        ]
+
+    yield load
+    pools.forget(2)
+
+
+def delta(model: RemoteTransformer):
+    """Something to add to a weight."""
+    from parallel_backend.client.lora import Delta
+
+    key = next(source.key for source in model.checkpoint.key_map.values() if source.key.endswith("img_in.weight"))
+    return Delta(key, torch.ones(model.checkpoint.original_shapes[key]) * 0.01)
+
+
+@pytest.mark.parametrize("second", [PIPE, Degrees(ulysses=2), Degrees(batch=2)], ids=str)
+def test_models_take_turns_and_answer_as_alone(two, remote, pools, flux_model, other_file, second):
+    references = [tiny.reference(flux_model, *GIVEN), tiny.reference(tiny.random_flux(tiny.FLUX, seed=5), *GIVEN)]
+    assert tiny.relative(*references) > 1e-2  # the control
+    models = two(PIPE, second)
+    for _ in range(2):
+        for model, reference in zip(models, references, strict=True):
+            assert tiny.relative(model.predict(*GIVEN, nothing), reference) <= 1e-5
+    posted = []
+    for model in (*models, *models):  # none is waited for: their micro-steps mix
+        conditioning = model.conditioning(model.family.patching.grid(GIVEN[0].shape), GIVEN[2])
+        posted.append(model.call(model.family.patching.pack(GIVEN[0]), GIVEN[1], conditioning, run=0))
+        model.post(posted[-1])
+    first, other, *again = [call.future.result(timeout=60) for call in posted]
+    assert first.equal(again[0]) and other.equal(again[1]) and not first.equal(other)
+
+
+def test_what_is_added_to_one_model_or_ended_for_it_is_nothing_to_the_other(two, pools):
+    first, second = two(PIPE, PIPE)
+    before = [model.predict(*GIVEN, nothing) for model in (first, second)]
+    second.adapt("a LoRA", [delta(second)], nothing)
+    assert not second.predict(*GIVEN, nothing).equal(before[1])
+    run = first.open_run()
+    second.open_run()
+    assert first.predict(*GIVEN, nothing).equal(before[0])
+    found = first.pool.ask(m.ReadMemory(), m.RankMemory).result(timeout=60)
+    assert [each.held_bytes for each in found] == [0, 0]  # of no model
+    second.unload().result(timeout=60)
+    with pytest.raises(RuntimeError, match="unloaded from its ranks"):
+        second.predict(*GIVEN, nothing)
+    assert first.on_ranks
+    first.close_run(run, nothing)
+    assert first.predict(*GIVEN, nothing).equal(before[0])
+
+
+def test_a_model_that_is_not_beside_the_others_takes_their_place(two, pools, flux_file):
+    models = two(PIPE, PIPE)
+    third = RemoteTransformer(models[0].pool, open_checkpoint(flux_file), PIPE, "fp32", "sdpa", nothing)
+    for model in models:
+        with pytest.raises(RuntimeError, match="another model has been loaded"):
+            model.predict(*GIVEN, nothing)
+    assert third.predict(*GIVEN, nothing).isfinite().all()
+
+
+def test_models_of_equal_degrees_share_their_groups(two, monkeypatch):
+    made, ended, make, close = [], [], peers.make_mesh, peers.close_mesh
+    monkeypatch.setattr(peers, "make_mesh", lambda degrees, *rest: (made.append(degrees), make(degrees, *rest))[1])
+    monkeypatch.setattr(peers, "close_mesh", lambda mesh: (ended.append(mesh), close(mesh))[1])
+    first, second = two(PIPE, PIPE)
+    assert made == [PIPE, PIPE]  # by two ranks
+    ended.clear()  # what earlier tests left
+    first.unload().result(timeout=60)
+    assert not ended
+    assert second.predict(*GIVEN, nothing).isfinite().all()
+    second.unload().result(timeout=60)
+    assert len(ended) == 2
+
+
+# What the registry keeps, on ranks.
+
+SIZES = tiny.FLUX | {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 8, "attention_head_dim": 16}
+DEGREES = (PIPE, Degrees(ulysses=2), Degrees(tensor=2))
+LARGEST = 10_000_000
+"""About as many bytes of weights as a rank has of one of these models under Ulysses; under others they are fewer."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Three models of the same sizes."""
+    folder = tmp_path_factory.mktemp("three")
+    return [
+        tiny.save_original(tiny.random_flux(SIZES, seed=seed), SIZES, folder / f"{seed}.safetensors") for seed in range(3)
+    ]
+
+
+@pytest.fixture
+def registries(thread_pools, monkeypatch):
+    """`registries(device)`: a registry whose ranks are threads, with this emulated device if one is given."""
+    monkeypatch.setattr(registry_module, "start_of", lambda devices: thread_pools.start)
+    made: list[Registry] = []
+
+    def make(emulated: EmulatedDevice | None = None) -> Registry:
+        made.append(Registry())
+        made[-1].emulated = emulated
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Grows with each time that a rank, or the client, opens a file for its values."""
+    found, begin = [], Reader.__init__
+
+    def noted(reader: Reader, *arguments) -> None:
+        found.append(reader)
+        begin(reader, *arguments)
+
+    monkeypatch.setattr(Reader, "__init__", noted)
+    return found
+
+
+def key_of(file, degrees: Degrees, devices=("cpu:0", "cpu:1")) -> ModelKey:
+    return ModelKey(file, "fp32", devices, degrees, "sdpa", "even")
+
+
+def sampled(registry: Registry, *keys: ModelKey, steps: int = 2) -> list[torch.Tensor]:
+    """A sampling run of each model, one behind the other."""
+    given, found = tiny.inputs(SIZES), []
+    for key in keys:
+        registry.begin_run()
+        found.append([registry.model(key, nothing).predict(*given, nothing) for _ in range(steps)][-1])
+    return found
+
+
+def test_three_models_with_room_for_two_are_read_once_and_answer_as_alone(registries, files, opened):
+    """Each at other degrees. The second and third prompt take weights from host memory, within the device's budget."""
+    keys = [key_of(file, degrees) for file, degrees in zip(files, DEGREES, strict=True)]
+    expected = sampled(registries(), *keys)
+    registry = registries(EmulatedDevice(21 * LARGEST // 10, 1e9))
+    for prompt in range(3):
+        assert all(map(torch.equal, sampled(registry, *keys), expected))
+        if not prompt:
+            opened.clear()
+    assert not opened
+    parked = [each.model.resident.host_bytes for each in registry._models]
+    assert any(map(any, parked))  # the control: there was no room for all three
+
+
+def test_two_models_that_take_turns_at_each_step_move_their_weights_once(registries, files, opened, monkeypatch):
+    keys = [key_of(file, Degrees(ulysses=2)) for file in files[:2]]
+    given, registry = tiny.inputs(SIZES), registries(EmulatedDevice(3 * LARGEST // 2, 1e9))
+    expected = sampled(registries(), *keys)
+    sampled(registry, *keys)
+    pool, moved = registry.pool, []
+    send = pool.send
+
+    def noting(rank, message, *rest):
+        if rank == 0 and isinstance(message, m.SetResident):
+            moved.append(message)
+        send(rank, message, *rest)
+
+    opened.clear()
+    monkeypatch.setattr(pool, "send", noting)
+    for _ in range(2):
+        registry.begin_run()
+        for step in range(4):
+            moved.clear()
+            found = [registry.model(key, nothing).predict(*given, nothing) for key in keys]
+            assert all(map(torch.equal, found, expected))
+            assert bool(moved) <= (step < 2)
+    assert not opened
+
+
+def test_pools_of_other_ranks_and_the_same_model_at_other_degrees_stay(registries, files, opened):
+    registry = registries()
+    keys = [
+        key_of(files[0], PIPE),
+        key_of(files[0], Degrees(ulysses=2)),
+        key_of(files[0], Degrees(batch=2), ("cpu:2", "cpu:3")),
+        key_of(files[0], Degrees(), ("cpu:4",)),
+    ]
+    first = sampled(registry, *keys)
+    assert all(tiny.relative(each, first[0]) <= 1e-5 for each in first)
+    opened.clear()
+    assert all(map(torch.equal, sampled(registry, *keys), first))
+    assert not opened
+
+
+def test_a_file_that_was_replaced_is_read_again(registries, files, tmp_path):
+    path, registry = tmp_path / "model.safetensors", registries()
+    path.write_bytes(files[0].read_bytes())
+    before = sampled(registry, key_of(path, PIPE))[0]
+    path.write_bytes(files[1].read_bytes())
+    os.utime(path, ns=(1, 1))  # the very same size, and another time of change
+    after = sampled(registry, key_of(path, PIPE), key_of(files[1], PIPE))
+    assert after[0].equal(after[1]) and not after[0].equal(before)
+
+
+def test_ranks_that_fail_take_all_their_models_along_and_the_next_prompt_of_each_is_right(registries, files):
+    registry = registries()
+    keys = [key_of(file, PIPE) for file in files[:2]]
+    expected, failed = sampled(registry, *keys), registry.pool
+    failed.refuse(0, "something")
+    with pytest.raises(RankError):
+        failed.send(0, m.Unload())
+    assert registry.present() is None
+    assert all(map(torch.equal, sampled(registry, *keys), expected))
+    assert registry.pool is not failed

@@ -1,0 +1,92 @@
+"""Cards that are not there, for ComfyUI's own model management: it takes cpu:0 and cpu:1 for GPUs of so many bytes.
+
+What is loaded there is computed on the CPU as ever. ComfyUI's own code decides who is asked for room, and for how much.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import comfy.model_management as management
+import comfy.model_patcher
+import comfy.ops
+import torch
+from comfy.text_encoders.t5 import T5
+
+CARDS = torch.device("cpu", 0), torch.device("cpu", 1)
+
+
+@contextmanager
+def cards(size: int, held: Callable[[torch.device], int]) -> Iterator[Callable[[torch.device], int]]:
+    """Within it ComfyUI runs on the first card. `held`: bytes of a card that encoders and ranks have. Gives what is
+    free on a card."""
+
+    def free(device: torch.device) -> int:
+        return size - held(device)
+
+    def free_memory(device: torch.device | None = None, torch_free_too: bool = False) -> Any:
+        found = free(device or CARDS[0])
+        return (found, 0) if torch_free_too else found
+
+    patches = {
+        "get_torch_device": lambda: CARDS[0],
+        "get_free_memory": free_memory,
+        "is_device_cpu": lambda device: torch.device(device).index is None,
+        "minimum_inference_memory": lambda: 0,
+        "EXTRA_RESERVED_VRAM": 0,
+        "vram_state": management.VRAMState.NORMAL_VRAM,
+        "current_loaded_models": [],
+    }
+    with ExitStack() as stack:
+        for name, value in patches.items():
+            stack.enter_context(patch.object(management, name, value))
+        yield free
+
+
+@contextmanager
+def spoiled(file: Path) -> Iterator[None]:
+    """Within it the values in a safetensors file are NaN, while its header, size and time of change are as they were: who
+    reads it computes something else."""
+    found, kept = file.stat(), file.with_suffix(".kept")
+    shutil.copy(file, kept)
+    with file.open("r+b") as data:
+        header = 8 + int.from_bytes(data.read(8), "little")
+        data.seek(header)
+        for _ in range(header, found.st_size, 1 << 20):
+            data.write(b"\xff" * min(1 << 20, found.st_size - data.tell()))
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    try:
+        yield
+    finally:
+        with kept.open("rb") as good, file.open("r+b") as data:
+            shutil.copyfileobj(good, data)
+        os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+        kept.unlink()
+
+
+class Encoder:
+    """A text encoder of ComfyUI's own classes, of `layers` layers, 0.66 MB each, on `card`."""
+
+    def __init__(self, card: torch.device, layers: int):
+        config = {"d_ff": 256, "d_kv": 32, "d_model": 128, "num_layers": layers, "num_heads": 4, "vocab_size": 32}
+        config |= {"dense_act_fn": "gelu_pytorch_tanh", "is_gated_act": True, "model_type": "t5"}
+        self.model = T5(config, torch.float32, "cpu", comfy.ops.manual_cast)
+        g = torch.Generator().manual_seed(0)
+        for parameter in self.model.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=g) * 0.05
+            parameter.requires_grad_(False)
+        self.card = card
+        self.patcher = comfy.model_patcher.ModelPatcher(self.model, load_device=card, offload_device=torch.device("cpu"))
+
+    def bytes_on(self, card: torch.device) -> int:
+        """Of its weights."""
+        return self.patcher.loaded_size() if card == self.card else 0
+
+    def __call__(self, words: list[int]) -> torch.Tensor:
+        """[1, words, 64], as ComfyUI's CLIP does it: onto its card, then the forward."""
+        management.load_models_gpu([self.patcher])
+        return self.model(torch.tensor([words]), None, dtype=torch.float32)[0][..., :64].float()

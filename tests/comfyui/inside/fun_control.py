@@ -1,0 +1,112 @@
+"""ZImageFunControlnet on the parallel MODEL, against ComfyUI's own model with the same. Run by serve.py.
+
+The test process has put `z-image-fun.safetensors` into models/diffusion_models. The control networks are ComfyUI's own class
+as ModelPatchLoader makes it of the three kinds of files, but for their width, with random weights.
+"""
+
+import asyncio
+from functools import partial
+
+from boot import BASE, CHECKOUT, Results, comfy, difference, ksampler, node, parallel, sequence, torch
+from controlnet import FakeVAE, randomise
+from families import detecting
+
+import nodes
+
+FILE = "z-image-fun.safetensors"
+PATCHED = ("noise_refiner.0.feed_forward.w2.weight", "layers.0.feed_forward.w2.weight")
+"""By a LoRA: a layer that is run in ComfyUI's process too, and one that is not."""
+USED = 2
+"""Blocks of a network that a model of three blocks gets to."""
+REFINING = {"n_control_layers": 15, "additional_in_dim": 17, "refiner_control": True}
+KINDS = {  # as files of 1.0, of 2.1, and those of 2.0 whose own refiners are empty
+    # Not 6 blocks: ComfyUI's patch then keeps a state from call to call in a model that ends before the last of them.
+    "first": {"n_control_layers": 15},
+    "refining": REFINING,
+    "broken": REFINING | {"broken": True},
+}
+
+
+def network(width: int, heads: int, seed: int, kind: dict):
+    """What ModelPatchLoader gives out."""
+    model = comfy.ldm.lumina.controlnet.ZImage_Control(
+        dim=width,
+        n_heads=heads,
+        n_kv_heads=heads,
+        multiple_of=1,
+        dtype=torch.bfloat16,
+        device="meta",
+        operations=comfy.ops.manual_cast,
+        **kind,
+    )
+    model.control_layers = model.control_layers[:USED]
+    cpu = torch.device("cpu")
+    model.to_empty(device=cpu)
+    return comfy.model_patcher.ModelPatcher(randomise(model, seed).to(torch.bfloat16), load_device=cpu, offload_device=cpu)
+
+
+def main(results: Results, detected: dict, text: int) -> None:
+    file = CHECKOUT / "comfy_extras" / "nodes_model_patch.py"
+    assert asyncio.run(nodes.load_custom_node(str(file), module_parent="comfy_extras"))
+    generator = torch.Generator().manual_seed(0)
+    texts = {name: [torch.randn(1, length, text, generator=generator) for length in (9, 9)] for name in ("inpaint", "two")}
+    texts["two"][1] = texts["two"][1][:, :5]  # two calls a step
+    picture, behind = (torch.rand(1, 96, 96, 3, generator=generator) for _ in range(2))
+    mask = (torch.rand(1, 96, 96, generator=generator) > 0.5).float()
+    latent = torch.zeros(1, 16, 18, 13)
+    with detecting(detected):
+        native = comfy.sd.load_diffusion_model(
+            str(BASE / "models" / "diffusion_models" / FILE), model_options={"dtype": torch.float32}
+        )
+        config = native.model.model_config.unet_config
+        networks = {
+            name: network(config["dim"], config["n_heads"], seed, kind) for seed, (name, kind) in enumerate(KINDS.items())
+        }
+        keys = [f"diffusion_model.{name}" for name in PATCHED]
+        shape = native.model.state_dict()[keys[0]].shape
+        change = torch.randn(shape, generator=generator) * 0.05
+
+        def controlled(model, kind: str, strength: float, **pictures):
+            return node("ZImageFunControlnet", model, networks[kind], FakeVAE(None), strength=strength, **pictures)
+
+        def inpaint(model):
+            clone = model.clone()
+            clone.add_patches({key: ("diff", (change,)) for key in keys}, 0.7)
+            return controlled(clone, "refining", 0.8, image=picture, inpaint_image=behind, mask=mask)
+
+        def two(model):
+            return controlled(controlled(model, "first", 0.8, image=picture), "broken", 0.5, image=picture)
+
+        apply = {"inpaint": inpaint, "two": two}
+
+        def sample(name: str, model) -> torch.Tensor:
+            return ksampler(model, [[[each, {}]] for each in texts[name]], latent, steps=2)
+
+        expected = {}
+
+        def native_of(name: str) -> dict:
+            expected[name] = sample(name, apply[name](native))
+            return {
+                "moved": difference(expected[name], sample(name, native)),
+                "finite": bool(expected[name].isfinite().all()),
+            }
+
+        def compare(name: str, model) -> dict:
+            found = sample(name, apply[name](model))
+            wrappers = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
+            return {
+                "difference": difference(expected[name], found),
+                "whole because": [wrapper.last.reason for wrapper in wrappers],
+            }
+
+        for name in apply:
+            results.case(f"{name}, native", partial(native_of, name))
+        modes = {
+            "pipe 2": (node("ApplyPipeFusion", parallel(FILE, stage_split="even"), 3, 1, True), ("inpaint", "two")),
+            "ulysses 2": (parallel(FILE, pipe=1, config=sequence(ulysses=2)), ("inpaint",)),
+            "displaced": (parallel(FILE, pipe=1, config=sequence(1, 1, "displaced", 2, 1000)), ("inpaint",)),
+            "tensor 2": (parallel(FILE, pipe=1, tensor=2), ("two",)),
+        }
+        for mode, (model, names) in modes.items():
+            for name in names:
+                results.case(f"{name}, {mode}", partial(compare, name, model))

@@ -1,0 +1,34 @@
+"""Z-Image's Fun control: the parallel MODEL gives what ComfyUI's own model gives with the same."""
+
+import pytest
+
+from tests.families.cases import z_image
+
+pytestmark = pytest.mark.comfyui
+
+LIMIT = 2e-4
+"""Of the family: norms of queries and keys have another epsilon in ComfyUI."""
+SIZES = {"n_layers": 3, "n_refiner_layers": 1}
+CASES = {"pipe 2": ("inpaint", "two"), "ulysses 2": ("inpaint",), "displaced": ("inpaint",), "tensor 2": ("two",)}
+WHOLE_BECAUSE = {"pipe 2": ["Z-Image's Fun control looks at the whole latent"], "displaced": [None]}
+"""Of modes that a wrapper around the sampler runs."""
+
+
+@pytest.fixture(scope="module")
+def found(inside, base):
+    case = z_image.CASES[0]
+    config = case.native.config | SIZES
+    case.save(case.model(config), base / "models/diffusion_models/z-image-fun.safetensors", config)
+    detected = z_image.DETECTED | {"n_refiner_layers": SIZES["n_refiner_layers"]}
+    return inside.run("fun_control", detected=detected, text=config["cap_feat_dim"])[0]
+
+
+@pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode, names in CASES.items() for name in names])
+def test_equals_the_native_model_with_the_same_control(found, measured, mode, name):
+    native, got = found[f"{name}, native"], found[f"{name}, {mode}"]
+    assert native.get("finite"), native
+    assert native["moved"] > 0.05
+    assert "error" not in got, got
+    measured(f"Z-Image's Fun control, largest difference to ComfyUI's own model, {name}, {mode}", got["difference"])
+    assert got["difference"] <= LIMIT
+    assert got["whole because"] == WHOLE_BECAUSE.get(mode, [])

@@ -1,0 +1,52 @@
+"""Ranks give way to a text encoder on their card, by as much as ComfyUI asks for, and read nothing from disk for it."""
+
+import pytest
+
+from tests.comfyui.conftest import FLUX
+from tests.support import tiny
+
+pytestmark = pytest.mark.comfyui
+
+DEEP = FLUX | {"num_attention_heads": 1, "num_layers": 2, "num_single_layers": 20}
+"""24 MB, 13 of them on the first rank, in blocks of 1 and 2.4 MB."""
+CARD = 17_000_000
+BLOCK = 2_400_000
+LAYERS = {"a part": 7, "all": 24, "other card": 12}
+"""Of text encoders, 0.66 MB each: 4.6 MB, nearly all of the card, and 7.9 MB."""
+CASES = {"room for a part": (0, 1), "room for all": (0, 1), "on the other card": (1, 0)}
+"""Case -> the card that the encoder is on, and the other one."""
+
+
+@pytest.fixture(scope="module")
+def found(inside, base):
+    path = base / "models" / "diffusion_models" / "deep.safetensors"
+    tiny.save_original(tiny.random_flux(DEEP), DEEP, path)
+    yield inside.run("giving_way", name=path.name, size=CARD, layers=LAYERS)[0]
+    path.unlink()
+
+
+@pytest.fixture(params=CASES)
+def case(request, found):
+    """(card of the encoder, the other card, what was seen of each prompt)."""
+    got = found[request.param]
+    assert "error" not in got, got["traceback"]
+    return *CASES[request.param], got["prompts"]
+
+
+def test_the_rank_on_that_card_hands_over_what_is_asked_and_takes_it_back(case):
+    card, other, prompts = case
+    wanted = prompts[0]["after"]
+    for prompt in prompts[1:]:
+        assert prompt["before"] == prompt["after"] == wanted
+        assert prompt["during"][other] == wanted[other]
+        asked, freed = prompt["given"][-1][1:]
+        assert 0 < min(asked, wanted[card]) <= freed
+        assert freed < asked + BLOCK
+        assert prompt["during"][card] == wanted[card] - freed
+
+
+def test_the_encoder_fits_on_its_card_and_the_pictures_are_the_same(case):
+    _, _, prompts = case
+    for prompt in prompts:
+        assert prompt["free"][0] >= 0
+        assert prompt["difference"] == 0

@@ -1,0 +1,79 @@
+"""CUDA graphs of micro-steps on a real device, whose kernels, streams and memory the CPU's recorder knows nothing of."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.processes.pool import Pool
+from tests.rank.test_lora import lora
+from tests.rank.test_micro_step_graphs import both, counts, load, named, sampled, whole_calls
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = "cuda:0"
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Callable[[int], Pool]]:
+    """By number of ranks, which share the first device."""
+    made: dict[int, Pool] = {}
+
+    def pool(ranks: int) -> Pool:
+        if ranks not in made:
+            made[ranks] = Pool((DEVICE,) * ranks)
+            made[ranks].ready.result(timeout=300)
+        return made[ranks]
+
+    yield pool
+    for each in made.values():
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Callable[[str], Path]:
+    def save(name: str) -> Path:
+        return named(name).save(named(name).model(), tmp_path_factory.mktemp(name) / "model.safetensors")
+
+    return save
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["flux-dev", "sd3.5-medium", "wan-2.1-t2v"])
+def test_a_run_with_graphs_gives_the_same_bits(name, ranks, dtype, pools, file):
+    stats = both(pools(ranks), file(name), named(name), Degrees(pipe=ranks), dtype)
+    assert all(each.captured and each.replayed for each in stats)
+
+
+def test_graphs_end_with_their_run_and_leave_no_memory(pools, file):
+    """Runs in turn give the same, and the peak of the later ones is that of the first."""
+    case = named("flux-dev")
+    model = load(pools(1), file("flux-dev"), Degrees(), True)
+    runs = [sampled(model, case, seeds=(1, 2)) for _ in range(5)]
+    assert all(torch.equal(found, runs[0][0]) for found, _ in runs)
+    assert len({(each.captured, each.replayed, each.peak_bytes) for _, stats in runs[1:] for each in stats}) == 1
+
+
+def test_a_lora_ends_the_graphs(pools, file):
+    case, path, found = named("flux-dev"), file("flux-dev"), []
+    for graphs in (False, True):
+        model = load(pools(1), path, Degrees(), graphs)
+
+        def change(number: int, model=model) -> None:
+            if number == 4:
+                model.adapt(object(), lora(load_file(path)), lambda: None)
+
+        found.append(whole_calls(model, case, change))
+        model.adapt(None, (), lambda: None)
+    assert torch.equal(*found)
+    assert counts(model.close_run(0, lambda: None)) == {(1, 1)}
+
+
+def test_a_host_that_is_stopped_is_no_graph(pools, file):
+    """HiDream's experts ask how many tokens each has: the capture fails, and the run is right all the same."""
+    stats = both(pools(1), file("hidream-i1"), named("hidream-i1"), Degrees())
+    assert counts(stats) == {(0, 0)}

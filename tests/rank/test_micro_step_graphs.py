@@ -1,0 +1,403 @@
+"""Micro-steps that are replays of CUDA graphs give the same bits as all others.
+
+On the CPU a stand-in records what a micro-step asks torch for (tests/support/recorded_graphs.py): a replay has what makes a
+CUDA graph go wrong, baked numbers and addresses, and memory that other graphs write to.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.not_finite import NotFiniteError
+from parallel_backend.client.pipefusion.band_cut import packed
+from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
+from parallel_backend.client.pipefusion.threads import run_bands
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core import device_copies
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.families.base.family import Family
+from parallel_backend.families.base.patching import latents_of
+from parallel_backend.processes.pool import Pool
+from parallel_backend.quickstart.sampling import Prompt, sample_in_bands
+from parallel_backend.rank import micro_step_graphs
+from parallel_backend.rank.attention.kv_buffer import LayerBuffer
+from parallel_backend.rank.micro_step_graphs import MicroStepInputs
+from parallel_backend.rank.stage.module_cache import ModuleCache
+from parallel_backend.wire.rank_settings import EmulatedDevice
+from parallel_backend.wire.sampling import RunStats
+from tests.conftest import Pools
+from tests.families.cases import all_cases
+from tests.families.cases.case import Case
+from tests.rank.test_lora import lora
+from tests.support.recorded_graphs import RecordedCaptures, in_graph
+
+pytestmark = [pytest.mark.threads, pytest.mark.slow]
+
+BANDS = 2
+SIGMAS = torch.linspace(1, 0, 7) ** 1.5
+"""6 steps. Each is another one's length, or the number by which keys are extrapolated would be the same in all of them."""
+CAPTURED, REPLAYED = 2 * BANDS, BANDS
+"""Of one conditioning's 5 calls in bands: the first two make what stays, the next two are captured, since keys and values
+take turns in two places."""
+
+READS_TIME, REFUSED = "works out on the host what tokens' times are", "stops the host inside its blocks"
+WITHOUT = {"ltx-2.3": READS_TIME, "hidream-i1": REFUSED}
+"""Cases of which no micro-step can be a graph."""
+
+
+def nobody() -> None:
+    pass
+
+
+def named(name: str) -> Case:
+    return next(case for case in all_cases() if case.name == name)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Callable[[Case], Path]:
+    """A case's model as a file, made once."""
+    made: dict[str, Path] = {}
+
+    def file(case: Case) -> Path:
+        if case.name not in made:
+            made[case.name] = case.save(case.model(), tmp_path_factory.mktemp(case.name) / "model.safetensors")
+        return made[case.name]
+
+    return file
+
+
+@pytest.fixture(scope="module")
+def expected(pools, files) -> torch.Tensor:
+    """The tiny Flux's sample on one rank, without graphs."""
+    case = named("flux-dev")
+    return sampled(load(pools(1), files(case), Degrees(), False), case)[0]
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch, pools) -> Iterator[None]:
+    monkeypatch.setitem(micro_step_graphs.CAPTURES, "cpu", RecordedCaptures)
+    monkeypatch.setattr(device_copies, "in_graph", in_graph)
+    yield
+    for ranks in (1, 2):
+        pools.forget(ranks)
+
+
+def load(pool: Pool, path: Path, degrees: Degrees, graphs: bool, dtype: str = "fp32", **named) -> RemoteTransformer:
+    return RemoteTransformer(pool, open_checkpoint(path), degrees, dtype, "sdpa", nobody, cuda_graphs=graphs, **named)
+
+
+def sampled(
+    model: RemoteTransformer,
+    case: Case,
+    sigmas: torch.Tensor = SIGMAS,
+    extrapolate: bool = True,
+    warm_up: int = 1,
+    seeds: tuple[int, ...] = (1,),
+    heun: bool = False,
+    residuals: dict[str, torch.Tensor] | None = None,
+    between: Callable[[int], None] = lambda step: None,
+) -> tuple[torch.Tensor, list[RunStats]]:
+    """PipeFusion in bands along the first latent, and what each rank did.
+
+    `seeds`: of the conditionings that are called in turn. `heun`: each step asks again at its end, where the next begins.
+    `between` runs before each step of the first band.
+    """
+    x, _, _ = case.inputs(batch=1)
+    (whole,) = latents_of(x)
+    prompts = [case.inputs(batch=1, seed=seed)[2] for seed in seeds]
+    rows = cut_rows(tuple(whole.shape), BANDS, case.row.patching)
+    run = BandedRun(model, rows, tuple(whole.shape), warm_up > 0, extrapolate=extrapolate)
+    limit, dim = exact_above(sigmas, warm_up), case.row.patching.band_dim
+
+    def sample(band: int) -> torch.Tensor:
+        def velocity(latent: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+            time = sigma.repeat(1) * case.timestep / 0.7
+            exact = float(sigma) > limit
+            found = [run.predict(band, latent, time, each, exact, residuals=residuals) for each in prompts]
+            return sum(found) / len(found)
+
+        latent = whole.narrow(dim, rows[band].start, len(rows[band]))
+        for number, (sigma, following) in enumerate(pairwise(sigmas)):
+            if band == 0:
+                between(number)
+            slope = velocity(latent, sigma)
+            end = latent + (following - sigma) * slope
+            if heun and following > 0:
+                end = latent + (following - sigma) * (slope + velocity(end, following)) / 2
+            latent = end
+        return latent
+
+    parts = run_bands(run, sample, nobody, nobody)
+    return torch.cat(parts, dim), model.close_run(run.run, nobody)
+
+
+def counts(stats: list[RunStats]) -> set[tuple[int, int]]:
+    """(captured, replayed), of all ranks alike."""
+    return {(each.captured, each.replayed) for each in stats}
+
+
+def both(pool: Pool, path: Path, case: Case, degrees: Degrees, dtype: str = "fp32", **settings) -> list[RunStats]:
+    """A run with and one without graphs, which have to be equal; what the ranks did in the one with them."""
+    expected, without = sampled(load(pool, path, degrees, False, dtype), case, **settings)
+    found, stats = sampled(load(pool, path, degrees, True, dtype), case, **settings)
+    assert expected.isfinite().all()
+    assert torch.equal(found, expected)
+    assert counts(without) == {(0, 0)}
+    assert [each.micro_steps for each in stats] == [each.micro_steps for each in without]
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "extrapolate", "dtype"),
+    [
+        ("flux-dev", 1, True, "fp32"),
+        ("flux-dev", 2, False, "fp32"),
+        ("flux-kontext", 2, True, "bf16"),  # with references keys are not corrected
+        ("sd3.5-medium", 2, True, "fp32"),
+        ("wan-2.1-t2v", 1, False, "fp32"),
+        ("wan-2.1-t2v", 2, True, "bf16"),
+    ],
+)
+def test_a_run_with_graphs_gives_the_same_bits(name, ranks, extrapolate, dtype, pools, files):
+    case = named(name)
+    stats = both(pools(ranks), files(case), case, Degrees(pipe=ranks), dtype, extrapolate=extrapolate)
+    # Without extrapolation buffers stay where they are: one graph for each band, and one call less that makes something.
+    assert counts(stats) == {(CAPTURED, REPLAYED) if extrapolate else (BANDS, 2 * BANDS)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name)
+        for case in all_cases()
+        if case.sampled and "pipe" not in case.row.unsupported and not case.full
+    ],
+)
+def test_every_family_gives_the_same_bits(case, pools, files, caplog):
+    x, _, tensors = case.inputs(batch=1)
+    found = []
+    for graphs in (False, True):
+        model = load(pools(2), files(case), Degrees(pipe=2), graphs)
+        sigmas, prompt = SIGMAS * case.timestep / 0.7, Prompt(tensors, tensors, 1.0)
+        output, stats = sample_in_bands(model, x, sigmas, prompt, BANDS, 1)
+        found.append(packed(latents_of(output)))
+    assert torch.equal(*found)
+    assert counts(stats) == {(0, 0) if case.name in WITHOUT else (CAPTURED, REPLAYED)}
+    assert bool(caplog.records) == (WITHOUT.get(case.name) == REFUSED)
+
+
+def test_prompts_in_turn_and_one_run_behind_another(pools, files):
+    """Each conditioning has keys, values and graphs of its own; a run's graphs end with it."""
+    case, degrees, seeds = named("sd3.5-medium"), Degrees(pipe=2), (1, 2)
+    expected = sampled(load(pools(2), files(case), degrees, False), case, seeds=seeds)[0]
+    model = load(pools(2), files(case), degrees, True)
+    for earlier in (0, 1):  # places of tokens are there from the first run, so that the second band makes nothing any more
+        found, stats = sampled(model, case, seeds=seeds)
+        assert torch.equal(found, expected)
+        assert counts(stats) == {(2 * CAPTURED, 2 * (REPLAYED + earlier))}
+
+
+@pytest.mark.parametrize("settings", [{"heun": True}, {"warm_up": 0}], ids=str)
+def test_calls_at_one_timestep_and_buffers_that_fill_up(settings, pools, files):
+    """A second call at a timestep finds the first one's modulation, and extrapolates nothing."""
+    case = named("flux-dev")
+    stats = both(pools(1), files(case), case, Degrees(), **settings)
+    assert all(each.replayed for each in stats)
+
+
+def whole_calls(model: RemoteTransformer, case: Case, change: Callable[[int], None] = lambda step: None) -> torch.Tensor:
+    """Six exact calls outside of runs, whose outputs differ by the timestep alone."""
+    x, timestep, tensors = case.inputs()
+    outputs = []
+    for number in range(6):
+        change(number)
+        outputs.append(model.predict(x, timestep * (1 - number / 10), tensors, nobody))
+    return torch.stack(outputs)
+
+
+def test_exact_calls_are_replayed_too(pools, files):
+    case, degrees = named("flux-dev"), Degrees(pipe=2)
+    expected = whole_calls(load(pools(2), files(case), degrees, False), case)
+    model = load(pools(2), files(case), degrees, True)
+    assert torch.equal(whole_calls(model, case), expected)
+    assert counts(model.close_run(0, nobody)) == {(2, 6)}  # a pipeline has each entry apart
+    assert len({float(each.sum()) for each in expected}) == len(expected)
+
+
+def test_a_lora_and_weights_that_move_end_the_graphs(pools, files):
+    """Otherwise the replays would compute with what was there before."""
+    case, found = named("flux-dev"), []
+    for graphs in (False, True):
+        model = load(pools(1), files(case), Degrees(), graphs)
+
+        def change(number: int, model=model) -> None:
+            if number == 4:
+                model.adapt(object(), lora(load_file(files(case))), nobody)
+
+        found.append(whole_calls(model, case, change))
+        model.adapt(None, (), nobody)
+    assert torch.equal(*found)
+    assert counts(model.close_run(0, nobody)) == {(1, 1)}
+
+
+# What must not be captured.
+
+
+@pytest.mark.parametrize("degrees", [Degrees(tensor=2), Degrees(ulysses=2), Degrees(ring=2)], ids=str)
+def test_no_transfer_is_in_a_graph(degrees, pools, files):
+    case = named("sd3.5-medium")
+    assert counts(sampled(load(pools(2), files(case), degrees, True), case)[1]) == {(0, 0)}
+
+
+def test_what_comes_from_the_host_is_in_no_graph(pools, files):
+    """Residuals of a ControlNet are other ones, elsewhere, at each step."""
+    case = named("flux-dev")
+    x, hidden = case.inputs(batch=1)[0], case.row.sizes.hidden(case.config)
+    tokens = torch.Size(case.row.patching.grid(tuple(x.shape))).numel() // BANDS
+    residuals = {"transformer_blocks.0": torch.randn(1, tokens, hidden, generator=torch.Generator().manual_seed(3))}
+    assert counts(both(pools(1), files(case), case, Degrees(), warm_up=0, residuals=residuals)) == {(0, 0)}
+
+
+def test_blocks_that_wait_for_their_weights_are_in_no_graph(thread_pools, files):
+    case = named("flux-dev")
+    held = files(case).stat().st_size
+    pools = Pools(thread_pools.start, silence=300, emulated=EmulatedDevice(held * 3 // 4, 1e9))
+    try:
+        stats = both(pools(1), files(case), case, Degrees())
+    finally:
+        pools.close()
+    assert all(each.streamed_bytes for each in stats)
+    assert counts(stats) == {(0, 0)}
+
+
+def test_a_timestep_that_the_host_works_with_is_in_no_graph(pools, files, caplog):
+    case = named("ltx-2.3")
+    x, timestep, tensors = case.inputs()
+    found = []
+    for graphs in (False, True):
+        model = load(pools(1), files(case), Degrees(), graphs)
+        found += [model.predict(x, timestep * scale, tensors, nobody) for scale in (1.0, 0.9, 0.8, 0.7)]
+    assert all(torch.equal(*pair) for pair in zip(packed_all(found[:4]), packed_all(found[4:]), strict=True))
+    assert counts(model.close_run(0, nobody)) == {(0, 0)}
+    assert not caplog.records  # it was no failure
+
+
+def packed_all(outputs: list) -> list[torch.Tensor]:
+    return [packed(latents_of(output)) for output in outputs]
+
+
+class Failing(RecordedCaptures):
+    """The first capture does all that the host does in a micro-step, and fails after that."""
+
+    def capture(self, work):
+        super().capture(work)
+        raise RuntimeError("the driver says no\nand more")
+
+
+class Refusing(RecordedCaptures):
+    """The first capture fails at the third operation of attention, when keys of two layers are written."""
+
+    def capture(self, work):
+        left = [2]
+
+        def limited():
+            with FailsAt("scaled_dot_product", left):
+                return work()
+
+        return super().capture(limited)
+
+
+class FailsAt(TorchDispatchMode):
+    def __init__(self, name: str, left: list[int]):
+        super().__init__()
+        self._name, self._left = name, left
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if self._name in str(function):
+            if not self._left[0]:
+                raise RuntimeError("the driver says no")
+            self._left[0] -= 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("captures", [Failing, Refusing])
+def test_a_capture_that_fails_costs_a_warning(captures, pools, files, expected, monkeypatch, caplog):
+    monkeypatch.setitem(micro_step_graphs.CAPTURES, "cpu", captures)
+    case = named("flux-dev")
+    with caplog.at_level(logging.WARNING):
+        found, stats = sampled(load(pools(1), files(case), Degrees(), True), case)
+    assert torch.equal(found, expected)
+    assert counts(stats) == {(0, 0)}
+    (record,) = caplog.records  # once, for the model
+    assert record.getMessage().endswith("since a micro-step was not captured: the driver says no")
+
+
+# Controls: what a graph must not have in it shows.
+
+
+def baked_timestep(monkeypatch) -> None:
+    def copy_from(self, other: MicroStepInputs) -> None:
+        for own, theirs in ((self.x, other.x), (self.received, other.received)):
+            if own is not None:
+                own.copy_(theirs)
+
+    monkeypatch.setattr(MicroStepInputs, "copy_from", copy_from)
+
+
+def baked_ratio(monkeypatch) -> None:
+    extrapolate, ratios = LayerBuffer.extrapolate, []
+
+    def by_number(self, weight: torch.Tensor) -> None:
+        if self.last is None or _get_current_dispatch_mode() is None:
+            ratios.append(weight.clone())
+            return extrapolate(self, weight)
+        return extrapolate(self, ratios[-1])
+
+    monkeypatch.setattr(LayerBuffer, "extrapolate", by_number)
+
+
+def buffers_that_stay(monkeypatch) -> None:
+    monkeypatch.setattr("parallel_backend.rank.attention.kv_buffer.KVBuffer.follow", lambda self, layers: None)
+
+
+def places_that_do_not_count(monkeypatch) -> None:
+    monkeypatch.setattr("parallel_backend.rank.micro_step_graphs.MicroStepState.addresses", lambda self: ())
+
+
+@pytest.mark.parametrize("fault", [baked_timestep, baked_ratio, buffers_that_stay, places_that_do_not_count])
+def test_a_fault_shows(fault, pools, files, expected, monkeypatch):
+    case = named("flux-dev")
+    fault(monkeypatch)
+    found, stats = sampled(load(pools(1), files(case), Degrees(), True), case)
+    assert all(each.replayed for each in stats)
+    assert not torch.equal(found, expected)
+
+
+def test_what_is_left_in_the_graphs_memory_shows(pools, files, monkeypatch):
+    case = named("flux-dev")
+    monkeypatch.setattr(ModuleCache, "_in_its_place", lambda self, key, out: out)
+    with pytest.raises(NotFiniteError):
+        sampled(load(pools(1), files(case), Degrees(), True), case)
+
+
+def test_a_copy_from_the_host_is_in_no_graph(pools, files, expected, monkeypatch, caplog):
+    """The memory that it is from is another's by the time of the replay."""
+    case, run = named("flux-dev"), Family.run
+
+    def copying(self, model, step):
+        device_copies.to_device(torch.zeros(3), step.timestep.device)
+        return run(self, model, step)
+
+    monkeypatch.setattr(Family, "run", copying)
+    found, stats = sampled(load(pools(1), files(case), Degrees(), True), case)
+    assert torch.equal(found, expected)
+    assert counts(stats) == {(0, 0)}
+    assert "a copy from the host" in caplog.text

@@ -1,0 +1,355 @@
+"""Weights that come to an emulated device block by block give what weights on the device give, bit for bit."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import Call
+from parallel_backend.client.lora import Delta
+from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.spans import Span
+from parallel_backend.rank import loaded_stage
+from parallel_backend.rank.engine import Engine
+from parallel_backend.rank.host_memory import host_store, sharing
+from parallel_backend.rank.stage.store import slots, weight_store
+from parallel_backend.rank.stage.store.emulated import EmulatedCopies, EmulatedOutOfMemoryError
+from parallel_backend.rank.stage.store.weight_store import WeightStore
+from parallel_backend.wire import messages as m
+from parallel_backend.wire.rank_settings import EmulatedDevice
+from tests.campaigns.transport import cases
+from tests.campaigns.transport.runner import same
+from tests.conftest import Pools
+from tests.support import tiny
+from tests.support.alone import nobody
+from tests.support.quantised import quantise_blocks
+
+pytestmark = pytest.mark.threads
+
+RATE = 1e10
+"""Bytes per second."""
+LARGE = 1 << 30
+CONFIG = tiny.FLUX | {"num_layers": 2, "num_single_layers": 6, "joint_attention_dim": 64, "pooled_projection_dim": 64}
+"""Of sides that every format can hold."""
+LAST = "single_transformer_blocks.5"
+KINDS = ("int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8", "fp8")
+QUICK = ("product pipe2", "product tensor2", "product patch2")
+
+
+@pytest.fixture(scope="module")
+def emulated(thread_pools) -> Iterator[Pools]:
+    """Ranks with room for everything."""
+    pools = Pools(thread_pools.start, silence=300, emulated=EmulatedDevice(LARGE, RATE))
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def streamed(emulated, monkeypatch) -> Callable[[Path, Degrees], RemoteTransformer]:
+    """`streamed(path, degrees)`: a model all of whose blocks take turns in one slot, however few there are."""
+    monkeypatch.setattr(weight_store, "nearest_streamed", lambda sizes, _room, _now: tuple(range(len(sizes))))
+    monkeypatch.setattr(slots, "SLOTS", 1)
+    monkeypatch.setattr(loaded_stage, "WeightStore", lambda copies, host, traffic, _: WeightStore(copies, host, traffic, 1))
+    return functools.partial(emulated.load, fresh=True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> cases.Files:
+    return cases.Files(tmp_path_factory.mktemp("files"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.full)
+        for case in cases.all_of_them()
+        if not case.rare and not case.name.startswith("transfers")  # loaded by means of their own
+    ],
+)
+def test_every_mode_and_family(case, files, thread_pools, emulated, streamed):
+    """A slot's bytes are another block's by the time that the block after it runs, so nothing reads them too late."""
+    found = case.run(files, streamed, emulated)
+    assert same(found, case.run(files, thread_pools.load, thread_pools))
+
+
+class Alone:
+    """One rank's whole model in this process. `resident`: as Load.resident; `device`: bytes of the emulated device."""
+
+    def __init__(self, path: Path, resident: int | None = None, device: int = LARGE, dtype: str = "fp32"):
+        self.checkpoint = open_checkpoint(path)
+        blocks = (Span(0, self.checkpoint.family.blocks.total(self.checkpoint.config)),)
+        load = m.Load(
+            str(path),
+            dtype,
+            Degrees().sizes,
+            "none",
+            (1.0,),
+            blocks,
+            "sdpa",
+            resident=() if resident is None else (resident,),
+        )
+        self.copies = EmulatedCopies(0, EmulatedDevice(device, RATE))
+        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody(), copies=self.copies)
+        self.store = self.engine.stage.store
+        self.sequence = 0
+
+    def output(self, changes: BlockChanges = UNCHANGED, calls: int = 1) -> torch.Tensor:
+        """The last of so many exact calls."""
+        x, timestep, tensors = tiny.inputs(CONFIG, batch=1)
+        family = self.checkpoint.family
+        grid, tokens = family.patching.grid(x.shape), family.patching.pack_all((x,))
+        self.engine.put_conditioning(m.PutConditioning(1, grid, 0, tensors["context"].shape[1], 1, tensors, changes=changes))
+        order = family.token_order(grid)
+        for _ in range(calls):
+            self.sequence += 1
+            step = m.Step(
+                self.sequence, 0, 1, order.span, True, False, True, Span(0, 1), timestep, {}, (),
+                tiny.rank_shard(tokens, order, order.span, True),
+            )  # fmt: skip
+            found = self.engine.step(step, None).value
+        return found
+
+    def streamed_bytes(self) -> int:
+        return self.engine.close_run(0).streamed_bytes
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory) -> Path:
+    return tiny.save_original(tiny.random_flux(CONFIG), CONFIG, tmp_path_factory.mktemp("flux") / "tiny.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(flux) -> Alone:
+    return Alone(flux)
+
+
+def part(whole: Alone, share: float) -> int:
+    return int(share * whole.store.device_bytes)
+
+
+def test_the_device_holds_what_it_is_told_to_and_no_more(flux, whole):
+    resident = part(whole, 0.7)
+    model = Alone(flux, resident, device=resident)
+    assert torch.equal(model.output(calls=3), whole.output())
+    assert model.copies.peak_bytes == model.store.device_bytes <= resident
+    assert model.store.device_bytes + model.store.host_bytes >= whole.store.device_bytes
+    assert model.streamed_bytes() >= 3 * model.store.host_bytes
+    model.engine.close()
+    assert model.copies.used == 0
+
+
+def test_a_device_without_room_is_named(flux, whole):
+    with pytest.raises(EmulatedOutOfMemoryError, match="out of memory: the emulated device of rank 0"):
+        Alone(flux, device=part(whole, 0.7))
+
+
+def test_weights_give_way_and_come_back(flux, whole):
+    """By as many blocks as have to, and what has once been copied to the host is not copied there again."""
+    model, expected = Alone(flux), whole.output()
+    everything, copied = model.store.device_bytes, []
+    copy = model.copies.copy
+    model.copies.copy = lambda destination, source: copied.append(source.nbytes) or copy(destination, source)
+    for share in (0.8, 0.6, 0.9, 1.0):
+        held = model.engine.set_resident(part(whole, share))
+        assert held.device_bytes == model.copies.used <= part(whole, share)
+        assert torch.equal(model.output(calls=2), expected)
+    assert model.store.device_bytes == everything
+    to_host = held.host_bytes
+    assert 0 < to_host < everything
+    copied.clear()
+    assert model.engine.set_resident(0).device_bytes == model.copies.used == 0
+    assert sum(copied) == everything - to_host
+    with pytest.raises(RuntimeError, match="parked in host memory"):
+        model.output()
+    copied.clear()
+    assert model.engine.set_resident(everything).device_bytes == sum(copied) == everything
+    assert torch.equal(model.output(), expected)
+    assert model.engine.set_resident(0).host_bytes == sum(copied) == everything
+    model.engine.set_resident(part(whole, 0.7))
+    assert torch.equal(model.output(calls=2), expected)
+
+
+@pytest.mark.parametrize("before", [1.0, 0.7], ids=["all resident", "some streamed"])
+def test_what_is_not_about_to_compute_gives_one_block_for_one_byte_and_its_slots(flux, whole, before):
+    model, expected = Alone(flux, part(whole, before)), whole.output()
+    assert torch.equal(model.output(), expected)
+    there, slots, copied = model.store.device_bytes, model.store._slots.nbytes, []
+    copy = model.copies.copy
+    model.copies.copy = lambda destination, source: copied.append(source.nbytes) or copy(destination, source)
+    held = model.engine.set_resident(there - slots - 1, working=False)
+    block = there - slots - held.device_bytes
+    assert 0 < block <= model.store._groups[LAST].nbytes
+    assert model.copies.used == held.device_bytes
+    with pytest.raises(RuntimeError, match="parked in host memory"):
+        model.output()
+    assert model.engine.set_resident(there, working=False) == held  # nothing comes back before it is needed
+    copied.clear()
+    model.engine.set_resident(there)
+    assert (copied, model.store.device_bytes) == ([block], there)
+    assert torch.equal(model.output(), expected)
+    assert model.engine.set_resident(there, working=False).device_bytes == there - slots  # for others on the same pool
+    assert slots or torch.equal(model.output(), expected)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared with other ranks", "of its own"])
+def test_without_host_memory_the_file_is_read_in_micro_steps_and_between_them(flux, whole, monkeypatch, shared):
+    def refused() -> int:
+        raise OSError("no files in memory")
+
+    monkeypatch.setattr(host_store, "host_memory", lambda: (0, 1 << 40))
+    if not shared:
+        monkeypatch.setattr(sharing, "new_file", refused)
+    model, expected = Alone(flux, 1), whole.output()
+    assert torch.equal(model.output(calls=2), expected)
+    for resident in (0, whole.store.device_bytes, part(whole, 0.7)):
+        held = model.engine.set_resident(resident)
+        assert held.device_bytes == model.copies.used <= resident
+    assert torch.equal(model.output(calls=2), expected)
+    assert held.host_bytes == 0
+
+
+def test_nothing_lies_in_memory_that_was_given_back(flux, whole):
+    """A real device would not have it free, and more is taken next."""
+    model, given_back = Alone(flux, 1), []
+    allocate, release = model.copies.allocate, model.copies.release
+
+    def take(nbytes: int) -> torch.Tensor:
+        until = time.monotonic() + 2
+        while not all(storage.expired() for storage in given_back) and time.monotonic() < until:
+            time.sleep(0.01)  # the copies' thread lets go a little later
+        assert all(storage.expired() for storage in given_back)
+        return allocate(nbytes)
+
+    def give_back(memory: torch.Tensor) -> None:
+        given_back.append(StorageWeakRef(memory.untyped_storage()))
+        release(memory)
+
+    model.copies.allocate, model.copies.release = take, give_back
+    for share in (0.7, 0.0, 0.7, 1.0, 0.0):
+        model.engine.set_resident(part(whole, share))
+    take(0)
+    assert len(given_back) > 10
+
+
+def test_no_more_blocks_move_than_have_to(flux, whole):
+    model = Alone(flux, part(whole, 0.8))
+    before = {name for name in model.store._groups if name in model.store._slots}
+    model.engine.set_resident(part(whole, 0.7))
+    after = {name for name in model.store._groups if name in model.store._slots}
+    assert before < after
+
+
+ADDED = {
+    "a matrix": (f"{LAST}.proj_out.weight", 3),
+    "a bias": (f"{LAST}.proj_out.bias", None),
+    "a norm": (f"{LAST}.attn.norm_q.weight", None),
+    "a table outside": ("x_embedder.bias", None),
+}
+
+
+def adapt(model: Alone, instead: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for name, rank in ADDED.values():
+        shape = model.checkpoint.shape(name)
+        up = torch.randn(shape if rank is None or instead else (shape[0], rank), generator=generator)
+        down = None if rank is None or instead else torch.randn(rank, shape[1], generator=generator)
+        model.engine.stage.adapters.add(m.Adapt(name, up, down, 0.5, instead=instead))
+
+
+@pytest.mark.parametrize("instead", [False, True], ids=["added", "in place of the file's"])
+def test_what_is_added_to_streamed_weights_stays(flux, whole, instead):
+    """Also where the block gives way, and comes back."""
+    model, plain, other = Alone(flux, 1), whole.output(), Alone(flux)
+    for each in (model, other):
+        adapt(each, instead)
+    expected = other.output()
+    assert tiny.relative(expected, plain) > 0.01
+    assert torch.equal(model.output(calls=2), expected)
+    for resident in (whole.store.device_bytes, 0, 1):
+        model.engine.set_resident(resident)
+        other.engine.set_resident(whole.store.device_bytes if resident == 1 else resident)
+    assert torch.equal(model.output(calls=2), expected)
+    assert torch.equal(other.output(), expected)
+    other.engine.set_resident(0)  # to be without what is added even so
+    for each in (model, other):
+        each.engine.stage.adapters.drop()
+        each.engine.set_resident(part(whole, 0.8))
+        assert torch.equal(each.output(calls=2), plain)
+
+
+def test_skipped_blocks_are_passed_by(flux, whole):
+    changes = BlockChanges(("transformer_blocks.1", LAST))
+    model = Alone(flux, 1)
+    assert torch.equal(model.output(changes, calls=2), whole.output(changes))
+    assert torch.equal(model.output(), whole.output())
+
+
+def test_weights_that_are_not_finite_are_found_wherever_they_are(flux, tmp_path):
+    state = load_file(flux)
+    for key in ("single_blocks.5.linear2.bias", "double_blocks.0.img_mlp.0.bias"):
+        state[key][0] = torch.nan
+    save_file(state, tmp_path / "bad.safetensors")
+    model = Alone(tmp_path / "bad.safetensors", 1)
+    found = model.engine.find_not_finite(m.FindNotFinite(0, 0)).weights
+    assert found == ("transformer_blocks.0.ff.net.0.proj.bias", f"{LAST}.proj_out.bias")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in KINDS[:2] else pytest.mark.full) for kind in (*KINDS, "weight_dtype")]
+)
+def test_every_format(flux, tmp_path, kind):
+    dtype, path = "fp32", flux
+    if kind == "weight_dtype":
+        dtype = "fp8_e4m3fn"
+    else:
+        path = tmp_path / "quantised.safetensors"
+        save_file({key: value.contiguous() for key, value in quantise_blocks(load_file(flux), kind)[0].items()}, path)
+    alone = Alone(path, dtype=dtype)
+    expected = alone.output()
+    model = Alone(path, 1, dtype=dtype)
+    assert torch.equal(model.output(calls=2), expected)
+    assert model.streamed_bytes() > alone.store.device_bytes / 2
+    model.engine.set_resident(alone.store.device_bytes)
+    assert torch.equal(model.output(), expected)
+
+
+def begin_run(model, x, timestep, tensors) -> Call:
+    """The first call of a run in bands, not posted yet."""
+    patching, run = model.family.patching, model.open_run()
+    model.watch_memory(run, 2, False, nobody)
+    return model.call(patching.pack(x), timestep, model.conditioning(patching.grid(x.shape), tensors), run)
+
+
+def test_adapters_that_gave_way_are_sent_again_beside_weights_that_come_back(emulated, flux_file):
+    """All of a device goes, a LoRA's factors and a whole weight's difference too."""
+    model, given, nobody = emulated.load(flux_file, Degrees(pipe=2), fresh=True), tiny.inputs(tiny.FLUX), lambda: None
+    shape = model.checkpoint.original_shapes["double_blocks.0.img_attn.proj.weight"]
+    factors = torch.full((shape[0], 2), 0.1), torch.full((2, shape[1]), 0.1)
+    low, full = "double_blocks.0.img_attn.proj.weight", "single_blocks.0.linear2.bias"
+    deltas = Delta(low, *factors), Delta(full, torch.ones(model.checkpoint.original_shapes[full]))
+    plain = model.predict(*given, nobody)
+    model.adapt("a LoRA", deltas, nobody)
+    expected, held = model.predict(*given, nobody), model.bytes_on("cpu")
+    assert not expected.equal(plain)
+    for _ in range(2):
+        assert model.give_way("cpu", 1e32, nobody) == held
+        assert model.bytes_on("cpu") == 0
+        model.adapt("a LoRA", deltas, nobody)
+        assert model.predict(*given, nobody).equal(expected)
+        assert model.bytes_on("cpu") == held
+    run = begin_run(model, *given)
+    model.give_way("cpu", 1e32, nobody)  # between a call and its first micro-step
+    model.post(run)
+    assert tiny.relative(model.family.patching.unpack(run.future.result(60), given[0].shape), expected) < 1e-5
+    model.close_run(run.run, nobody)
+    model.give_way("cpu", 1e32, nobody)
+    model.adapt(None, (), nobody)
+    assert model.predict(*given, nobody).equal(plain)
