@@ -20,7 +20,7 @@ from benchmarks.harness import measuring
 from benchmarks.harness.mini_model import CHUNK, judge, requests, sample
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.core.degrees import TRANSFER_DTYPES, Degrees
+from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.rank.comm.transfer_codec import KINDS, Codec
@@ -33,7 +33,7 @@ def pictures(count: int, steps: int, ranks: int) -> list[dict]:
     symbols, noise = requests(count)
     pool = Pool(("cpu",) * ranks, threads=1)
     rows, exact = [], None
-    for kind in TRANSFER_DTYPES:
+    for kind in ("full", *KINDS):
         model = RemoteTransformer(
             pool, open_checkpoint(WEIGHTS), Degrees(ulysses=ranks), "fp32", "auto", lambda: None, transfer_dtype=kind
         )

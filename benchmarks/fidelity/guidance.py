@@ -9,18 +9,11 @@ PipeFusion with M bands and of one rank with steps dropped to the time predicted
 row "one rank" has the PSNR of a run without the node, which says how much the node does.
 """
 
-import tempfile
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from benchmarks.fidelity.quality import same_time_steps
 from benchmarks.harness import mini_model as mini
-from parallel_backend.quickstart.codec import decode
-from scripts.comfyui_server import find_python
+from benchmarks.harness.comfyui_pictures import named, runs_beside, studio
 from tests.comfyui import test_guidance_in_bands as tables
-from tests.comfyui.conftest import ComfyUI, Inside
 
 NONE = "none"
 ELSEWHERE = (
@@ -38,43 +31,22 @@ def main() -> None:
     parser.add_argument("--only", type=mini.numbers(str), default=[])
     parser.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI")
     options = parser.parse_args()
-    symbols, noise = mini.requests(options.images)
     names = [*tables.PIXEL_WISE, *tables.WHOLE]
     if options.packs is not None:
         names += [*tables.PACKS_PIXEL_WISE, *tables.PACKS_WHOLE]
     names = [name for name in names if name not in ELSEWHERE and (not options.only or name in options.only)]
-    report = mini.Report(options)
-    checkout = options.comfyui.resolve()
-    with tempfile.TemporaryDirectory() as directory:
-        base = Path(directory)
-        save_file({str(index): each.clone() for index, each in enumerate(noise.split(1))}, base / "noise.safetensors")
-        inside = Inside(ComfyUI(checkout, find_python(checkout)), base)
-        without: dict[int, torch.Tensor] = {}
+    report, without = mini.Report(options), {}
+    with studio(options.images, options.cfg, options.comfyui) as made_by:
         for name in (NONE, *names):
-            runs = {}
-            for steps in options.steps:
-                fewer = {max(same_time_steps(steps, 2, bands)) for bands in options.bands}
-                runs[steps] = [(steps, 0), *((steps, bands) for bands in options.bands), *((count, 0) for count in fewer)]
-            inside.run(
-                "guidance_pictures",
-                name=name,
-                runs=[run for each in runs.values() for run in each],
-                prompts=["".join(map(str, own)) for own in symbols.tolist()],
-                noise=str(base / "noise.safetensors"),
-                out=str(base / "out.safetensors"),
-                cfg=options.cfg,
-                packs=None if options.packs is None or name not in _of_packs() else str(options.packs),
-            )
-            made = {key: decode(latents) for key, latents in load_file(base / "out.safetensors").items()}
+            packs = options.packs if name in _of_packs() else None
+            runs = {steps: runs_beside(steps, options.bands) for steps in options.steps}
+            made = made_by.make([run for each in runs.values() for run in each], packs, name=name)
             for steps, each in runs.items():
-                exact = made[f"{steps} 0"]
-                without.setdefault(steps, exact)
-                for count, bands in each:
-                    mode = f"M={bands}" if bands else "one rank" if count == steps else f"one rank, {count} steps instead"
-                    to = without[steps] if mode == "one rank" else exact
-                    images = made[f"{count} {bands}"]
-                    report({"steps": steps, "node": name, "mode": mode, **mini.judge(images, to, symbols)})
-        inside.close()
+                without.setdefault(steps, made[steps, 0])
+                for run in each:
+                    to = without[steps] if run == (steps, 0) else made[steps, 0]
+                    row = {"steps": steps, "node": name, "mode": named(steps, run)}
+                    report(row | mini.judge(made[run], to, made_by.symbols))
 
 
 def _of_packs() -> tuple[str, ...]:

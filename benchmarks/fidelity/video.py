@@ -16,7 +16,8 @@ import torch
 from benchmarks.fidelity.quality import same_time_steps
 from benchmarks.harness import mini_model as mini
 from benchmarks.harness.mini_video import judge, load, requests, sample
-from parallel_backend.core.degrees import TRANSFER_DTYPES, Degrees
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.rank.comm.transfer_codec import KINDS
 
 AXES = ("rows", "frames")
 THRESHOLD = 0.04  # of the step cache
@@ -92,7 +93,7 @@ def main() -> None:
             for along in AXES:
                 bench.run(model, steps, f"displaced patches of {along} on {degree} ranks", 1, along)
         model.pool.close()
-    for kind in TRANSFER_DTYPES[1:]:  # the first is exact
+    for kind in KINDS:
         model = load(Degrees(ulysses=2), kind)
         for steps in options.steps:
             bench.run(model, steps, f"ulysses on 2 ranks, {kind} transfers", 0)

@@ -46,18 +46,20 @@ def sample_latents(
     prompt_of: Callable[[torch.Tensor, float], Prompt] = digit_prompts,
     along: str = "rows",
     start: float = 1.0,
+    warm_up: int = 1,
 ) -> tuple[torch.Tensor, list[int]]:
     """Latents like `noise`, and the calls computed by request of CHUNK pictures (or videos).
 
     `bands` 0 runs every call whole, 1 is for displaced patches. `threshold`: of the step cache, 0 for none. `prompt_of`:
     `symbols` [N, ...] and cfg -> the prompt. `along`: the axis that bands cut. `start`: noise level of `noise`.
+    `warm_up`: exact steps of a run in bands.
     """
     latents, computed = [], []
     for part, x in zip(symbols.split(CHUNK), noise.split(CHUNK), strict=True):
         prompt, sigmas = prompt_of(part, cfg), start * linear_sigmas(steps)
         cache = StepCache(threshold, max(1, bands)) if threshold else None
         if bands:
-            latent, _ = sample_in_bands(model, x, sigmas, prompt, bands, warm_up=1, cache=cache, along=along)
+            latent, _ = sample_in_bands(model, x, sigmas, prompt, bands, warm_up, cache=cache, along=along)
         else:
             latent = sample_whole(model, x, sigmas, prompt, cache=cache)
         latents.append(latent)

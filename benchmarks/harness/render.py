@@ -239,8 +239,87 @@ def one_rank_native(result: Result, image: Path) -> str:
     return f"Wanted: a ratio of at most {result['limit']}. Beside it ran: {result['beside']}.\n\n{table(columns, rows)}"
 
 
+MARKERS = {"diffusers": "x", "xDiT": "+"}
+"""First word of a peer's case -> its marker. The rest of the name is our case that does the same, whose colour it gets."""
+SECONDS = (0.3, 0.4, 0.5, 0.7, 1, 1.5, 2, 3)
+
+
+def links_plot(result: Result, image: Path) -> None:
+    """Measured points, crosses for peers', and lines through what the planner says of the same modes."""
+    found = sorted(result["links"].items(), key=lambda item: item[1]["MB_per_second"])
+    speeds = [link["MB_per_second"] for _, link in found]
+
+    def draw(axes: Any) -> None:
+        colours: dict[str, str] = {}
+        for mode in found[0][1]["cases"]:
+            cases = [link["cases"][mode] for _, link in found]
+            measured = [case["seconds_per_step"]["median"] for case in cases]
+            peer, _, same = mode.partition(" ")
+            look = {"marker": MARKERS[peer], "color": colours[same]} if peer in MARKERS else {"marker": "o"}
+            (points,) = axes.plot(speeds, measured, markersize=5, linestyle="none", label=mode, **look)
+            colours[mode] = points.get_color()
+            if "planned_seconds_per_step" in cases[0]:
+                planned = [case["planned_seconds_per_step"]["median"] for case in cases]
+                axes.plot(speeds, planned, linewidth=1, color=points.get_color())
+        axes.axhline(result["one_rank_seconds_per_step"]["median"], color=COLOURS["one"], linestyle="--", label="one rank")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        labels = [f"{name}\n{speed:.0f} MB/s" for (name, _), speed in zip(found, speeds, strict=True)]
+        axes.set_xticks(speeds, labels, fontsize=6, rotation=30, ha="right")
+        axes.set_yticks(SECONDS, [f"{seconds:g}" for seconds in SECONDS])
+        axes.minorticks_off()
+        axes.set_ylabel("seconds a step; lines: the planner's")
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.spines[["top", "right"]].set_visible(False)
+
+    plot(image, (9, 5), draw)
+
+
+def links(result: Result, image: Path) -> str:
+    links_plot(result, image)
+    found = result["links"]
+    one = result["one_rank_seconds_per_step"]
+    said = [
+        [
+            name,
+            f"{link['real_GB_per_second']:g}",
+            link["real_latency_us"],
+            f"{link['gpu']}, {link['gpu_operations_per_second'] / 1e12:g}",
+            f"{link['MB_per_second']:.1f}",
+            link["latency_us"],
+        ]
+        for name, link in found.items()
+    ]
+    modes = next(iter(found.values()))["cases"]
+
+    def auto(link: dict, which: str) -> list[str]:
+        choice = link["auto"][which]
+        over = ", ".join(f"{ratio:.2f}" for ratio in dict.fromkeys(choice["over_fastest"]))
+        return [", ".join(dict.fromkeys(choice["chosen"])), choice["fastest"], over]
+
+    chosen = [[name, *auto(link, "exact"), *auto(link, "pipelined")] for name, link in found.items() if link["auto"]]
+
+    def cell(case: dict) -> str:
+        ratio = case.get("planned_over_measured")
+        return span(case["seconds_per_step"], 3) + (f"; {ratio:.2f}" if ratio else "")
+
+    rows = [[mode, *(cell(link["cases"][mode]) for link in found.values())] for mode in modes]
+    return (
+        f"Two ranks over {result['queue']}. A link is as slow here as the real one is beside {result['stands_for']} on the "
+        "GPU named (`benchmarks/speed/links.py` has the formula); PipeFusion's transfers are so too large a part of a step, "
+        f"since this model has fewer blocks. One rank takes {span(one, 3)} s a step.\n\n"
+        + table(["link", "real, GB/s", "us", "GPU, 1e12 operations/s", "here, MB/s", "us"], said)
+        + "\n\nSeconds a step, then the planner's prediction over what was measured.\n\n"
+        + table(["mode", *found], rows)
+        + "\n\nWhat `degrees` auto takes in each round, without PipeFusion and with it; the fastest of what it may take, by "
+        "medians; and the first over the second.\n\n"
+        + table(["link", "auto, exact", "fastest", "over it", "auto, pipelined", "fastest", "over it"], chosen)
+    )
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Result, Path], str]]] = {
     "two_ranks": ("Two ranks", two_ranks),
+    "links": ("Links", links),
     "overheads": ("Overheads", overheads),
     "growth": ("How cost grows", growth),
     "first_picture": ("From nothing to the first picture", first_picture),

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from benchmarks.harness import slow_link
 from benchmarks.harness.measuring import REHEARSAL, Outcome, run_plain
 from benchmarks.harness.subjects import Subject
 from parallel_backend.rank.comm.interfaces import loopback_interface
@@ -41,13 +42,17 @@ class PeerFailed(RuntimeError):
     """A peer cannot be run here, or ended."""
 
 
-def _serve_diffusers(rank: int, subject: Subject, folder: Path, rendezvous: Path, connection: Connection) -> None:
-    """A rank's life: a mode in, an Outcome's numbers out, until the connection ends."""
+def _serve_diffusers(
+    rank: int, subject: Subject, folder: Path, rendezvous: Path, connection: Connection, links: Path | None
+) -> None:
+    """A rank's life: a mode in, an Outcome's numbers out, until the connection ends. `links`: see DiffusersRanks."""
     from diffusers.utils import logging
 
     torch.set_num_threads(1)
     logging.set_verbosity_error()  # "experimental feature", once for each model
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames a collective that diffusers calls
+    if links is not None:
+        slow_link.slow_down(links, RANKS)
     join(rank, ("cpu",) * RANKS, Rendezvous(rendezvous, RANKS, GROUP_TIMEOUT), GROUP_TIMEOUT)
     alone = functools.cache(lambda: subject.load(folder))
     together = functools.cache(lambda mode: diffusers_cpu.parallel(subject.load(folder), mode, RANKS))
@@ -65,9 +70,12 @@ def _serve_diffusers(rank: int, subject: Subject, folder: Path, rendezvous: Path
 
 
 class DiffusersRanks:
-    """Two processes with diffusers' own model: `run` has one of them run the plain loop, or both, apart or together."""
+    """Two processes with diffusers' own model: `run` has one of them run the plain loop, or both, apart or together.
 
-    def __init__(self, subject: Subject, folder: Path):
+    `links`: folder of the Switch that is between them (slow_link.py); None for the machine's own links.
+    """
+
+    def __init__(self, subject: Subject, folder: Path, links: Path | None = None):
         self._subject = subject
         self._directory = TemporaryDirectory(prefix="diffusers-ranks-")
         store = Path(self._directory.name) / "store"
@@ -76,7 +84,7 @@ class DiffusersRanks:
         self._connections, self._processes = [], []
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
-            arguments = (rank, subject, folder, store, theirs)
+            arguments = (rank, subject, folder, store, theirs, links)
             process = context.Process(target=_serve_diffusers, args=arguments, name=f"diffusers rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -122,10 +130,19 @@ def xdit_version(python: Path | None) -> str:
 class XditRanks:
     """Two processes of another interpreter that run xDiT in one mode (see xdit_peer.py).
 
-    `degrees`: those above 1 of pipe, ulysses, ring, cfg, tensor; `patches`: PipeFusion's. Raises PeerFailed if one ends.
+    `degrees`: those above 1 of pipe, ulysses, ring, cfg, tensor; `patches`: PipeFusion's; `links`: as DiffusersRanks has it.
+    Raises PeerFailed if one ends.
     """
 
-    def __init__(self, python: Path, subject: Subject, folder: Path, degrees: dict[str, int], patches: int):
+    def __init__(
+        self,
+        python: Path,
+        subject: Subject,
+        folder: Path,
+        degrees: dict[str, int],
+        patches: int,
+        links: Path | None = None,
+    ):
         self._subject = subject
         self._directory = TemporaryDirectory(prefix="xdit-ranks-")
         place = Path(self._directory.name)
@@ -150,6 +167,7 @@ class XditRanks:
                 "degrees": dict.fromkeys(("pipe", "ulysses", "ring", "cfg", "tensor"), 1) | degrees,
                 "patches": patches,
                 "guidance": subject.cfg,
+                "links": str(links or ""),
             }
             with (place / f"stderr.{rank}").open("w") as errors:
                 process = subprocess.Popen(

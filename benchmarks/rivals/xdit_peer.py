@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,7 @@ class Settings:
     """`degrees`: pipe, ulysses, ring, cfg, tensor; `patches`: PipeFusion's. `inputs`: a safetensors file, see `arguments`.
 
     `folder`: the transformer as diffusers saves it. `sample`: the file to which the last rank writes each run's latent.
+    `links`: folder of the Switch that is between the ranks (harness/slow_link.py); empty for the machine's own links.
     """
 
     rank: int
@@ -48,6 +50,16 @@ class Settings:
     degrees: dict[str, int]
     patches: int
     guidance: float
+    links: str
+
+
+def slow_down(links: Path, world: int) -> None:
+    """As slow_link.slow_down. The module is read by its path: this interpreter has no other part of the repository."""
+    spec = importlib.util.spec_from_file_location("slow_link", Path(__file__).parents[1] / "harness" / "slow_link.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look there for their annotations
+    spec.loader.exec_module(module)
+    module.slow_down(links, world)
 
 
 def load_xfuser() -> ModuleType:
@@ -181,6 +193,8 @@ def serve(settings: Settings, answers: Any) -> None:
     package = load_xfuser()
     from xfuser.core.distributed import init_distributed_environment
 
+    if settings.links:
+        slow_down(Path(settings.links), settings.world)
     store = dist.FileStore(settings.store, settings.world)
     dist.init_process_group(
         "gloo", store=store, rank=settings.rank, world_size=settings.world, timeout=timedelta(minutes=30)

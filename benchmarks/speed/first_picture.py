@@ -20,11 +20,11 @@ from benchmarks.harness import measuring
 from benchmarks.harness.subjects import PIXART_LIKE, Subject
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.client.vae import RemoteDecoder
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import euler, linear_sigmas, sample_in_bands, sample_whole
 from tests.support import tiny
+from tests.support.vaes import OnRanks, decoder_of
 
 from .two_ranks import Mode
 
@@ -60,12 +60,6 @@ def autoencoder(channels: int, widths: tuple[int, ...] = WIDTHS) -> Any:
     return tiny.randomise(vae.eval().requires_grad_(False), seed=0)
 
 
-def decoder_weights(vae: Any) -> dict[str, torch.Tensor]:
-    """Those that a decoder on ranks takes."""
-    state = vae.state_dict()
-    return {name: tensor for name, tensor in state.items() if name.startswith(("decoder.", "post_quant_conv."))}
-
-
 class Lap:
     """Seconds between points in time, by name."""
 
@@ -97,8 +91,8 @@ def on_ranks(subject: Subject, folder: Path, with_vae: bool, mode: Mode) -> Seco
         sample(model)
         lap("next picture")
         if with_vae:
-            weights = decoder_weights(autoencoder(subject.family.sizes.latent_channels(subject.config)))
-            decoder = RemoteDecoder(pool, "vae", lambda: weights)
+            weights = decoder_of(autoencoder(subject.family.sizes.latent_channels(subject.config)))
+            decoder = OnRanks(pool, "vae", lambda: weights)
             decoder.decode(latent[:, :, : mode.degrees.world, :1], lambda: None)
             lap("to the VAE")
             decoder.decode(latent, lambda: None)

@@ -1,4 +1,4 @@
-"""Memory and seconds of loading one checkpoint on several ranks: each its own part, against the whole on each.
+"""Memory and seconds of loading one checkpoint on several ranks, in every mode.
 
     python -m benchmarks.speed.loading --gigabytes 2 --rounds 2 --out benchmarks/results/loading_NAME_DATE.json
     python -m benchmarks.speed.loading --model minimax-h3 --gigabytes 1.2 --out FILE
@@ -8,12 +8,15 @@
 With `--formats` files of the same values (`--gigabytes` in fp32) in ComfyUI's formats, what is not quantised in bf16, and
 weight_dtype bf16, as on a GPU; one rank, and two that share the model.
 
-Ranks run already and have loaded a small model before, so what they import does not count. `anonymous`: the highest sum over
-the ranks of memory that is theirs alone and that the system cannot take back, above what they had. `unique`: the same with
-pages of the mapped file that one rank alone has touched, which the system takes back when it needs them.
+Ranks run already and have loaded a small model before, so what they import does not count. `held`: the highest sum over the
+ranks and the client, whose place ComfyUI has, of memory that the system cannot take back, above what they had; what ranks
+share counts once (tests/support/host_memory.py). `mapped`: the same of pages of files, which are the page cache's. Ranks are
+looked at every 50 ms. `streamed`: the same on emulated devices that have room for three tenths of the file, whose own
+bytes are taken off. `host`: weights in host memory, as the ranks count them.
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import threading
@@ -24,7 +27,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -36,6 +38,8 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import TORCH_DTYPES
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded
+from parallel_backend.wire.rank_settings import EmulatedDevice
+from tests.support.host_memory import held_bytes, mapped_bytes
 from tests.support.quantised import quantise_blocks
 
 RANKS = 4
@@ -43,8 +47,16 @@ MODES = {
     "pipefusion 4": Degrees(pipe=RANKS),
     "tensor 4": Degrees(tensor=RANKS),
     "pipefusion 2 x tensor 2": Degrees(pipe=2, tensor=2),
-    "the whole on each (ulysses 4)": Degrees(ulysses=RANKS),
+    "ulysses 4": Degrees(ulysses=RANKS),
+    "ring 4": Degrees(ring=RANKS),
+    "displaced patches 4": Degrees(patch=RANKS, patch_mode="displaced"),
+    "split batch 4": Degrees(batch=RANKS),
+    "pipefusion 2 x ulysses 2": Degrees(pipe=2, ulysses=2),
+    "ulysses 2 x tensor 2": Degrees(ulysses=2, tensor=2),
 }
+STREAMED = ("ulysses 4", "split batch 4", "pipefusion 2 x ulysses 2")
+ROOM, RATE = 0.3, 1e10
+"""Of an emulated device: its bytes as a part of the file's, and bytes a second to it."""
 FORMAT_MODES = {"one rank": Degrees(), "pipefusion 2": Degrees(pipe=2), "tensor 2": Degrees(tensor=2)}
 FORMATS = {
     "fp32": None,
@@ -126,12 +138,8 @@ LARGE = {"flux": large, "minimax-h3": large_minimax_h3, "ltx-2": large_ltx2}
 
 
 def memory(pids: tuple[int, ...]) -> tuple[int, int]:
-    """(anonymous, unique) bytes of these processes together."""
-    anonymous = 0
-    for pid in pids:
-        status = Path(f"/proc/{pid}/status").read_text()
-        anonymous += 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
-    return anonymous, sum(psutil.Process(pid).memory_full_info().uss for pid in pids)
+    """(held, mapped) bytes of these processes together."""
+    return held_bytes(pids), mapped_bytes(pids)
 
 
 class Peak:
@@ -161,18 +169,22 @@ class Peak:
         return tuple(now - before for now, before in zip(self.highest, self.before, strict=True))
 
 
-def measure(pool: Pool, path: Path, size: int, degrees: Degrees, dtype: str = "fp32") -> dict[str, float]:
+def measure(
+    pool: Pool, path: Path, size: int, degrees: Degrees, dtype: str = "fp32", emulated: bool = False
+) -> dict[str, float]:
     pool.ask(Unload(), Unloaded).result(timeout=120)
-    with Peak(pool.pids) as peak:
+    with Peak((*pool.pids, os.getpid())) as peak:
         started = time.perf_counter()
         model = RemoteTransformer(pool, open_checkpoint(path), degrees, dtype, "sdpa", lambda: None)
         seconds = time.perf_counter() - started
-    anonymous, unique = peak.extra
+    held, mapped = peak.extra
+    on_devices = sum(model.resident.device_bytes) if emulated else 0
     return {
         "seconds": seconds,
-        "anonymous": anonymous / size,
-        "unique": unique / size,
+        "held": (held - on_devices) / size,
+        "mapped": mapped / size,
         "weights": sum(model.weight_bytes) / size,
+        "host": sum(model.resident.host_bytes) / size,
     }
 
 
@@ -209,7 +221,7 @@ def by_format(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
 def summary(runs: list[dict[str, float]]) -> dict[str, float]:
     return {
         "seconds": round(statistics.median(run["seconds"] for run in runs), 2),
-        **{key: round(max(run[key] for run in runs), 3) for key in ("anonymous", "unique", "weights")},
+        **{key: round(max(run[key] for run in runs), 3) for key in ("held", "mapped", "weights", "host")},
     }
 
 
@@ -223,13 +235,17 @@ def by_mode(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     if given.model == "ltx-2":
         save_connectors(path)
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    with closing(Pool(("cpu",) * RANKS, threads=1)) as pool:
-        pool.ready.result()
-        RemoteTransformer(pool, open_checkpoint(FLUX_LIKE.save(small)), MODES["tensor 4"], "fp32", "sdpa", lambda: None)
-        for turn in range(given.rounds):
-            for name, degrees in MODES.items():
-                found[name].append(measure(pool, path, size, degrees))
-                print(f"round {turn + 1}/{given.rounds}  {name:32} {found[name][-1]}", flush=True)
+    FLUX_LIKE.save(small)
+    streamed = {f"{name}, streamed": MODES[name] for name in STREAMED}
+    found |= {name: [] for name in streamed}
+    for emulated, modes in ((None, MODES), (EmulatedDevice(round(ROOM * size), RATE), streamed)):
+        with closing(Pool(("cpu",) * RANKS, threads=1, emulated=emulated)) as pool:
+            pool.ready.result()
+            RemoteTransformer(pool, open_checkpoint(small), MODES["tensor 4"], "fp32", "sdpa", lambda: None)
+            for turn in range(given.rounds):
+                for name, degrees in modes.items():
+                    found[name].append(measure(pool, path, size, degrees, emulated=emulated is not None))
+                    print(f"round {turn + 1}/{given.rounds}  {name:32} {found[name][-1]}", flush=True)
     model = f"{subject}; a file of {size / 1e9:.2f} GB, in the page cache"
     return {"model": model, "modes": {name: summary(runs) for name, runs in found.items()}}
 
