@@ -32,7 +32,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def in_graph(device: torch.device) -> bool:
     """Whether what the host asks of the device now is captured in a CUDA graph, to be done again and again later."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def to_device(

@@ -93,7 +93,7 @@ def ltx_2_3() -> Graph:
     widgets = loader_node("", pipefusion_degree=2).inputs
     outputs = (MODEL, ("CLIP", "CLIP"), ("VAE", "VAE"))
     inputs = {"ckpt_name": LTX} | {name: value for name, value in widgets.items() if name != "model_name"}
-    loader = Node("ParallelCheckpointLoader", (340, 314), inputs, outputs)
+    loader = Node("ParallelCheckpointLoader", (340, 338), inputs, outputs)
     clip = Node(
         "LTXAVTextEncoderLoader",
         (340, 106),

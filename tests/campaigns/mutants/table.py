@@ -198,7 +198,7 @@ RANK_MUTANTS = (
     Mutant(
         "old keys used as they are",
         RANK + "attention/kv_buffer.py",
-        "last.lerp_(now, 1 + ratio)",
+        "last.lerp_(now, weight)",
         "last.lerp_(now, 1)",
         ("tests/rank/test_kv_buffer.py",),
         ("tests/client/test_step_cache.py", "-k", "old_keys"),
@@ -316,8 +316,8 @@ RANK_MUTANTS = (
     Mutant(
         "shared outputs outlive a LoRA",
         RANK + "engine.py",
-        '        """All adapters are in place. Returns their bytes."""\n        self.stage.module_cache.forget()\n',
-        '        """All adapters are in place. Returns their bytes."""\n',
+        "self.drop_graphs()\n        self.stage.module_cache.forget()\n        return self.stage.adapters.nbytes",
+        "self.drop_graphs()\n        return self.stage.adapters.nbytes",
         ("tests/rank/test_module_cache.py", "tests/rank/test_lora.py", "-k", "lora or adapt or weight"),
     ),
     Mutant(
