@@ -145,8 +145,8 @@ def widgets(name: str, chosen: tuple[Any, dict[str, Any]]) -> dict[str, dict[str
                 {
                     "default": AS_SET,
                     "tooltip": "auto: the degrees here and in Ulysses Config are not looked at. At the first picture "
-                    "the fastest for it are worked out and kept until the model is unloaded: exact ones, or PipeFusion "
-                    "where it is applied. devices says which GPUs may be used.",
+                    "the fastest for it are worked out and kept until the model is unloaded: exact ones, and where "
+                    "PipeFusion is applied also close ones. devices says which GPUs may be used.",
                 },
             ),
             "offload": offload(),

@@ -58,7 +58,7 @@ class ParallelizeModel:
                     list(MODES),
                     {
                         "default": AUTO,
-                        "tooltip": "auto: the fastest way is worked out at the first picture; an exact one, or PipeFusion "
+                        "tooltip": "auto: the fastest way is worked out at the first picture; an exact one, or a close one "
                         "if Apply PipeFusion stands behind. pipefusion: for slow links, approximate. ulysses, ring, tensor: "
                         "exact, for fast links. split batch: positive and negative prompt side by side, exact.",
                     },

@@ -197,14 +197,14 @@ class Peers:
 def _auto(plans: list[dict[str, Prediction]], cases: dict[str, list[float]]) -> dict:
     """What `degrees` auto takes, round by round, and its seconds over those of the fastest that it may take.
 
-    `cases`: measured seconds of a step. It takes exact modes, and PipeFusion where the sampler pipelines.
+    `cases`: measured seconds of a step. It takes exact modes, and where the sampler pipelines the others (planner.choose).
     """
     medians = {name: statistics.median(seconds) for name, seconds in cases.items()}
     full = {ONE, *(name for name, mode in MODES.items() if mode.transfers == "full")}
     exact = [name for name in plans[0] if name in full and plans[0][name].mode.exact]
-    piped = [name for name in plans[0] if name in full and plans[0][name].mode.degrees.pipe > 1]
+    close = [name for name in plans[0] if name in full and not plans[0][name].mode.exact]
     said = {}
-    for which, allowed in {"exact": exact, "pipelined": exact + piped}.items():
+    for which, allowed in {"exact": exact, "pipelined": exact + close}.items():
         chosen = [advise([plan[name] for name in allowed]) for plan in plans]
         names = [next(name for name in allowed if plan[name] is one) for plan, one in zip(plans, chosen, strict=True)]
         best = min(allowed, key=medians.__getitem__)

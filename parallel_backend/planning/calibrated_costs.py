@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parallel_backend.client.placement.balance import Balance
+from parallel_backend.client.placement.memory_model import buffer_bytes
 from parallel_backend.core.degrees import SEQUENCE_AXES
 from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
+from parallel_backend.core.spans import Span
 
 from .machine import Machine
 from .modes import Mode
@@ -67,6 +69,8 @@ class DeviceCost:
     """Block list -> cost of one of its blocks."""
     around: BlockCost
     """Of all that is not in a block."""
+    keeping: float = 0.0
+    """Seconds that a call takes for a byte of keys and values that it keeps: they are extrapolated, corrected, written."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,10 @@ class CalibratedCosts:
             members = [rank for rank in range(degrees.world) if degrees.coordinate(rank).pipe == stage]
             for name, seconds in blocks.items():
                 own = {rank: _of(costs[rank], name) for rank in members}
-                slowest = max(compute(rank, cost, keys, degrees.tensor) for rank, cost in own.items())
+                slowest = max(
+                    compute(rank, cost, keys, degrees.tensor) + costs[rank].keeping * self._kept(mode, kind, rank, name)
+                    for rank, cost in own.items()
+                )
                 attention = entries * min(cost.attention(queries, keys) for cost in own.values())
                 waits, beside = self._transfers(mode, members, name, entries * queries, attention, kind is StepKind.EXACT)
                 for rank in members:
@@ -144,6 +151,15 @@ class CalibratedCosts:
         if kind is StepKind.EXACT:
             return workload.tokens
         return workload.image / mode.bands + (workload.text if kind is StepKind.FIRST_BAND or workload.text_in_bands else 0)
+
+    def _kept(self, mode: Mode, kind: StepKind, rank: int, block: str) -> int:
+        """Bytes of a block's keys and values that a micro-step brings to the present call: the call's first one does."""
+        request = self.workload.request(mode.exact, mode.bands)
+        if kind is not StepKind.FIRST_BAND or not request.kept:
+            return 0
+        index = self.workload.blocks.index(block)
+        at = mode.degrees.coordinate(rank)
+        return buffer_bytes(self.workload.sizes, mode.degrees, Span(index, index + 1), at, request) // request.kept
 
     def _bytes(self, mode: Mode, axis: str, block: str, tokens: float, exact: bool) -> float:
         """That a rank sends for one block of a kind and so many tokens, of all batch entries. `exact`: in a call that is."""

@@ -24,7 +24,7 @@ from .machine import machine_of
 
 ROWS = {"cuda": (64, 16), "cpu": (32, 8)}
 """Rows of image tokens that blocks are timed with: a GPU is not filled by less, and a CPU would take minutes for more."""
-VERSION = 4
+VERSION = 5
 """Version of the calibration. An older file does not count."""
 
 
@@ -86,6 +86,7 @@ def calibration_of(
         DeviceCost(
             {name: through(list(zip(tokens, times, strict=True)), pairs) for name, times in probed.blocks.items()},
             through(list(zip(tokens, probed.ends, strict=True)), 0.0),
+            probed.keeping,
         )
         for probed in without_noise(lists, probes)
     )

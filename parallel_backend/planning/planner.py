@@ -11,6 +11,9 @@ from .prediction import Costs, Prediction, predict
 
 AS_GOOD = 1.03
 """Modes within this factor of the fastest count as equally fast: the simplest of them is advised."""
+DISPLACED = 2
+"""Ranks on the patch axis that auto takes: displaced patches of two are as close to one rank as PipeFusion with four patches,
+those of more are not (docs/decisions.md, 145)."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,13 @@ def advise(predictions: Sequence[Prediction]) -> Prediction | None:
 
 
 def choose(plan: Plan) -> Prediction:
-    """What `degrees` auto takes: of PipeFusion and exact modes the best that fits, or else the one that needs least memory.
+    """What `degrees` auto takes: of all modes that are close enough the best that fits, or else the one that needs least
+    memory.
 
-    PipeFusion's are to be had where the sampler pipelines; elsewhere the workload's steps are all warm-up, and so exact.
+    PipeFusion and displaced patches are to be had where the sampler pipelines; elsewhere the workload's steps are all
+    warm-up, and so exact.
     """
-    usable = [found for found in plan.predictions if found.mode.degrees.patch == 1]
+    workload = plan.costs.workload
+    patches = DISPLACED if workload.warm_up_steps < workload.steps else 1
+    usable = [found for found in plan.predictions if found.mode.degrees.patch <= patches]
     return advise(usable) or min(usable, key=lambda found: (found.most_memory, found.seconds))

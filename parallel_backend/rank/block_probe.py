@@ -1,4 +1,7 @@
-"""Times a block of each kind on this rank's device, in the model's own forward: random weights, packed as the file's are."""
+"""Times a block of each kind on this rank's device, in the model's own forward: random weights, packed as the file's are.
+
+And what it takes to keep keys and values from call to call.
+"""
 
 import time
 from collections import defaultdict
@@ -12,15 +15,18 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half
 from parallel_backend.checkpoints.quantised_formats import KEPT, blank, int8_layer
 from parallel_backend.core.dtypes import compute_dtype
-from parallel_backend.core.spans import Span
+from parallel_backend.core.spans import Span, split
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.families.base.step_inputs import StepInputs
+from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.stage.linear import RankLinear
 from parallel_backend.rank.stage.meta_model import meta_model
 from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, Probed
 
 REPEATS = 5
 AROUND = "around the blocks"
+KEPT_LAYERS = 4
+"""Layers whose keys and values are kept in the measurement: more than a CPU's caches hold."""
 
 
 class _Stopwatch:
@@ -65,19 +71,21 @@ def probe(
     slowdown: float,
     rows: tuple[int, int],
 ) -> Probed:
-    """Seconds of one block of each list, and of what surrounds the blocks, for the longer and the shorter token grid.
+    """Seconds of one block of each list, and of what surrounds the blocks, for the longer and the shorter token grid; and
+    for each byte of keys and values that a call keeps.
 
     Packed weights are expanded at each use, as in a run: that costs a short sequence as much as a long one. No collective:
     ranks may differ in what they find.
     """
     long, short = _measure(checkpoint, device, dtype_name, rows)
     times = {name: (slowdown * long[name], slowdown * short[name]) for name in long}
+    keeping = slowdown * _keeping(checkpoint, device, compute_dtype(dtype_name, device), rows[0] * PROBE_COLUMNS)
     free = None
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was measured is gone, and its memory free
         free = torch.cuda.mem_get_info(device)[0]
     around = times.pop(AROUND)
-    return Probed(rank, times, around, free)
+    return Probed(rank, times, around, free, keeping)
 
 
 def _measure(checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows: tuple[int, int]) -> list[dict[str, float]]:
@@ -111,6 +119,26 @@ def _measure(checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows
         whole = blocks.pop(AROUND)
         found.append(blocks | {AROUND: max(0.0, whole - sum(blocks.values()))})
     return found
+
+
+def _keeping(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
+    """Seconds for a byte of keys and values, in calls of two bands behind the first ones, from which there is no line yet."""
+    sizes, config = checkpoint.family.sizes, checkpoint.config
+    heads = sizes.heads(config)
+    fresh = torch.randn(1, tokens, heads, sizes.hidden(config) // heads, device=device, dtype=dtype)
+    buffer, watch, bands = KVBuffer(tokens, 1, extrapolate=True), _Stopwatch(device), split(Span(0, tokens), 2)
+    for call in range(2 + REPEATS):
+        if call == 2:
+            watch.restart()
+        started = watch.now()
+        buffer.begin_call(1.0 - call / 10)
+        for band in bands:
+            rows = fresh[:, band.slice]
+            for layer in range(KEPT_LAYERS):
+                buffer.update(layer, rows, rows, [(Span(0, len(band)), band)], Span(0, 1), 0)
+            buffer.filled = max(buffer.filled, band.stop)
+        watch.note("call", watch.now() - started)
+    return watch.read()["call"] / (KEPT_LAYERS * 2 * fresh.nbytes)
 
 
 def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: torch.device) -> None:

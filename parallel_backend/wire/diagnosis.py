@@ -29,6 +29,8 @@ class Probed:
     """Seconds of all that is not in a block."""
     free_bytes: int | None
     """Of the device's memory. None for a CPU, whose memory all ranks share."""
+    keeping: float = 0.0
+    """Seconds that a call takes for a byte of keys and values that it keeps. 0: not measured."""
 
 
 @dataclass(frozen=True)

@@ -398,12 +398,32 @@ def test_auto_takes_pipefusion_only_where_it_is_applied():
     assert choose(exact(tight)).seconds >= with_it.one_device.seconds
 
 
-def test_auto_never_takes_displaced_patches():
-    crawl = plan(devices(2, Link(1e-5, 2e9)), workload(text=512))
-    displaced = of_mode(crawl, Mode(Degrees(patch=2, patch_mode="displaced")))
-    cheap = replace(crawl, predictions=(replace(displaced, seconds=0.001), *crawl.predictions))
-    assert cheap.best.mode.degrees.patch == 2
-    assert choose(cheap).mode.degrees.patch == 1
+@pytest.mark.parametrize(("ranks", "warm_up", "taken"), [(2, 1, True), (4, 1, False), (2, 28, False)])
+def test_auto_takes_displaced_patches_of_two_ranks_and_only_where_the_sampler_pipelines(ranks, warm_up, taken):
+    found = plan(devices(ranks, Link(1e-5, 2e9)), workload(text=512, warm_up=warm_up))
+    displaced = of_mode(found, Mode(Degrees(patch=ranks, patch_mode="displaced")))
+    cheap = replace(found, predictions=(replace(displaced, seconds=0.001), *found.predictions))
+    assert cheap.best.mode.degrees.patch == ranks
+    assert (choose(cheap).mode.degrees.patch == ranks) is taken
+
+
+@pytest.mark.parametrize(
+    ("mode", "layers"),
+    [
+        (Mode(Degrees(patch=2, patch_mode="displaced")), LAYERS),
+        (Mode(Degrees(pipe=2), 4), math.ceil(LAYERS / 2)),
+        (Mode(Degrees(ulysses=2)), 0),
+    ],
+    ids=str,
+)
+def test_keeping_keys_takes_time_in_every_call_that_keeps_them(mode, layers):
+    """Of all tokens, of the rank's layers, once a call. With more patches than stages no stage waits for another one."""
+    what, rate = workload(text=512), 1e-12
+    on = devices(mode.degrees.world)
+    slower = replace(on, costs=tuple(replace(cost, keeping=rate) for cost in on.costs))
+    more = seconds(slower, what, mode) - seconds(on, what, mode)
+    a_call = layers * 2 * what.tokens * what.sizes.token_bytes * rate
+    assert more == pytest.approx((what.steps - 1) * a_call, rel=0.05)
 
 
 def test_auto_leaves_devices_out_that_only_slow_it_down():

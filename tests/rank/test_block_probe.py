@@ -40,6 +40,7 @@ def test_packed_weights_are_expanded_while_blocks_are_timed(flux_file, flux_mode
     found = probe(0, open_checkpoint(path), torch.device("cpu"), dtype, 1.0, (4, 1))
     assert expanded == kinds
     assert all(seconds > 0 for times in found.blocks.values() for seconds in times)
+    assert 1e-13 < found.keeping < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["int8, rotated by 16", "nvfp4"])

@@ -25,6 +25,7 @@ def measured_blocks(pool: Pool, probe: Probe, lists: Iterable[str], poll: Poll) 
             and len(found.ends) == 2
             and all(0 <= seconds < math.inf for seconds in found.ends)
             and (found.free_bytes or 0) >= 0
+            and 0 <= found.keeping < math.inf
         )
 
     return _checked(pool, wait_for(pool.ask(probe, Probed), poll), sound)

@@ -144,7 +144,7 @@ def memory_of(
     staged = STAGED * max((max(step) for step in tokens), default=0) * sizes.token_bytes / degrees.sequence
     return MemoryNeed(
         rank_weights(sizes, degrees.tensor, span).total,
-        sum(_buffer_bytes(sizes, degrees, span, at, request) for request in requests),
+        sum(buffer_bytes(sizes, degrees, span, at, request) for request in requests),
         max((likely for _, likely in computing), default=0),
         sum(_arriving_bytes(sizes, degrees, span, at, request) for request in requests),
         max((least for least, _ in computing), default=0),
@@ -163,7 +163,7 @@ def bytes_by_block(sizes: ModelSizes, degrees: Degrees, requests: tuple[Request,
         block = Span(index, index + 1)
         kept = [
             sum(
-                _buffer_bytes(sizes, degrees, block, at, request) + _arriving_bytes(sizes, degrees, block, at, request)
+                buffer_bytes(sizes, degrees, block, at, request) + _arriving_bytes(sizes, degrees, block, at, request)
                 for request in requests
             )
             for at in places
@@ -179,8 +179,8 @@ def beside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) -> int:
     return sum(sizes.ends) + max(need.activations + need.staging + need.communicators + need.workspaces for need in needs)
 
 
-def _buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """What kv_buffer.py allocates."""
+def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
+    """What kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates."""
     tokens = {JOINT: request.image + request.text, IMAGE: request.image + request.padding}
     tokens |= {TEXT: request.text, IMAGE_TO_TEXT: request.text, TEXT_TO_IMAGE: request.image}
     layers = [over for block in sizes.attention[span.slice] for over in block]
@@ -194,7 +194,7 @@ def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordin
     """This call's keys from other ranks, which the next call reads, the rank's own among them."""
     if not degrees.displaced or not request.kept:
         return 0
-    keys = _buffer_bytes(sizes, degrees, span, at, request) // request.kept
+    keys = buffer_bytes(sizes, degrees, span, at, request) // request.kept
     if not (bits := change_bits(sizes.transfer_dtype)):
         return keys
     return keys + change_bytes(keys // sizes.itemsize, sizes.head_size, bits)  # what all hold, and the changes
