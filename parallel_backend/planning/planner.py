@@ -12,8 +12,8 @@ from .prediction import Costs, Prediction, predict
 AS_GOOD = 1.03
 """Modes within this factor of the fastest count as equally fast: the simplest of them is advised."""
 DISPLACED = 2
-"""Ranks on the patch axis that auto takes: displaced patches of two are as close to one rank as PipeFusion with four patches,
-those of more are not (docs/decisions.md, 145)."""
+"""Ranks on the patch axis that auto takes: displaced patches of two are as close to one rank as PipeFusion with four
+patches, those of more are not (docs/decisions.md, 151)."""
 
 
 @dataclass(frozen=True)

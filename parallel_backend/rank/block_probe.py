@@ -122,7 +122,7 @@ def _measure(checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows
 
 
 def _keeping(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, tokens: int) -> float:
-    """Seconds for a byte of keys and values, in calls of two bands behind the first ones, from which there is no line yet."""
+    """Seconds for a byte of keys and values, in calls of two bands. The first two calls have no line to go on along."""
     sizes, config = checkpoint.family.sizes, checkpoint.config
     heads = sizes.heads(config)
     fresh = torch.randn(1, tokens, heads, sizes.hidden(config) // heads, device=device, dtype=dtype)
