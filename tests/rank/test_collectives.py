@@ -14,13 +14,29 @@ AXIS = Axis("ulysses", 3, 1, (0, 1, 2), None)
 DONE = SimpleNamespace(wait=lambda: True)
 
 
-def test_what_a_rank_keeps_of_an_all_to_all_is_not_sent(monkeypatch):
-    monkeypatch.setattr(collectives, "dist", SimpleNamespace(all_to_all_single=lambda *_, **__: DONE))
+def test_an_all_to_all_over_gloo_receives_first_and_counts_what_it_sends(monkeypatch):
+    """What a rank keeps for itself is not sent, and ranks begin with different ones."""
+    begun: list[tuple[str, int, int]] = []
+
+    def begin(operations: list[SimpleNamespace]) -> list[SimpleNamespace]:
+        begun.extend((each.op, each.peer, len(each.tensor)) for each in operations)
+        return [DONE]
+
+    def operation(op, tensor, peer, group):
+        return SimpleNamespace(op=op, tensor=tensor, peer=peer)
+
+    calls = SimpleNamespace(irecv="receive", isend="send", P2POp=operation, batch_isend_irecv=begin)
+    monkeypatch.setattr(collectives, "dist", calls)
     traffic = Traffic(torch.device("cpu"))
-    exchange = collectives.start_all_to_all(torch.zeros(12), [2, 7, 3], [1, 7, 2], AXIS, traffic)
-    assert exchange.wait().shape == (10,)
+    x = torch.arange(12.0)
+    exchange = collectives.start_all_to_all(x, [2, 7, 3], [1, 7, 2], AXIS, traffic)
+    assert begun == [("receive", 0, 1), ("receive", 2, 2), ("send", 2, 3), ("send", 0, 2)]
+    assert torch.equal(exchange.wait()[1:8], x[2:9])
     assert traffic.report()[0] == {"ulysses": (2 + 3) * 4}
     assert traffic.report()[0] == {}
+    begun.clear()
+    assert collectives.start_all_to_all(x[:7], [0, 7, 0], [0, 7, 0], AXIS, traffic).wait().tolist() == x[:7].tolist()
+    assert not begun
 
 
 def test_a_sum_counts_as_the_ring_moves_it(monkeypatch):

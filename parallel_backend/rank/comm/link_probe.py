@@ -76,17 +76,20 @@ def _all_at_once(size: int, rank: int, world: int, device: torch.device) -> floa
     """Seconds of the fastest exchange in which every rank sends `size` bytes to every other one."""
     if world == 1:
         return 0.0
-    ours = torch.zeros(world * size, dtype=torch.uint8, device=device)
+    others = [other for other in range(world) if other != rank]
+    ours = torch.zeros(len(others) * size, dtype=torch.uint8, device=device)
     theirs = torch.empty_like(ours)
     on_host = staged(ours, None)
-    counts = [0 if other == rank else size for other in range(world)]
     best = float("inf")
     for trip in range(WARM_UP + ROUND_TRIPS):
         started = _now(device)
         source = to_staging(ours) if on_host else ours
         target = host_buffer(ours.shape, ours.dtype, device) if on_host else theirs
-        part = (world - 1) * size
-        dist.all_to_all_single(target[:part], source[:part], counts, counts)
+        # Receives first, as in collectives.py.
+        operations = [dist.P2POp(dist.irecv, part, other) for other, part in zip(others, target.split(size), strict=True)]
+        operations += [dist.P2POp(dist.isend, part, other) for other, part in zip(others, source.split(size), strict=True)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
         if on_host:
             theirs = from_staging(target, device)
         seconds = _now(device) - started
