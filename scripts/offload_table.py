@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from parallel_backend.planning.calibrated_costs import CalibratedCosts  # noqa: E402
-from parallel_backend.planning.planner import advise, plan  # noqa: E402
+from parallel_backend.planning.planner import choose, plan  # noqa: E402
 from parallel_backend.planning.prediction import Prediction  # noqa: E402
 from parallel_backend.planning.presets import BF16, GB, HARDWARE, MODELS  # noqa: E402
 from scripts.model_table import PACKED, RUNS  # noqa: E402
@@ -26,20 +26,20 @@ CONTEXTS = 1 * GB
 ENDLESS = 10**15
 
 
-def best(name: str, card: str, weight_bytes: int, memory: int) -> Prediction | None:
+def best(name: str, card: str, weight_bytes: int, memory: int) -> Prediction:
     """What `degrees` auto takes on two such cards with so many bytes each, under a sampler that pipelines."""
     width, height, steps, _ = RUNS[name]
     hardware = replace(HARDWARE[card], memory=memory)
     workload = MODELS[name].workload(name, height, width, steps, weight_bytes=weight_bytes)
     costs = CalibratedCosts(hardware.calibration(COUNT, MODELS[name]), workload)
-    found = plan(costs, [COUNT]).predictions
-    return advise([each for each in found if each.mode.device is None and each.mode.degrees.patch == 1])
+    found = plan(costs, [COUNT])
+    return choose(replace(found, predictions=tuple(each for each in found.predictions if each.mode.device is None)))
 
 
 def cells(name: str, card: str, weight_bytes: int) -> str:
     """Mode, GB streamed by the card that streams most, seconds a step, how many times as long as with all on the cards."""
     found = best(name, card, weight_bytes, HARDWARE[card].memory - CONTEXTS)
-    if found is None:
+    if found.lacks:
         return "does not fit | | | "
     whole = best(name, card, weight_bytes, ENDLESS)
     streamed = f"{found.most_streamed / GB:.1f}" if found.most_streamed else "0"

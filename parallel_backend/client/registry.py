@@ -125,7 +125,8 @@ class Registry:
         """A MakeRoom for the model of `key`: asks `make_room` on GPUs, then the other models on its ranks."""
         freed = make_room(device, missing) if device_kind(device) == "cuda" else 0
         with self._lock:
-            return freed + self._make_way(self._models.that_give_way_to(key, pool), device, missing - freed, in_turns=True)
+            models, asking = self._models.that_give_way_to(key, pool), self._models.find(key)
+            return freed + self._make_way(models, device, missing - freed, asking, in_turns=True)
 
     def make_way(self, pool: Pool, device: str, nbytes: int) -> int:
         """Have the models on these ranks hand over so many bytes of one device's memory. Bytes that come free; ranks do it
@@ -138,9 +139,11 @@ class Registry:
         with self._lock:
             return sum(each.model.bytes_on(device) for each in self._models.of(pool))
 
-    def _make_way(self, models: list[OnRanks], device: str, nbytes: int, in_turns: bool = False) -> int:
-        """As `make_way`, of these models in this order. `in_turns`: for one more model, beside which those that are used in
-        this run go on."""
+    def _make_way(
+        self, models: list[OnRanks], device: str, nbytes: int, asking: OnRanks | None = None, in_turns: bool = False
+    ) -> int:
+        """As `make_way`, of these models in this order. `asking`: the model that needs the room, if it is on ranks already.
+        `in_turns`: for one more model, beside which those that are used in this run go on."""
         freed = 0
         for each in models:
             held, wanted = each.model.bytes_on(device), nbytes - freed
@@ -149,19 +152,22 @@ class Registry:
             if not held:
                 continue
             working = in_turns and each.run == self._models.run
-            given = each.model.make_way(device, wanted, working) if self._host_has_room(min(held, wanted)) else None
+            to_host = min(held, wanted, each.model.host_lacks)
+            given = each.model.make_way(device, wanted, working) if self._host_has_room(to_host, asking) else None
             if given is None:
                 self._let_go(each)
                 given = held
             freed += given
         return freed
 
-    def _host_has_room(self, nbytes: int) -> bool:
+    def _host_has_room(self, nbytes: int, asking: OnRanks | None) -> bool:
         """Whether so many bytes of weights can go to this machine's memory. Models that are there alone are unloaded first,
-        the least recently used one first."""
+        the least recently used one first, but for the one that is `asking`: it comes back from there."""
+        if not nbytes:
+            return True
         room = host_memory()[0] - LEFT_FREE
         for each in self._models:
-            if room < nbytes and each.model.is_parked:
+            if room < nbytes and each.model.is_parked and each is not asking:
                 room += sum(each.model.resident.host_bytes)
                 self._let_go(each)
         return room >= nbytes
@@ -191,8 +197,9 @@ class Registry:
                 return
             for each in self._models:
                 self._let_go(each)
-            for pool in self._pools.working:
-                self._free(pool, poll)
+            freeing = [(pool, self._begin_freeing(pool)) for pool in self._pools.working]
+            for pool, freed in freeing:
+                self._finish_freeing(pool, freed, poll)
 
     def _unload(self, gone: OnRanks, poll: Poll) -> None:
         """Free what the ranks hold of one model; of the last one on them all that they hold, a VAE's coder too."""
@@ -204,7 +211,7 @@ class Registry:
             self._end_failed(pool, error)
         else:
             if not self._models.of(pool):
-                self._free(pool, poll)
+                self._finish_freeing(pool, self._begin_freeing(pool), poll)
 
     def _let_go(self, gone: OnRanks) -> Future | None:
         """As `_unload`, of this model alone and without waiting. The future ends when the memory is free; None: the ranks
@@ -216,10 +223,18 @@ class Registry:
         except RankError:
             return None
 
-    def _free(self, pool: Pool, poll: Poll) -> None:
-        """Free all that these ranks hold."""
+    def _begin_freeing(self, pool: Pool) -> Future | None:
+        """Have these ranks free all that they hold. The future ends when they have; None: they have failed."""
         try:
-            wait_for(pool.ask(m.Unload(), m.Unloaded), poll)
+            return pool.ask(m.Unload(), m.Unloaded)
+        except RankError as error:
+            self._end_failed(pool, error)
+            return None
+
+    def _finish_freeing(self, pool: Pool, freed: Future | None, poll: Poll) -> None:
+        try:
+            if freed is not None:
+                wait_for(freed, poll)
         except RankError as error:
             self._end_failed(pool, error)
 

@@ -15,10 +15,10 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.fingerprint import fingerprint
 from parallel_backend.client.placement.balance import balance, even_stages
-from parallel_backend.client.placement.memory_check import MemoryCheck, devices_for
+from parallel_backend.client.placement.memory_check import SHARED, MemoryCheck, devices_for
 from parallel_backend.client.placement.memory_model import Request
 from parallel_backend.client.placement.pipeline_model import StageCost
-from parallel_backend.client.placement.residency import ALLOWED, Offload
+from parallel_backend.client.placement.residency import ALLOWED, Offload, shared_bytes
 from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.degrees import SEQUENCE_AXES, WIDGETS, Degrees
 from parallel_backend.core.devices import on_ray
@@ -203,6 +203,13 @@ class RemoteTransformer:
     def is_parked(self) -> bool:
         """All of its weights are in host memory."""
         return not any(self.resident.expected())
+
+    @property
+    def host_lacks(self) -> int:
+        """Bytes of weights that have no copy in host memory yet, and need room there when they leave their devices."""
+        sizes = {rank: one.total for rank, one in enumerate(self.resident.weights)}
+        whole = shared_bytes(self.degrees, sizes) if SHARED else sum(sizes.values())
+        return max(0, whole - sum(self.resident.host_bytes))
 
     def make_way(self, device: str, nbytes: int, working: bool) -> int | None:
         """The ranks on `device` hand over so many bytes of it to other models on them, see giving_way.hand_over. Bytes that

@@ -45,13 +45,14 @@ class FakePool:
 
 
 class FakeModel:
-    """`asked`: what it was asked to hand over. `refused`: a model that does not fit."""
+    """`asked`: what it was asked to hand over. `refused`: a model that does not fit. `copied`: all of its weights are in
+    host memory too."""
 
     def __init__(self, pool, checkpoint, *_arguments, make_room, **_named):
         if checkpoint.refused:
             raise ValueError("does not fit")
         self.pool, self.checkpoint, self.make_room = pool, checkpoint, make_room
-        self.unloaded, self.asked, self.runs = False, [], 0
+        self.unloaded, self.asked, self.runs, self.copied = False, [], 0, False
         self.held = dict.fromkeys(pool.devices, SIZE)
 
     @property
@@ -77,6 +78,10 @@ class FakeModel:
     @property
     def is_parked(self):
         return not any(self.held.values())
+
+    @property
+    def host_lacks(self):
+        return 0 if self.copied else sum(self.held.values())
 
     @property
     def resident(self):
@@ -248,6 +253,17 @@ def test_where_the_host_has_no_room_the_model_that_was_parked_first_is_unloaded(
     monkeypatch.setattr(registry_module, "host_memory", lambda: (registry_module.LEFT_FREE + free, 0))
     assert last.make_room("cpu", SIZE) == SIZE
     assert [name for name, model in models.items() if not model.unloaded] == left
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_model_that_comes_back_is_not_unloaded_to_make_room_for_itself(registry, loaded, monkeypatch, copied):
+    """The other one is, where its weights have no place in host memory; where they are there already nothing is unloaded."""
+    first, second = loaded("a")[1], loaded("b")[1]
+    first.held, second.copied = dict.fromkeys(DEVICES, 0), copied
+    monkeypatch.setattr(registry_module, "host_memory", lambda: (registry_module.LEFT_FREE, 0))
+    assert first.make_room("cpu", SIZE) == SIZE
+    assert not first.unloaded
+    assert second.unloaded is not copied
 
 
 def test_models_that_take_turns_in_a_run_take_from_each_other_once(registry, loaded):
