@@ -5,6 +5,7 @@ What does not fit beside weights has them streamed from host memory; what cannot
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -40,9 +41,17 @@ class MemoryGuard:
     says where they are; what cannot fit all the same is refused.
     """
 
-    def __init__(self, pool: ModelRanks, memory_check: MemoryCheck, family: Family, make_room: MakeRoom = no_room):
-        self.pool, self.memory_check, self.family, self.make_room = pool, memory_check, family, make_room
-        self.resident = ResidentWeights(pool, memory_check.weights())
+    def __init__(
+        self,
+        pool: ModelRanks,
+        memory_check: MemoryCheck,
+        family: Family,
+        make_room: MakeRoom = no_room,
+        lock: AbstractContextManager | None = None,
+    ):
+        """`lock`: see ResidentWeights."""
+        self.pool, self.memory_check, self.family, self.make_room, self._lock = pool, memory_check, family, make_room, lock
+        self.resident = ResidentWeights(pool, memory_check.weights(), lock=lock)
         self.copy_rates = [0.0] * len(pool.devices)
         """By rank, bytes a second from host memory to its device; 0.0 where no weights are streamed."""
         self.has_host = [False] * len(pool.devices)
@@ -64,7 +73,7 @@ class MemoryGuard:
         found = self._with_room(requests, self._device_memories(poll), None)
         self.memory_check.check_weights(found)
         limits = self.memory_check.placed(requests, found)
-        self.resident = ResidentWeights(self.pool, self.memory_check.weights(), limits)
+        self.resident = ResidentWeights(self.pool, self.memory_check.weights(), limits, self._lock)
 
     @property
     def in_run(self) -> bool:

@@ -95,6 +95,11 @@ class MicroSteps:
             self._fill(at.batch)
         return assembly, complete, nonfinite
 
+    @property
+    def busy(self) -> bool:
+        """Some are under way or wait."""
+        return any(self._waiting) or any(self._in_flight)
+
     def end(self) -> list[Call]:
         """Forget all; the calls that had not ended."""
         steps = [step for queue in (*self._waiting, *(flying.values() for flying in self._in_flight)) for step in queue]

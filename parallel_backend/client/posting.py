@@ -32,7 +32,8 @@ class Posting:
     def __init__(self, pool: ModelRanks, degrees: Degrees, patch: int, on_nonfinite: Callable[[Call, int, int], None]):
         """Before the model is loaded; nothing may be posted until `start`."""
         self._degrees, self._on_nonfinite = degrees, on_nonfinite
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held while micro-steps are sent, and by whoever sends what must not come between two of them."""
         self.shared = SharedResiduals(degrees, pool)
         """Has the residuals of micro-steps under way. For what sends them, under this object's lock."""
         self._micro_steps = MicroSteps(degrees, patch, self._send_step, self.shared.done, self._rows)
@@ -52,7 +53,7 @@ class Posting:
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
         """Nobody else sends for this model in the meantime. Raises the model's error once there is one, see `end`."""
-        with self._lock:
+        with self.lock:
             self.check()
             yield
 
@@ -82,20 +83,26 @@ class Posting:
 
     def post(self, call: Call) -> None:
         """Queue the call's micro-steps; `call.future` gives tokens [B, n + a, c] on the CPU."""
-        with self._lock:
+        with self.lock:
             if self._error is None:
                 self._micro_steps.post(call)
             else:
                 fail(call.future, self._error)
 
+    @property
+    def busy(self) -> bool:
+        """Micro-steps of a call are under way or wait to be sent."""
+        with self.lock:
+            return self._micro_steps.busy
+
     def abandon(self, which: Callable[[Call], bool]) -> None:
         """Forget these calls: micro-steps not sent yet never will be, those under way finish and are dropped."""
-        with self._lock:
+        with self.lock:
             self._micro_steps.forget(which)
 
     def end(self, error: Exception) -> None:
         """The model is on the ranks no more: every call, waiting or to come, raises `error`."""
-        with self._lock:
+        with self.lock:
             self._error = error
             if self._conditionings is not None:
                 self._conditionings.clear()
@@ -107,7 +114,7 @@ class Posting:
     def on_output(self, output: m.Output) -> None:
         """On a thread of the pool: hand out a call that this completes. BadMessage: see MicroSteps.accept."""
         finite = all_finite(output.value)
-        with self._lock:
+        with self.lock:
             found = self._micro_steps.accept(output, finite)
         if found is None:
             return

@@ -91,7 +91,7 @@ class RemoteTransformer:
         even = even_stages(family.blocks.total(checkpoint.config), degrees.pipe)
         there = pool.devices, devices_for(pool.devices)
         memory_check = MemoryCheck(checkpoint, degrees, even, dtype, *there, offload, transfer_dtype)
-        self._memory = MemoryGuard(ranks, memory_check, family, make_room)
+        self._memory = MemoryGuard(ranks, memory_check, family, make_room, self._posting.lock)
         requests = () if expected is None else (expected,)
         if not only:
             self._memory.make_room_for(requests, poll)
@@ -225,9 +225,10 @@ class RemoteTransformer:
     def give_way(self, device: str, nbytes: float, poll: Poll) -> int:
         """The ranks on `device` hand over so many bytes of its memory, see giving_way.give_way. Bytes that came free.
 
-        What adapters add stays in the middle of a run, whose further calls would be without it: they `adapt` once.
+        What adapters add stays in the middle of a run or of a call, whose further micro-steps would be without it: they
+        `adapt` once.
         """
-        adaptation = None if self._memory.in_run else self._adaptation
+        adaptation = None if self._memory.in_run or self._posting.busy else self._adaptation
         freed = give_way(self._ranks, self.resident, adaptation, device, nbytes, poll)
         self._memory.gave_way()
         return freed

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 
 from parallel_backend.client.placement.model_sizes import RankWeights
 from parallel_backend.client.placement.residency import ALL
@@ -18,9 +19,16 @@ class ResidentWeights:
     `wanted`: bytes that are to be there as long as nobody else needs the room. `working`: see loading.SetResident.
     """
 
-    def __init__(self, ranks: ModelRanks, weights: Sequence[RankWeights], limits: Sequence[int] | None = None):
-        """`limits`: those that the model is loaded with. None: no limit."""
-        self._ranks, self._lock, self.weights = ranks, threading.RLock(), weights
+    def __init__(
+        self,
+        ranks: ModelRanks,
+        weights: Sequence[RankWeights],
+        limits: Sequence[int] | None = None,
+        lock: AbstractContextManager | None = None,
+    ):
+        """`limits`: those that the model is loaded with. None: no limit. `lock`: that of what sends micro-steps, so that
+        none is sent behind a message that takes weights away, by a thread that has not heard of it yet."""
+        self._ranks, self._lock, self.weights = ranks, lock or threading.RLock(), weights
         self.limits = (ALL,) * len(weights) if limits is None else tuple(limits)
         self.working = True
         self.wanted = tuple(self.expected())

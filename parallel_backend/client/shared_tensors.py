@@ -48,7 +48,7 @@ def shared_weights(pool: Pool, tensors: Mapping[str, torch.Tensor]) -> Iterator[
 def _lent(pool: Pool, nbytes: int) -> Iterator[Segment | None]:
     """A segment that all ranks have until they have done what they were sent within the context. None: they cannot."""
     ranks, free = range(len(pool.devices)), host_memory()[0]
-    fits = 0 < nbytes <= MAX_SEGMENT_BYTES and (free is None or nbytes < free)  # who writes beyond it is killed
+    fits = 0 < nbytes <= MAX_SEGMENT_BYTES and nbytes < free  # who writes beyond it is killed
     segment = None
     if fits and sharing_possible() and all(map(pool.lends_to, ranks)):
         try:

@@ -8,6 +8,7 @@ import pytest
 from parallel_backend.client.giving_way import give_way, hand_over
 from parallel_backend.client.placement.model_sizes import RankWeights
 from parallel_backend.client.placement.residency import ALL
+from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.resident_weights import ResidentWeights
 from parallel_backend.wire import messages as m
 
@@ -70,6 +71,16 @@ def test_what_adapters_add_stays_where_it_is_not_to_go():
     ranks = Ranks()
     assert give_way(ranks, ranks.weights, None, "cuda:0", 1e32, nobody) == 60 + 1500
     assert "drop" not in ranks.asked
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_what_adapters_add_stays_in_the_middle_of_a_call(busy):
+    """Its micro-steps that wait would be computed without."""
+    ranks = Ranks()
+    memory, posting = SimpleNamespace(in_run=False, gave_way=lambda: None), SimpleNamespace(busy=busy)
+    parts = {"_memory": memory, "_posting": posting, "_adaptation": ranks.adaptation, "_ranks": ranks}
+    RemoteTransformer.give_way(SimpleNamespace(**parts, resident=ranks.weights), "cuda:0", 1e32, nobody)
+    assert ("drop" in ranks.asked) is not busy
 
 
 def test_slots_are_kept_in_the_middle_of_a_run_alone():

@@ -41,13 +41,16 @@ def call(batch: int, first_replica: int = 0, run: int = 0) -> Call:
 
 def test_entries_of_an_exact_call_fill_a_pipeline_in_order_a_window_at_a_time():
     queue = Queue(Degrees(pipe=2))
+    assert not queue.steps.busy
     queue.steps.post(call(5))
     assert queue.sent == [(0, 1 + index, Span(index, index + 1)) for index in range(3)]
     last = 1  # the rank of the last stage
     for index in range(5):
+        assert queue.steps.busy
         assembly, complete, _ = queue.answer(1 + index, last, 1, float(index))
         assert complete == (index == 4)
         assert [seq for _, seq, _ in queue.sent] == list(range(1, min(6, 5 + index)))
+    assert not queue.steps.busy
     assert assembly.value[:, 0, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 

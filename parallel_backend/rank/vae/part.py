@@ -1,7 +1,6 @@
 """A rank's part of a VAE: the module of its class with weights from a message, run on this rank's band of each piece."""
 
 import json
-import math
 
 import torch
 
@@ -81,7 +80,7 @@ class VAEPart:
         return all(bool(vote) for vote in votes)
 
 
-def free_bytes(device: torch.device) -> float:
-    """Memory that this process can still get. Infinite if that is not known."""
+def free_bytes(device: torch.device) -> int:
+    """Memory that this process can still get."""
     found = read_memory(0, device, 0)
-    return math.inf if found.free_bytes is None else found.free_bytes + found.cached_bytes
+    return found.free_bytes + found.cached_bytes
