@@ -167,8 +167,8 @@ class HostStore:
     def _short(self, why: str) -> None:
         if not self._poor:
             log.warning(
-                "host memory is short (%s): blocks that it has no room for are read from disk at each use, slowly. A smaller "
-                "weight_dtype, Unload Parallel DiT for models that are not needed, or fewer other programs leave more.",
+                "host memory is short (%s): blocks that it has no room for are read from disk at each use, slowly. A "
+                "smaller weight_dtype, Unload Parallel DiT for models that are not needed, or fewer other programs leave more.",
                 why,
             )
         self._poor = True
