@@ -168,7 +168,7 @@ class HostStore:
         if not self._poor:
             log.warning(
                 "host memory is short (%s): blocks that it has no room for are read from disk at each use, slowly. A "
-                "smaller weight_dtype, Unload Parallel DiT for models that are not needed, or fewer other programs leave more.",
+                "smaller weight_dtype, Unload Parallel DiT for models not needed, or fewer other programs leave more.",
                 why,
             )
         self._poor = True
