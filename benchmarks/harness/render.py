@@ -19,9 +19,10 @@ Result = dict[str, Any]
 COLOURS = {"others": "#9aa0a6", "one": "#5f6368", "ours": "#1a73e8"}
 INTRO = """# Benchmarks
 
-Made by `python -m benchmarks.harness.render` from the newest files in `benchmarks/results`, which
-`bash scripts/benchmark` writes. Every round runs each case once, in turn; figures are medians over the rounds with the
-smallest and largest in brackets, and ratios are taken within a round. CPU seconds are those of each rank's process inside
+Made by `python -m benchmarks.harness.render` from the newest files in `benchmarks/results`, which `bash
+scripts/benchmark` and the commands named in [performance](performance.md) write. Every round runs each case once, in
+turn; figures are medians over the rounds with the smallest and largest in brackets, and ratios are taken within a
+round. CPU seconds are those of each rank's process inside
 the loop; "by CPU s" is the plain loop's over the busiest rank's, a speed-up without waiting. Unless a section says otherwise
 only the transformer and the sampler loop are timed."""
 
