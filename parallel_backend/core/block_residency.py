@@ -33,6 +33,8 @@ def nearest_streamed(sizes: Sequence[int], room: int, now: Sequence[int]) -> tup
     chosen = set(now)
     while device_bytes(sizes, sorted(chosen)) > room:
         others = set(range(len(sizes))) - chosen
+        if not others:  # a large block among them makes the slots too large
+            return fresh
         chosen.add(max(others, key=lambda index: _nearest(index, chosen, len(sizes))))
     while len(chosen) > SLOTS + 1:
         crowded = min(chosen, key=lambda index: _nearest(index, chosen - {index}, len(sizes)))

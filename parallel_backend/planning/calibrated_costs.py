@@ -157,9 +157,9 @@ class CalibratedCosts:
         request = self.workload.request(mode.exact, mode.bands)
         if kind is not StepKind.FIRST_BAND or not request.kept:
             return 0
-        index = self.workload.blocks.index(block)
+        index, sizes = self.workload.blocks.index(block), replace(self.workload.sizes, prologue=())
         at = mode.degrees.coordinate(rank)
-        return buffer_bytes(self.workload.sizes, mode.degrees, Span(index, index + 1), at, request) // request.kept
+        return buffer_bytes(sizes, mode.degrees, Span(index, index + 1), at, request) // request.kept
 
     def _bytes(self, mode: Mode, axis: str, block: str, tokens: float, exact: bool) -> float:
         """That a rank sends for one block of a kind and so many tokens, of all batch entries. `exact`: in a call that is."""

@@ -140,10 +140,15 @@ def _kinds(names: list[str], shapes: Shapes) -> dict[str, str]:
 
 def _sums(block: str, spec: BlockList, plan: LayerCuts, shapes: Shapes, hidden: int) -> float:
     """See Workload.sums. Where text has a stream of its own each layer's result is for the tokens of one stream of two. A
-    narrower stream (sound) is too short to count. SUMS for lists that the plan names otherwise."""
+    narrower stream (sound) is too short to count; where `hidden` counts several streams of the image (VACE) a layer's result
+    is a part of it. SUMS for lists that the plan names otherwise."""
     own = {name: shape for name, shape in shapes.items() if name.startswith(f"{block}.") and name.endswith(".weight")}
-    cuts = [cut_of(plan, name) for name, shape in own.items() if shape[0] == hidden]
-    rows = sum(cut is not None and cut.kind is CutKind.ROW for cut in cuts)
+    cuts = {name: cut_of(plan, name) for name in own}
+    widths = [own[name][0] for name, cut in cuts.items() if cut is not None and cut.kind is CutKind.ROW]
+    if not widths:
+        return SUMS
+    width = max(widths)
+    rows = widths.count(width) * width / hidden
     apart = spec.values is not None and any(
         f"{block}.{module}.{spec.values.text}.weight" in own for module in spec.attention
     )

@@ -19,6 +19,7 @@ the micro-step is run as without graphs, and so are all later ones of the model.
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -144,25 +145,45 @@ class Captures(Protocol):
         """
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the life of the process. torch keeps memory for products for each stream that computes some, until the end: it
+    is taken here, as in a capture it would be that of the graphs, which could then never be freed."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.zeros(16, 16, device=device, dtype=dtype)
+            torch.addmm(x[0], x, x @ x)
+    return stream
+
+
 class CudaCaptures:
     """torch.cuda.CUDAGraph, captured on a stream of its own. Never run on a GPU so far."""
 
     def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
         """See Captures.
 
         torch.cuda.graph would first wait for the whole device, that is for transfers that other ranks have yet to begin.
+
+        Work that stops the host raises before it does (torch's sync debug mode). A stop in a capture makes it void, and
+        torch, but for its latest versions, does not come out of a void capture: the allocator counts it as under way for
+        ever.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph, stops = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # Of this thread alone: that of heartbeats asks for events meanwhile, as NCCL's own do.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                output = work()
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    output = work()
+                finally:
+                    torch.cuda.set_sync_debug_mode(stops)
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # it says that the capture is void, and not why
                     graph.capture_end()

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_backend.core.block_residency import SLOTS, device_bytes, least_bytes, streamed_blocks
+from parallel_backend.core.block_residency import SLOTS, device_bytes, least_bytes, nearest_streamed, streamed_blocks
 
 sizes = st.lists(st.integers(1, 100), min_size=1, max_size=40)
 
@@ -28,3 +28,16 @@ def test_of_equal_blocks_all_stay_but_what_the_slots_cost():
     assert streamed_blocks([10] * 10, 90) == (1, 5, 8)  # seven stay, two slots
     assert len(streamed_blocks([10] * 10, 50)) == 7
     assert streamed_blocks([10] * 10, 20) == streamed_blocks([10] * 10, 0) == tuple(range(10))
+
+
+@given(sizes, st.integers(0, 5000), st.sets(st.integers(0, 39)))
+def test_what_is_nearest_to_what_is_streamed_now_fits_too(blocks, room, now):
+    found = nearest_streamed(blocks, room, sorted(index for index in now if index < len(blocks)))
+    if room >= least_bytes(blocks):
+        assert device_bytes(blocks, found) <= room
+
+
+def test_a_large_block_among_those_that_are_streamed_now_is_let_go():
+    """With it streamed the slots are so large that no choice that has it fits."""
+    blocks = [8] + [1] * 9
+    assert nearest_streamed(blocks, 14, (1, 5, 8)) == streamed_blocks(blocks, 14)

@@ -17,6 +17,7 @@ from parallel_backend.client.placement.pipeline_model import StageCost, finish_t
 from parallel_backend.client.placement.residency import Offload
 from parallel_backend.client.registry import ModelKey, Registry
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.families.base.blocks import JOINT
 from parallel_backend.planning import __main__ as command
 from parallel_backend.planning import planner, prediction
 from parallel_backend.planning.calibrated_costs import BlockCost, CalibratedCosts, Calibration, DeviceCost, pairs_of, through
@@ -426,6 +427,14 @@ def test_keeping_keys_takes_time_in_every_call_that_keeps_them(mode, layers):
     assert more == pytest.approx((what.steps - 1) * a_call, rel=0.05)
 
 
+def test_what_refiners_keep_is_not_counted_for_every_block():
+    what, on = workload(text=512), devices(2)
+    slower = replace(on, costs=tuple(replace(cost, keeping=1e-12) for cost in on.costs))
+    refined = replace(what, sizes=replace(what.sizes, prologue=(JOINT, JOINT)))
+    mode = Mode(Degrees(patch=2, patch_mode="displaced"))
+    assert seconds(slower, refined, mode) == seconds(slower, what, mode)
+
+
 def test_auto_leaves_devices_out_that_only_slow_it_down():
     """Two that are linked well, and two more that are not."""
     on = devices(4, Link(1e-5, 300e9))
@@ -554,6 +563,8 @@ SUMS = {
     "flux-dev": {"transformer_blocks.0": 2, "single_transformer_blocks.0": 1},
     "wan-2.1-t2v": {"blocks.0": 3},  # the video's attention, the text's, the feed-forward
     "pixart-sigma": {"transformer_blocks.0": 3},
+    "wan-vace": {"blocks.0": 3, "blocks.1": 1.5, "blocks.2": 3},  # of half of what a token has between blocks
+    "wan-animate-2": {"blocks.0": 1.5},
 }
 """Kind of block -> results that tensor ranks add up in it."""
 
