@@ -1,21 +1,34 @@
 """What transfers count and note: bytes that left the rank, the micro-step in which a transfer began, whose error it is."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from parallel_backend.rank.comm import collectives
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.rank.comm import collectives, mesh
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import PeerError, Traffic
 from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
+from tests.support import tiny
 
 AXIS = Axis("ulysses", 3, 1, (0, 1, 2), None)
 DONE = SimpleNamespace(wait=lambda: True)
 
 
-def test_an_all_to_all_over_gloo_receives_first_and_counts_what_it_sends(monkeypatch):
+def test_what_a_rank_keeps_of_an_all_to_all_is_not_sent(monkeypatch):
+    monkeypatch.setattr(collectives, "dist", SimpleNamespace(all_to_all_single=lambda *_, **__: DONE))
+    traffic = Traffic(torch.device("cpu"))
+    exchange = collectives.start_all_to_all(torch.zeros(12), [2, 7, 3], [1, 7, 2], AXIS, traffic)
+    assert exchange.wait().shape == (10,)
+    assert traffic.report()[0] == {"ulysses": (2 + 3) * 4}
+    assert traffic.report()[0] == {}
+
+
+def test_an_all_to_all_over_a_network_receives_first(monkeypatch):
     """What a rank keeps for itself is not sent, and ranks begin with different ones."""
+    axis = replace(AXIS, far=True)
     begun: list[tuple[str, int, int]] = []
 
     def begin(operations: list[SimpleNamespace]) -> list[SimpleNamespace]:
@@ -29,13 +42,12 @@ def test_an_all_to_all_over_gloo_receives_first_and_counts_what_it_sends(monkeyp
     monkeypatch.setattr(collectives, "dist", calls)
     traffic = Traffic(torch.device("cpu"))
     x = torch.arange(12.0)
-    exchange = collectives.start_all_to_all(x, [2, 7, 3], [1, 7, 2], AXIS, traffic)
+    exchange = collectives.start_all_to_all(x, [2, 7, 3], [1, 7, 2], axis, traffic)
     assert begun == [("receive", 0, 1), ("receive", 2, 2), ("send", 2, 3), ("send", 0, 2)]
     assert torch.equal(exchange.wait()[1:8], x[2:9])
     assert traffic.report()[0] == {"ulysses": (2 + 3) * 4}
-    assert traffic.report()[0] == {}
     begun.clear()
-    assert collectives.start_all_to_all(x[:7], [0, 7, 0], [0, 7, 0], AXIS, traffic).wait().tolist() == x[:7].tolist()
+    assert collectives.start_all_to_all(x[:7], [0, 7, 0], [0, 7, 0], axis, traffic).wait().tolist() == x[:7].tolist()
     assert not begun
 
 
@@ -79,3 +91,25 @@ def test_only_an_error_of_the_transfer_may_be_another_ranks(error, peers):
     for attempt in (lambda: traffic.start(fail), traffic.start(lambda: SimpleNamespace(wait=fail)).wait):
         with pytest.raises(PeerError if peers else type(error)):
             attempt()
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("degrees", [Degrees(ulysses=3), Degrees(ulysses=2, ring=2)], ids=str)
+def test_ulysses_over_a_network_gives_the_same_bits(degrees, thread_pools, flux_file, monkeypatch):
+    """Uneven heads and tokens, some ranks with none of the picture."""
+    sizes = {"batch": 2, "height": 15, "width": 11}, {"batch": 1, "height": 4, "width": 10, "text": 3}
+    given, swaps, swap = [tiny.inputs(tiny.FLUX, **each) for each in sizes], [], collectives._start_swap
+    monkeypatch.setattr(collectives, "_start_swap", lambda *parts: swaps.append(len(parts)) or swap(*parts))
+
+    def outputs() -> tuple[list[torch.Tensor], int]:
+        """And how many transfers were receives and sends."""
+        thread_pools.forget(degrees.world)  # the mesh is made anew
+        model = thread_pools.load(flux_file, degrees)
+        swaps.clear()
+        return [model.predict(*each, lambda: None) for each in given], len(swaps)
+
+    near, before = outputs()
+    monkeypatch.setattr(mesh, "is_far", lambda: True)
+    far, after = outputs()
+    assert all(map(torch.equal, near, far))
+    assert after > before

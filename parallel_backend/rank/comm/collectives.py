@@ -47,12 +47,13 @@ class Exchange:
 def start_all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic) -> Exchange:
     """[sum(send)] -> [sum(receive)]: send[i] values go to rank i of the axis, receive[i] values come from it.
 
-    Gloo's own all-to-all begins to send first. Between two ranks on a slow link it takes nearly twice as long as this.
+    Gloo's own all-to-all begins to send first: between two ranks on a slow link it takes nearly twice as long as receives
+    and sends do. Within a machine it takes less of the cores.
     """
     on_host = staged(x, axis.group)
     source = to_staging(x) if on_host else x
     target = host_buffer((sum(receive),), x.dtype, x.device) if on_host else x.new_empty(sum(receive))
-    if target.is_cuda:  # NCCL
+    if target.is_cuda or not axis.far:
         traffic.bytes_sent[axis.name] += (sum(send) - send[axis.index]) * x.element_size()
         transfer = traffic.start(
             lambda: dist.all_to_all_single(target, source, list(receive), list(send), group=axis.group, async_op=True)

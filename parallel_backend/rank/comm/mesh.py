@@ -9,6 +9,8 @@ import torch.distributed as dist
 from parallel_backend.core.communicators import grouped_axes, lines_along, pipe_links
 from parallel_backend.core.degrees import AXES, Degrees
 
+from .process_group import is_far
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -19,6 +21,8 @@ class Axis:
     index: int
     ranks: tuple[int, ...]  # global ranks along the axis, in order
     group: dist.ProcessGroup | None
+    far: bool = False
+    """Ranks reach each other over a network, by Gloo."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,12 @@ def make_mesh(degrees: Degrees, rank: int, timeout: timedelta) -> Mesh:
         return dist.new_group(list(ranks), timeout=timeout, group_desc=name)
 
     at = degrees.coordinate(rank)
-    axes, grouped = {}, grouped_axes(degrees)
+    axes, grouped, far = {}, grouped_axes(degrees), is_far()
     for name in AXES:
         lines = lines_along(degrees, name)
         own = next(line for line in lines if rank in line)
         groups = {line: new_group(line, name) for line in lines} if name in grouped else {}
-        axes[name] = Axis(name, getattr(degrees, name), getattr(at, name), own, groups.get(own))
+        axes[name] = Axis(name, getattr(degrees, name), getattr(at, name), own, groups.get(own), far)
     links = []
     for ends in pipe_links(degrees):
         group = new_group(ends, "link")

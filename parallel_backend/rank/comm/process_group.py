@@ -10,7 +10,7 @@ import torch.distributed as dist
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.wire.rank_settings import P2P_DISABLE
 
-from .interfaces import interface_towards, loopback_interface
+from .interfaces import LOOPBACK, interface_towards, interface_with, loopback_interface
 from .rendezvous import Rendezvous
 
 GLOO_INTERFACE, NCCL_INTERFACE = INTERFACE_VARIABLES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -59,6 +59,11 @@ def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: t
         if NO_GLOO_DEVICE in str(error).lower():
             raise GlooError(gloo_advice(str(error))) from error
         raise
+
+
+def is_far() -> bool:
+    """Whether Gloo's transfers leave this machine, for all that is known from the interface that it was given."""
+    return os.environ.get(GLOO_INTERFACE, "") not in ("", interface_with(LOOPBACK))
 
 
 def gloo_advice(said: str) -> str:
