@@ -58,6 +58,12 @@ def test_pipefusion_is_taken_where_it_is_applied_and_nowhere_else(found):
     assert case["measured"] == 1
 
 
+def test_displaced_patches_are_taken_where_they_are_faster_than_both(found):
+    case = got(found, "displaced")
+    assert case["chosen"] == ["patch_degree 2", BOTH]
+    assert case["difference"] == 0
+
+
 def test_where_an_exact_mode_is_faster_nothing_runs_in_bands(found):
     case = got(found, "pipefusion_unused")
     assert "pipefusion" not in case["chosen"][0]
