@@ -235,6 +235,6 @@ def main(results: Results) -> None:
             return {"chosen": chosen(model)}
 
     # Those of two ranks first: ranks start anew where their number changes.
-    two = (batches, tokens, displaced, pipefusion_unused, sampler_node, kept, ulysses_config, unloads, cancelled, nothing_fits)
-    for case in (*two, for_real, pipefusion, by_hand_first, slow_links, one_device, stages_by_hand):
+    two = (batches, tokens, displaced, pipefusion_unused, sampler_node, kept, ulysses_config, unloads, cancelled)
+    for case in (*two, nothing_fits, for_real, pipefusion, by_hand_first, slow_links, one_device, stages_by_hand):
         results.case(case.__name__, case)
