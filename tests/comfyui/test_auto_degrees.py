@@ -152,8 +152,10 @@ def test_on_the_server(server):
     hand = copy.deepcopy(prompt)
     hand[LOADER]["inputs"] |= {"degrees": "as set", "pipefusion_degree": 1, "devices": "cpu"}
     config = {"ulysses_degree": 1, "ring_degree": 1, "patch_mode": "none", "patch_degree": 1, "attention": "auto"}
-    for widget in ("pipefusion_degree", "tensor_parallel_degree", "split_batch_degree", "ulysses_degree", "ring_degree"):
-        if f"{widget} 2" in line:
+    if "patch_degree 2" in line:
+        config["patch_mode"] = "displaced"
+    for widget in (*config, "pipefusion_degree", "tensor_parallel_degree", "split_batch_degree"):
+        if f" {widget} 2" in line:
             (config if widget in config else hand[LOADER]["inputs"])[widget] = 2
             hand[LOADER]["inputs"]["devices"] = "cpu,cpu"
     hand["20"] = {"class_type": "UlyssesConfig", "inputs": {**config, "comm_overlap": True}}
