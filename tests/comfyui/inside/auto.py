@@ -115,7 +115,7 @@ def main(results: Results) -> None:
 
     def displaced() -> dict:
         """Links that are too slow to wait for, and fast enough to use beside the computing."""
-        with machine(1.2e6):
+        with machine(3e6):
             model = load()
             ksampler(pipelined(model), prompts, latent, cfg=1.0, steps=8)
             found = chosen(model)
