@@ -77,7 +77,8 @@ def run(
 ) -> torch.Tensor:
     """The sample from `noise` [B, C, H, W], by Euler."""
     patching, shape = model.family.patching, (2 * len(noise), *noise.shape[1:])
-    rows = cut_rows(tuple(noise.shape), bands, patching)
+    text = model.family.text_tokens(patching.grid(shape), 0, prompt.positive)
+    rows = cut_rows(tuple(noise.shape), bands, patching, text)
     conditioning = model.conditioning(patching.grid(shape), prompt.tensors())
     number, steps = model.open_run(), len(sigmas) - 1
     x = noise.clone()

@@ -74,7 +74,8 @@ def sample(
 
     if not bands:
         return euler(guided(lambda *given: model.predict(*given[:3], nothing, changes=given[3])), noise, sigmas, prompt)
-    rows = cut_rows(tuple(noise.shape), bands, model.family.patching)
+    shape, family = tuple(noise.shape), model.family
+    rows = cut_rows(shape, bands, family.patching, family.text_tokens(family.patching.grid(shape), 0, prompt.positive))
     run, limit = BandedRun(model, rows, tuple(noise.shape), warm_up=True), exact_above(sigmas, 1)
 
     def sample_band(band: int) -> torch.Tensor:

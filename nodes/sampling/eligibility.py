@@ -82,6 +82,13 @@ class Sampling:
         texts = [cond["cross_attn"].shape[1] for cond in conds if cond.get("cross_attn") is not None]
         return max(texts, default=1)
 
+    @property
+    def references(self) -> list[torch.Tensor]:
+        """Reference latents of the prompt that has most of them."""
+        conds = [cond for conds in self.guider.conds.values() for cond in conds or ()]
+        given = [cond.get("model_conds", {}).get("ref_latents") for cond in conds]
+        return max((latents.cond for latents in given if latents is not None), key=len, default=[])
+
     def band(
         self,
         cut: BandCut,

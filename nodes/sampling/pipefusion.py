@@ -1,6 +1,7 @@
 """PipeFusion under any native sampler: a SAMPLER_SAMPLE wrapper that runs the sampler once per band of the latent."""
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -177,7 +178,10 @@ class PipeFusion:
         bands = self.num_pipeline_patch or choose_bands(
             model.degrees.pipe, grid[patching.band_dim], sampling.steps, model.stage_costs(grid), sampling.entries
         )
-        return patching, cut_rows(shape, bands, patching)
+        family, beside = model.family, patching.beside_tokens(sampling.shapes)
+        text = family.text_tokens(grid, beside, family.example(model.checkpoint.config, sampling.text_tokens))
+        references = sum(math.prod(patching.grid(tuple(latent.shape))[-2:]) for latent in sampling.references)
+        return patching, cut_rows(shape, bands, patching, text, references)
 
     def _displaced(
         self,

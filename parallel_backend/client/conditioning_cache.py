@@ -123,7 +123,7 @@ class ConditioningCache:
             id=next(self._ids),
             grid=grid,
             token_order=family.token_order(grid, references, along),
-            text_tokens=family.image_padding(grid) + beside + family.inputs.text_tokens(tensors),
+            text_tokens=family.text_tokens(grid, beside, tensors),
             batch=len(next(iter(tensors.values()))),
             tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
             first_replica=first_replica,

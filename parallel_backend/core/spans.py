@@ -1,5 +1,6 @@
 """Spans of tokens, rows, blocks or batch entries, and how they are cut. Client and ranks cut by the same functions."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,6 +50,24 @@ def split(span: Span, parts: int) -> tuple[Span, ...]:
     for index in range(parts):
         edges.append(edges[-1] + size + (index < extra))
     return tuple(Span(a, b) for a, b in pairwise(edges))
+
+
+def split_carrying(span: Span, parts: int, carried: float) -> tuple[Span, ...]:
+    """As `split`, where the first part also carries `carried`: lengths that keep the largest load small, then loads alike.
+
+    Among cuts that are alike in both the first part is the shortest. It is at least half as long as an even one.
+    """
+    if parts == 1 or not carried:
+        return split(span, parts)
+    even = len(span) / parts
+
+    def unevenness(first: int) -> tuple[float, float, int]:
+        others = [len(part) for part in split(Span(0, len(span) - first), parts - 1)]
+        loads = (first + carried, *others)
+        return max(loads), max(loads) - min(loads), first
+
+    first = min(range(math.ceil(even / 2), math.ceil(even) + 1), key=unevenness)
+    return Span(span.start, span.start + first), *split(Span(span.start + first, span.stop), parts - 1)
 
 
 def split_by_share(span: Span, shares: Sequence[float]) -> tuple[Span, ...]:

@@ -150,7 +150,8 @@ class CalibratedCosts:
         workload = self.workload
         if kind is StepKind.EXACT:
             return workload.tokens
-        return workload.image / mode.bands + (workload.text if kind is StepKind.FIRST_BAND or workload.text_in_bands else 0)
+        first = kind is StepKind.FIRST_BAND
+        return workload.band_image(mode.bands, first) + (workload.text if first or workload.text_in_bands else 0)
 
     def _kept(self, mode: Mode, kind: StepKind, rank: int, block: str) -> int:
         """Bytes of a block's keys and values that a micro-step brings to the present call: the call's first one does."""

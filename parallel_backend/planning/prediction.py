@@ -166,7 +166,8 @@ def _handed_on(workload: Workload, mode: Mode, cut: Balance, rank: int, kind: St
     sequence = SequenceCut((1.0,), degrees.ring * degrees.ulysses, False)
     place = degrees.sequence_index(at)
     text = 0 if kind is StepKind.OTHER_BAND and not workload.text_in_bands else workload.text
-    share = 1.0 if kind is StepKind.EXACT else 1 / mode.bands
+    image = workload.image if kind is StepKind.EXACT else workload.band_image(mode.bands, kind is StepKind.FIRST_BAND)
+    share = image / workload.image
     tokens = len(sequence.text(text)[place]) + share * len(sequence.image(Span(0, workload.image))[place])
     return tokens * (1 + workload.carried[cut.stage_blocks[at.pipe].stop]) * workload.sizes.token_bytes
 

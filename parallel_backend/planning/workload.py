@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.placement.expected_request import expected_request
 from parallel_backend.client.placement.memory_model import KV_COPIES, Request
 from parallel_backend.client.placement.model_sizes import ModelSizes, model_sizes
+from parallel_backend.core.spans import Span, split_carrying
 from parallel_backend.families.base.blocks import BlockList
 from parallel_backend.families.base.step_inputs import Shapes
 from parallel_backend.families.base.tensor_plan import CutKind, LayerCuts, cut_of
@@ -70,6 +72,12 @@ class Workload:
     @property
     def warm_up_steps(self) -> int:
         return min(self.warm_up, self.steps)
+
+    def band_image(self, bands: int, first: bool) -> float:
+        """Image tokens of a band: of the call's first one, or of another on average (banded_run.cut_rows)."""
+        row = self.image / self.rows
+        own, *others = map(len, split_carrying(Span(0, self.rows), bands, 0.0 if self.text_in_bands else self.text / row))
+        return row * (own if first else fmean(others))
 
     def request(self, exact: bool, bands: int) -> Request:
         """What memory goes by. `exact`: no keys and values are kept from call to call."""

@@ -409,6 +409,28 @@ def test_cut_rows(height, count, patch):
     assert max(tokens) - min(tokens) <= 1
 
 
+@given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 2000))
+def test_the_first_band_has_fewer_rows_for_the_text_that_it_carries(rows, count, text):
+    """No other cut has a shorter longest band, counted with the text, with at least half of its share for the first."""
+    row, shape = 16, (1, 16, 2 * rows, 32)
+    bands = [len(span) // 2 for span in cut_rows(shape, count, PATCHING, text)]
+    assert sum(bands) == rows and len(bands) == min(count, rows)
+    first, *others = bands
+    if not others:
+        return
+    most = max(first + text / row, *others)
+    assert first >= rows / len(bands) / 2
+    assert max(others) - min(others) <= 1
+    for other in range(-(-rows // (2 * len(bands))), rows - len(others) + 1):
+        assert most <= max(other + text / row, -(-(rows - other) // len(others))) + 1e-9
+
+
+def test_flux_at_1024_pixels_has_even_micro_steps():
+    """64 rows of 64 tokens, and 512 of text: 8 rows' worth."""
+    bands = {count: [len(span) // 2 for span in cut_rows((1, 16, 128, 128), count, PATCHING, 512)] for count in (1, 2, 4, 8)}
+    assert bands == {1: [64], 2: [28, 36], 4: [10, 18, 18, 18], 8: [4, 9, 9, 9, 9, 8, 8, 8]}
+
+
 def test_the_fake_is_called_as_the_client_would_be():
     """The fake's signatures are the client's, so that these tests speak of the class that production uses."""
     import inspect

@@ -17,7 +17,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import Computed, Forecast, StepCache
 from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.pipefusion_order import MicroStep, call_steps
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.spans import Span, split_carrying
 from parallel_backend.families.base.patching import Latents, Patching, latents_of, like
 from parallel_backend.processes.pool import Poll, wait_for
 
@@ -26,11 +26,17 @@ class NotLocal(Exception):
     """The bands asked for different things: this sampler looks at more than its own rows. Run it whole instead."""
 
 
-def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching) -> tuple[Span, ...]:
-    """Spans of a latent's rows (or frames), one per band, on token borders; fewer than asked for where they run out."""
-    size, patch = shape[patching.band_dim], patching.band_size
-    rows = -(-size // patch)
-    return tuple(Span(span.start * patch, min(span.stop * patch, size)) for span in split(Span(0, rows), min(bands, rows)))
+def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching, text: int = 0, references: int = 0) -> tuple[Span, ...]:
+    """Spans of a latent's rows (or frames), one per band, on token borders; fewer than asked for where they run out.
+
+    `text`: tokens that run with the first band beside its own, which therefore has fewer rows (Family.text_tokens).
+    `references`: tokens of reference pictures, which are spread over all rows.
+    """
+    size, patch, grid = shape[patching.band_dim], patching.band_size, patching.grid(shape)
+    rows = grid[patching.band_dim]
+    row = patching.row_tokens(grid) + references / rows
+    bands = split_carrying(Span(0, rows), min(bands, rows), text / row)
+    return tuple(Span(band.start * patch, min(band.stop * patch, size)) for band in bands)
 
 
 def exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:

@@ -16,14 +16,13 @@ def expected_request(
     """
     family, config = checkpoint.family, checkpoint.config
     grid = family.patching.grid(shape)
-    example = family.inputs.example(config, prompt)
+    example = family.example(config, prompt)
     looked_at = [example[name] for name in family.inputs.vector_tensors if name in example]
-    padding = family.image_padding(grid)
     return Request(
         grid=grid,
         references=0,
-        text=family.patching.usual_beside(shape) + padding + family.inputs.text_tokens(example),
-        padding=padding,
+        text=family.text_tokens(grid, family.patching.usual_beside(shape), example),
+        padding=family.image_padding(grid),
         entries=entries,
         looked_at=max((tensor.shape[1] for tensor in looked_at if tensor.ndim == 3), default=0),
         kept=kept,

@@ -377,6 +377,19 @@ class Family:
         """Tokens that the class adds to the image."""
         return self.inputs.padded(math.prod(grid)) - math.prod(grid)
 
+    def text_tokens(self, grid: tuple[int, ...], beside: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Tokens of a call beside the image's own: what the class adds to it, `beside` of the latent beside it, the text.
+
+        They run with the call's first band.
+        """
+        return self.image_padding(grid) + beside + self.inputs.text_tokens(tensors)
+
+    def example(self, config: Config, prompt: int) -> dict[str, torch.Tensor]:
+        """Shapes of a conditioning whose text has `prompt` tokens, on the meta device: a sampler's noise may come from the
+        global generator, which must not be drawn from."""
+        with torch.device("meta"):
+            return self.inputs.example(config, prompt)
+
     def token_order(self, grid: tuple[int, ...], references: int = 0, along: str = "rows") -> TokenOrder:
         """The order of a request's image tokens, for bands along that axis."""
         return TokenOrder(math.prod(grid), self.patching.cut(along).row_tokens(grid), references, along)

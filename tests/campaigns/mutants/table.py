@@ -564,9 +564,16 @@ CLIENT_MUTANTS = (
     Mutant(
         "the last odd row in no band",
         CLIENT + "pipefusion/banded_run.py",
-        "rows = -(-size // patch)",
+        "rows = grid[patching.band_dim]",
         "rows = size // patch",
         ("tests/client/test_banded_run.py", "-k", "cut_rows or odd"),
+    ),
+    Mutant(
+        "the text is not counted to the first band",
+        CLIENT + "pipefusion/banded_run.py",
+        "text / row)",
+        "0.0)",
+        ("tests/client/test_banded_run.py", "-k", "text or flux"),
     ),
     Mutant(
         "stages cut by their sum",
