@@ -4,6 +4,7 @@ import comfy.utils
 
 from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import on_ray
+from parallel_backend.core.validate import check_one_kind
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.doctor import HostFree, examine
 from parallel_backend.planning.planner import Plan, plan
@@ -23,9 +24,11 @@ from .ui.widgets import CATEGORY, cfg_scale
 def doctor_devices(text: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
     """Devices that the widget names. `auto`: all GPUs, or the model's CPU ranks if there is no GPU.
 
-    ValueError for a device that is not there.
+    ValueError for a device that is not there, and for GPUs beside CPUs.
     """
-    return (gpus() or stub.devices) if is_auto(text) else named_devices(text)
+    devices = (gpus() or stub.devices) if is_auto(text) else named_devices(text)
+    check_one_kind(devices)
+    return devices
 
 
 def memory_to_share(devices: tuple[str, ...]) -> HostFree:

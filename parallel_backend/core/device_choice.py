@@ -11,7 +11,7 @@ import torch
 
 from .degrees import Degrees
 from .devices import device_kind, names_ray, ray_devices
-from .validate import check_devices, check_ranks
+from .validate import check_devices, check_one_kind, check_ranks
 
 OTHER_KINDS = {
     "mps": "an Apple GPU (MPS)",
@@ -75,9 +75,14 @@ def choose_devices(text: str, degrees: Degrees, host: Host) -> tuple[str, ...]:
 
 
 def possible_devices(text: str, host: Host) -> tuple[str, ...]:
-    """Devices that degrees `auto` may use. Where `devices` is auto: every GPU, or one CPU rank, which has all cores."""
+    """Devices that degrees `auto` may use. Where `devices` is auto: every GPU, or one CPU rank, which has all cores.
+
+    ValueError for GPUs beside CPUs.
+    """
     if not is_auto(text):
-        return named_devices(text, host)
+        devices = named_devices(text, host)
+        check_one_kind(devices)
+        return devices
     return _auto_gpus(host) or ("cpu",)
 
 

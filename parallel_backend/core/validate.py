@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from .attention_kernels import ATTENTION, AUTO, KERNELS, known_devices, wanted
 from .degrees import WIDGETS, Degrees
+from .devices import device_kind
 
 MOST_RANKS = 64
 
@@ -28,12 +29,35 @@ def check_ranks(degrees: Degrees) -> None:
 
 
 def check_devices(degrees: Degrees, devices: tuple[str, ...]) -> None:
-    """Raise ValueError unless there is one device per rank."""
+    """Raise ValueError unless there is one device per rank, and under Ulysses all are of one kind.
+
+    A GPU rank exchanges a layer's heads in more parts than a CPU rank (HEAD_GROUPS): mixed ranks would wait for ever. No
+    other transfer's order or size depends on the device.
+    """
     if len(devices) != degrees.world:
         raise ValueError(
             f"devices names {len(devices)} ({', '.join(devices)}), but {degrees} needs {degrees.world}: the product of "
             "the degrees must equal the number of devices. Change the degrees, or the devices widget."
         )
+    if degrees.ulysses > 1 and _mixed(devices):
+        raise ValueError(
+            f"devices names GPUs and CPUs ({', '.join(devices)}), and ulysses_degree is {degrees.ulysses}, which runs on "
+            "one kind only. Name GPUs only, or write cpu once for each rank; or set ulysses_degree to 1 and use another "
+            "degree."
+        )
+
+
+def check_one_kind(devices: Sequence[str]) -> None:
+    """Raise ValueError for GPUs beside CPUs, before degrees are chosen for these devices or all modes are tried on them."""
+    if _mixed(devices):
+        raise ValueError(
+            f"devices names GPUs and CPUs ({', '.join(devices)}): which degrees are best for them is not looked for, since "
+            "ulysses_degree runs on one kind only. Name GPUs only, or write cpu once for each rank."
+        )
+
+
+def _mixed(devices: Sequence[str]) -> bool:
+    return len(set(map(device_kind, devices))) > 1
 
 
 def check_model(

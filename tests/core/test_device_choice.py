@@ -62,6 +62,19 @@ def test_their_names_are_refused_too():
             named_devices("tpu", Host())
 
 
+def test_gpus_beside_cpus_are_refused_where_ulysses_may_run():
+    """Their ranks would exchange heads in different numbers of groups, and wait for ever."""
+    mixed = r"^devices names GPUs and CPUs \(cuda:0, cpu\).*Name GPUs only, or write cpu once for each rank"
+    with fake_cuda(AMPERE):
+        assert choose_devices("cuda:0,cpu", TWO, Host()) == ("cuda:0", "cpu")
+        for degrees, devices in ((Degrees(ulysses=2), "cuda:0,cpu"), (Degrees(ulysses=2, pipe=2), "cpu,cpu:1,cpu,cuda:0")):
+            with pytest.raises(ValueError, match=r"^devices names GPUs and CPUs .*set ulysses_degree to 1"):
+                choose_devices(devices, degrees, Host())
+        with pytest.raises(ValueError, match=mixed):
+            possible_devices("cuda:0, cpu", Host())
+        assert choose_devices("cpu,cpu:1", Degrees(ulysses=2), Host()) == ("cpu", "cpu:1")
+
+
 WINDOWS_DEFAULT = {"CUDA_VISIBLE_DEVICES": "0"}
 """What ComfyUI sets there by itself."""
 
