@@ -1,8 +1,9 @@
 """ComfyUI's VAE.decode and VAE.encode with the decoder or encoder on the ranks."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import comfy.model_management
@@ -144,15 +145,31 @@ def _pixel_tile(model: torch.nn.Module, whole: torch.Tensor) -> tuple[int, ...]:
 
 
 def with_room(pool: Pool, work: Callable[[], T]) -> T:
-    """`work`; once more where the models on its ranks can make way for what it lacks."""
+    """`work`; once more where the models on its ranks can make way for what it lacks. Each try draws the same noise."""
     try:
-        return work()
+        with noise_put_back():
+            return work()
     except TooLittleMemory as short:
         if any(registry().held_on(pool, device) < missing for device, missing in short.missing.items()):
             raise
         for device, missing in short.missing.items():
             registry().make_way(pool, device, missing)
-    return work()
+    with noise_put_back():
+        return work()
+
+
+@contextlib.contextmanager
+def noise_put_back() -> Iterator[None]:
+    """After TooLittleMemory torch's generators are as before. Whoever tries again, ComfyUI too, draws the same noise."""
+    device = getattr(torch, comfy.model_management.vae_device().type, None)  # a CPU has no generator beside torch's own
+    generators = [torch, device] if hasattr(device, "get_rng_state") else [torch]
+    states = [each.get_rng_state() for each in generators]
+    try:
+        yield
+    except TooLittleMemory:
+        for each, state in zip(generators, states, strict=True):
+            each.set_rng_state(state)
+        raise
 
 
 def remote_vae(vae: comfy.sd.VAE, cut: Cut, part: Part, pool: Pool) -> tuple[RemoteVAE, torch.dtype]:

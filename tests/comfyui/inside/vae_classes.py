@@ -12,7 +12,17 @@ from unittest.mock import patch
 
 from boot import Results, comfy, difference, node, nodes, torch
 from comfy_execution.utils import CurrentNodeContext
-from vae import DDCONFIG, Recorder, h3_vae, image_vae, randomised, wan22_vae, wan_vae
+from vae import (
+    DDCONFIG,
+    Recorder,
+    h3_vae,
+    image_vae,
+    randomised,
+    room_is_made,
+    wan22_vae,
+    wan_vae,
+    with_a_huge_estimate,
+)
 
 RANKS = "cpu,cpu"
 
@@ -191,6 +201,9 @@ def main(results: Results) -> None:
         vae = ltx_vae(config)
         results.case(f"encode {name}", lambda vae=vae: encode(vae, 17, 96, 64))
         results.case(f"decode {name}", lambda vae=vae: decode(vae, 1, 128, 3, 3, 2))
+    timed, drawing = ltx_vae(LTX_095), lambda vae: decode(vae, 1, 128, 2, 3, 2)
+    results.case("decode with noise, once room is made", lambda: room_is_made(timed, drawing))
+    results.case("decode with noise, too little memory", lambda: drawing(with_a_huge_estimate(timed)))
     results.case("decode noisy", lambda: decode(noisy(vae), 1, 128, 1, 2, 2))
     cosmos = cosmos_vae()
     results.case("encode Cosmos", lambda: encode(cosmos, 9, 40, 24))
