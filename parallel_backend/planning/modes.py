@@ -62,8 +62,7 @@ def possible(workload: Workload, world: int) -> tuple[list[Mode], dict[Degrees, 
             )
             continue
         counts = band_counts(degrees.pipe, workload.rows) if degrees.pipe > 1 else [1]
-        row = workload.image // workload.rows
-        fitting = [bands for bands in counts if workload.rows // bands * row >= degrees.sequence]
+        fitting = [bands for bands in counts if min(workload.bands(bands)) >= degrees.sequence]
         if not fitting:
             refused[degrees] = f"the picture has {workload.image} tokens, too few to be cut so."
         modes += [Mode(degrees, bands) for bands in fitting]

@@ -74,10 +74,15 @@ class Workload:
         return min(self.warm_up, self.steps)
 
     def band_image(self, bands: int, first: bool) -> float:
-        """Image tokens of a band: of the call's first one, or of another on average (banded_run.cut_rows)."""
-        row = self.image / self.rows
-        own, *others = map(len, split_carrying(Span(0, self.rows), bands, 0.0 if self.text_in_bands else self.text / row))
-        return row * (own if first else fmean(others))
+        """Image tokens of a band: of the call's first one, or of another on average."""
+        own, *others = self.bands(bands)
+        return own if first else fmean(others)
+
+    def bands(self, count: int) -> list[int]:
+        """Image tokens of each of so many bands, as banded_run.cut_rows cuts them."""
+        row = self.image // self.rows
+        spans = split_carrying(Span(0, self.rows), count, 0.0 if self.text_in_bands else self.text / row)
+        return [row * len(span) for span in spans]
 
     def request(self, exact: bool, bands: int) -> Request:
         """What memory goes by. `exact`: no keys and values are kept from call to call."""

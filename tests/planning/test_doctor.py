@@ -17,6 +17,8 @@ from parallel_backend.client.placement.pipeline_model import StageCost, finish_t
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import AXES, Degrees
+from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.core.spans import Span, split_carrying
 from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import IMAGE, JOINT
 from parallel_backend.planning.doctor import examine, measure
@@ -217,6 +219,18 @@ def test_a_tiny_picture_is_not_cut_into_more_than_it_has():
     modes, refused = possible(what, 8)
     assert all(mode.bands <= 2 and mode.degrees.sequence <= 4 for mode in modes)
     assert "too few to be cut so" in refused[Degrees(ulysses=8)]
+
+
+@pytest.mark.parametrize("text", [0, 512])
+def test_no_patch_has_fewer_tokens_than_ranks_that_share_it(text):
+    """The first patch has fewer rows for the text that it carries. RemoteTransformer.call refuses ranks without a token."""
+    what = workload(grid=(8, 1), rows=8, text=text)
+    modes, refused = possible(what, 8)
+    for mode in modes:
+        for band in split_carrying(Span(0, 8), mode.bands, text):
+            assert all(SequenceCut((1.0,), mode.degrees.sequence, False).image(band))
+    assert (Mode(Degrees(pipe=2, ulysses=4), 2) in modes) == (text == 0)
+    assert (Degrees(pipe=2, ulysses=4) in refused) == (text > 0)
 
 
 def test_a_slower_link_never_makes_a_mode_faster():
