@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parallel_backend.client.placement.balance import Balance
-from parallel_backend.client.placement.memory_model import buffer_bytes
-from parallel_backend.core.degrees import SEQUENCE_AXES
+from parallel_backend.client.placement.memory_model import Request, buffer_bytes
+from parallel_backend.client.placement.model_sizes import ModelSizes
+from parallel_backend.core.degrees import SEQUENCE_AXES, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
 from parallel_backend.core.spans import Span
+from parallel_backend.families.base.blocks import IMAGE
 
 from .machine import Machine
 from .modes import Mode
@@ -110,7 +112,7 @@ class CalibratedCosts:
     def step(self, mode: Mode, kind: StepKind, cut: Balance) -> StepCost:
         degrees = mode.degrees
         entries = 1 if kind is StepKind.EXACT and degrees.pipe > 1 else mode.entries(self.workload)
-        queries, keys = self._queries(mode, kind), self.workload.tokens
+        queries, keys = sum(self._tokens(mode, kind)), self.workload.tokens
         costs = [self.calibration.costs[device] for device in mode.devices]
 
         def compute(rank: int, cost: BlockCost, keys: float, tensor: int) -> float:
@@ -127,7 +129,7 @@ class CalibratedCosts:
                     for rank, cost in own.items()
                 )
                 attention = entries * min(cost.attention(queries, keys) for cost in own.values())
-                waits, beside = self._transfers(mode, members, name, entries * queries, attention, kind is StepKind.EXACT)
+                waits, beside = self._transfers(mode, members, name, kind, entries, attention)
                 for rank in members:
                     seconds[rank] = max(slowest + waits, beside)
         around = tuple(compute(rank, cost.around, 0.0, 1) for rank, cost in enumerate(costs))
@@ -135,23 +137,24 @@ class CalibratedCosts:
 
     def sent(self, mode: Mode, exact: bool) -> Sent:
         kinds = [StepKind.EXACT] if exact else [StepKind.FIRST_BAND, *[StepKind.OTHER_BAND] * (mode.bands - 1)]
-        tokens = mode.entries(self.workload) * sum(self._queries(mode, kind) for kind in kinds)
+        entries = mode.entries(self.workload)
         axes = [axis for axis in (*SEQUENCE_AXES, "tensor") if getattr(mode.degrees, axis) > 1]
-        return {
-            name: {axis: [self._bytes(mode, axis, name, tokens, exact)] * mode.degrees.world for axis in axes}
-            for name in self.workload.kept
-        }
+
+        def of_block(axis: str, name: str) -> float:
+            return sum(self._bytes(mode, axis, name, kind, entries) for kind in kinds)
+
+        return {name: {axis: [of_block(axis, name)] * mode.degrees.world for axis in axes} for name in self.workload.kept}
 
     def activations(self, mode: Mode) -> Sequence[int | None]:
         return [None] * mode.degrees.world
 
-    def _queries(self, mode: Mode, kind: StepKind) -> float:
-        """Tokens of one batch entry in a micro-step."""
+    def _tokens(self, mode: Mode, kind: StepKind) -> tuple[float, int]:
+        """Tokens of one batch entry in a micro-step: the image's, and the text's."""
         workload = self.workload
         if kind is StepKind.EXACT:
-            return workload.tokens
+            return workload.image, workload.text
         first = kind is StepKind.FIRST_BAND
-        return workload.band_image(mode.bands, first) + (workload.text if first or workload.text_in_bands else 0)
+        return workload.band_image(mode.bands, first), workload.text if first or workload.text_in_bands else 0
 
     def _kept(self, mode: Mode, kind: StepKind, rank: int, block: str) -> int:
         """Bytes of a block's keys and values that a micro-step brings to the present call: the call's first one does."""
@@ -162,49 +165,72 @@ class CalibratedCosts:
         at = mode.degrees.coordinate(rank)
         return buffer_bytes(sizes, mode.degrees, Span(index, index + 1), at, request) // request.kept
 
-    def _bytes(self, mode: Mode, axis: str, block: str, tokens: float, exact: bool) -> float:
-        """That a rank sends for one block of a kind and so many tokens, of all batch entries. `exact`: in a call that is."""
-        degrees, count = mode.degrees, getattr(mode.degrees, axis)
-        size = tokens * self.workload.sizes.token_bytes / degrees.sequence
-        sizes = self.workload.sizes
-        if axis == "ulysses":
-            packed = ulysses_bytes(sizes.transfer_dtype, sizes.head_size, sizes.itemsize) / sizes.itemsize
-            return 4 * size * packed / degrees.tensor * (count - 1) / count
+    def _bytes(self, mode: Mode, axis: str, block: str, kind: StepKind, entries: int) -> float:
+        """That a rank sends for one block in a micro-step with so many batch entries."""
+        degrees, count, sizes = mode.stage_degrees, getattr(mode.degrees, axis), self.workload.sizes
         if axis == "tensor":
+            size = entries * sum(self._tokens(mode, kind)) * sizes.token_bytes / degrees.sequence
             return 2 * self._sums(block) * size * (count - 1) / count
-        sent, bits = 2 * size / degrees.tensor * (count - 1), change_bits(sizes.transfer_dtype)
-        if axis == "patch" and bits and not exact:
+        if axis == "ulysses":
+            # Keys and values travel repeated, once for each query head, as the class has them. Queries and results are as
+            # many: layers in which one stream looks at the other come in pairs.
+            of_all = self._keys(mode, block, replace(sizes, key_heads=None), Degrees(tensor=degrees.tensor), kind, entries)
+            packed = ulysses_bytes(sizes.transfer_dtype, sizes.head_size, sizes.itemsize) / sizes.itemsize
+            return 2 * of_all * packed / degrees.sequence * (count - 1) / count
+        keys = self._keys(mode, block, sizes, degrees, kind, entries) / degrees.patch
+        if axis == "ring":
+            return keys / count * (count - 1)
+        sent, bits = keys * (count - 1), change_bits(sizes.transfer_dtype)  # with those of the other ring ranks
+        if bits and kind is not StepKind.EXACT:
             group = group_size(sizes.head_size)
             sent *= change_bytes(group, group, bits) / (group * sizes.itemsize)
         return sent
+
+    def _keys(self, mode: Mode, block: str, sizes: ModelSizes, degrees: Degrees, kind: StepKind, entries: int) -> float:
+        """Bytes of the keys and values that a micro-step computes for a block, of all its tokens.
+
+        On the rank of these `degrees` with most heads.
+        """
+        image, text = self._tokens(mode, kind)
+        request = Request((image,), 0, text, self.workload.padding if text else 0, entries, kept=1)
+        sizes = replace(sizes, attention=(self._layers(block),), block_bytes=(0,), prologue=())
+        ranks = map(degrees.coordinate, range(degrees.world))
+        return max(buffer_bytes(sizes, degrees, Span(0, 1), at, request) for at in ranks)
+
+    def _layers(self, block: str) -> tuple[str, ...]:
+        """Which tokens each attention layer of a block is over.
+
+        Linear attention, of which sums and neighbouring tokens travel, is taken for a layer over the image.
+        """
+        return self.workload.sizes.attention[self.workload.blocks.index(block)] or (IMAGE,)
 
     def _sums(self, block: str) -> float:
         return self.workload.sums.get(block, SUMS)
 
     def _transfers(
-        self, mode: Mode, members: list[int], block: str, tokens: float, attention: float, exact: bool
+        self, mode: Mode, members: list[int], block: str, kind: StepKind, entries: int, attention: float
     ) -> tuple[float, float]:
-        """Seconds of the transfers of a block of a kind: those that it waits for, and those that run beside its computing.
+        """Seconds of the transfers of a block in a micro-step: those that it waits for, and those beside its computing.
 
         `attention`: seconds of the whole attention, uncut.
         """
-        degrees, links = mode.degrees, self.machine.links
+        degrees, links, layers = mode.degrees, self.machine.links, len(self._layers(block))
         waits = beside = 0.0
         if degrees.ulysses > 1:
-            groups, sent = _groups(mode, "ulysses", members), self._bytes(mode, "ulysses", block, tokens, exact)
-            waits += links.exchange(groups, BEFORE * sent) + links.exchange(groups, (1 - BEFORE) * sent)
+            groups, sent = _groups(mode, "ulysses", members), self._bytes(mode, "ulysses", block, kind, entries) / layers
+            waits += layers * sum(links.exchange(groups, part * sent) for part in (BEFORE, 1 - BEFORE))
         if degrees.ring > 1:
-            steps, groups = degrees.ring - 1, _groups(mode, "ring", members)
-            shift = links.shift(groups, self._bytes(mode, "ring", block, tokens, exact) / steps)
+            steps, groups = layers * (degrees.ring - 1), _groups(mode, "ring", members)
+            shift = links.shift(groups, self._bytes(mode, "ring", block, kind, entries) / steps)
             latency = links.shift(groups, 0.0)  # never hidden: both ends wait for each other in every step
-            computing = attention / (degrees.sequence * degrees.tensor * degrees.ring)
+            computing = attention / (degrees.sequence * degrees.tensor * degrees.ring) / layers
             waits += steps * (latency + max(0.0, shift - latency - computing))
         if degrees.tensor > 1:
-            size = tokens * self.workload.sizes.token_bytes / degrees.sequence
+            size = entries * sum(self._tokens(mode, kind)) * self.workload.sizes.token_bytes / degrees.sequence
             waits += self._sums(block) * links.all_reduce(_groups(mode, "tensor", members), size)
         if degrees.patch > 1:
-            seconds = links.exchange(_groups(mode, "patch", members), self._bytes(mode, "patch", block, tokens, exact))
-            waits, beside = (waits + seconds, 0.0) if exact else (waits, seconds)
+            seconds = links.exchange(_groups(mode, "patch", members), self._bytes(mode, "patch", block, kind, entries))
+            waits, beside = (waits + seconds, 0.0) if kind is StepKind.EXACT else (waits, seconds)
         return waits, beside
 
 

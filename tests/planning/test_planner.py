@@ -17,7 +17,7 @@ from parallel_backend.client.placement.pipeline_model import StageCost, finish_t
 from parallel_backend.client.placement.residency import Offload
 from parallel_backend.client.registry import ModelKey, Registry
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families.base.blocks import JOINT
+from parallel_backend.families.base.blocks import IMAGE, JOINT
 from parallel_backend.planning import __main__ as command
 from parallel_backend.planning import planner, prediction
 from parallel_backend.planning.calibrated_costs import BlockCost, CalibratedCosts, Calibration, DeviceCost, pairs_of, through
@@ -177,6 +177,33 @@ def test_ring_by_the_formula(bandwidth):
     exposed = LAYERS * (N - 1) * max(0.0, 2 * A / (N * bandwidth) - attention / N**2)
     expected = LAYERS * block_seconds(what) / N + exposed
     assert seconds(on, what, Mode(Degrees(ring=N))) == pytest.approx(28 * expected)
+
+
+def test_keys_that_heads_share_travel_once():
+    """Krea 2: 12 heads of keys for 48 of queries. Over a link of 1 GB/s that makes a ring faster than one device."""
+    krea = MODELS["krea-2"]
+    what = krea.workload("krea-2", 1024, 1024, 28)
+    size = what.tokens * what.sizes.token_bytes * krea.layers
+    hardware = replace(HARDWARE["RTX 4090"], link=Link(30e-6, 1e9))
+    found = plan(hardware.calibration(2, krea), what)
+    sent = {each.mode.degrees: max(map(max, each.step_bytes.values()), default=0) for each in found.predictions}
+    assert sent[Degrees(ring=2)] == sent[Degrees(patch=2, patch_mode="displaced")] == size * 12 / 48
+    assert sent[Degrees(ulysses=2)] == size  # repeated, as the queries are
+    exact = next(each for each in found.predictions if each.mode.exact)
+    assert exact.mode.degrees == Degrees(ring=2)
+    assert exact.seconds == pytest.approx(25.3, abs=0.1)
+
+
+def test_each_attention_layer_of_a_block_has_its_transfers():
+    """The first blocks of SD3.5-medium have two."""
+    what, on = workload(), devices(N, Link(LATENCY, B))
+    twice = replace(what, sizes=replace(what.sizes, attention=((JOINT, IMAGE),) * LAYERS))
+    for degrees in (Degrees(ulysses=N), Degrees(ring=N), Degrees(patch=N, patch_mode="displaced")):
+        one, two = (predict(on, each, Mode(degrees)) for each in (what, twice))
+        assert two.moved == 2 * one.moved
+    waits = 4 * A * LAYERS / N * (N - 1) / (N * B) + 2 * LAYERS * LATENCY
+    mode = Mode(Degrees(ulysses=N))
+    assert seconds(on, twice, mode) == pytest.approx(seconds(on, what, mode) + 28 * waits)
 
 
 def test_tensor_by_the_formula():
