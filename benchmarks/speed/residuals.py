@@ -46,8 +46,8 @@ class OnePool:
     def lend(self, rank: int, segment: Segment) -> None:
         self.channel.lend(segment)
 
-    def take_back(self, rank: int, segment: Segment) -> None:
-        self.channel.take_back(segment.number)
+    def drop(self, rank: int, segment: Segment) -> None:
+        self.channel.drop(segment.number)
 
 
 def step(seq: int, added: list[torch.Tensor]) -> m.Step:

@@ -106,5 +106,5 @@ class SharedResiduals:
         self._free[replica].remove(segment)
         self._nbytes -= segment.nbytes
         for rank in self._ranks(replica):
-            self._pool.take_back(rank, segment)
+            self._pool.drop(rank, segment)
         segment.close()

@@ -71,8 +71,8 @@ class ModelRanks:
     def lend(self, rank: int, segment: Segment) -> None:
         self.pool.lend(rank, segment, self.number)
 
-    def take_back(self, rank: int, segment: Segment) -> None:
-        self.pool.take_back(rank, segment)
+    def drop(self, rank: int, segment: Segment) -> None:
+        self.pool.drop(rank, segment)
 
     def forget(self, rank: int, segment: Segment) -> None:
         self.pool.forget(rank, segment)

@@ -193,12 +193,6 @@ class Pool:
         with self.together(), contextlib.suppress(OSError):
             self.ranks.channels[rank].lend(segment, model)
 
-    def take_back(self, rank: int, segment: Segment) -> None:
-        """See Channel.take_back. Raises as `send`."""
-        self._raise_error()
-        with self.together(), contextlib.suppress(OSError):
-            self.ranks.channels[rank].take_back(segment.number)
-
     def drop(self, rank: int, segment: Segment) -> None:
         """See Channel.drop. Raises as `send`."""
         self._raise_error()

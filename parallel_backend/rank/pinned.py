@@ -25,7 +25,7 @@ def _pin(device: torch.device) -> Borrowed:
     def pin(memory: torch.Tensor) -> Callable[[], None]:
         if not memory.nbytes:
             return lambda: None
-        torch.cuda.set_device(device)  # this may be the thread that receives
+        torch.cuda.set_device(device)  # this may be the thread that receives: see unpin
         cudart = torch.cuda.cudart()
         failed = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)
         if int(failed):
@@ -36,6 +36,7 @@ def _pin(device: torch.device) -> Borrowed:
             return lambda: None
 
         def unpin() -> None:
+            # By the thread that computes: CUDA forbids waiting for a device on which another one captures a graph.
             torch.cuda.synchronize(device)
             cudart.cudaHostUnregister(memory.data_ptr())
 
@@ -45,7 +46,10 @@ def _pin(device: torch.device) -> Borrowed:
 
 
 def _forget_error(device: torch.device) -> None:
-    """CUDA keeps the error of a failed call, and torch would take it for that of the next kernel, and raise it there."""
+    """CUDA keeps the error of a failed call, and torch would take it for that of the next kernel, and raise it there.
+
+    The thread's own stream alone is waited for: another thread may be capturing a graph.
+    """
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()

@@ -277,21 +277,21 @@ class Worker:
         return message if isinstance(message, m.Step) and model == self._model else None
 
     def _read(self) -> None:
+        """Put what comes into the inbox. The main thread may be blocked in a transfer that will never end, so whatever ends
+        this ends the process."""
         try:
             while True:
                 self._inbox.put(self.channel.receive())
-        except (EOFError, OSError, m.BadMessage) as error:
-            # The client is gone, or what comes is not from it. The main thread may be blocked in a transfer that will
-            # never end, so the process ends here.
-            if isinstance(error, m.BadMessage):
-                with contextlib.suppress(OSError):
-                    summary = f"{type(error).__name__}: {error}"
-                    self.channel.send(m.Failure(self.settings.rank, READING, False, summary, traceback.format_exc()))
-                os._exit(1)
+        except (EOFError, OSError) as error:  # the client is gone
             log.info("rank %d: control connection ended (%s)", self.settings.rank, error)
             if isinstance(self.settings.rendezvous, Path):
                 shutil.rmtree(self.settings.rendezvous.parent, ignore_errors=True)
             os._exit(0)
+        except BaseException as error:  # a rank that hears nothing more would go on giving signs of life
+            summary, text = f"{type(error).__name__}: {error}"[:LONGEST_TEXT], traceback.format_exc()[-LONGEST_TEXT:]
+            with contextlib.suppress(OSError):
+                self.channel.send(m.Failure(self.settings.rank, READING, False, summary, text))
+            os._exit(1)
 
 
 def run(settings: RankSettings, connection: Connection) -> None:

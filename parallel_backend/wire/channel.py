@@ -14,7 +14,7 @@ import torch
 
 from .encoding import MAX_HEADER_BYTES, BadMessage, Envelope
 from .messages import decode_header, encode
-from .shared_memory import MAX_SEGMENT_BYTES, MAX_SEGMENTS, CloseSegment, DropSegment, OpenSegment, Segment, open_segment
+from .shared_memory import MAX_SEGMENT_BYTES, MAX_SEGMENTS, DropSegment, OpenSegment, Segment, open_segment
 from .tcp import socket_of, stop_sending
 
 CLOSE_SECONDS = 1.0
@@ -29,7 +29,10 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 Borrowed = Callable[[torch.Tensor], Callable[[], None]]
-"""Is given a segment's memory before it is used; what it returns is called when it will not be used any more."""
+"""Is given a segment's memory before it is used, by the thread that receives.
+
+What it returns is called by `return_segment`, when the memory will not be used any more.
+"""
 
 
 class Channel:
@@ -73,21 +76,17 @@ class Channel:
                         socket.send_fds(ours, [HANDLE_FOLLOWS], [segment.handle])
             self._lent[segment.number] = segment
 
-    def take_back(self, number: int) -> None:
-        """No message will point into that segment any more. Raises as `send`."""
-        self._end_lending(CloseSegment(number))
-
     def drop(self, number: int) -> None:
-        """As `take_back`, but the other end may still use the segment for what it was sent before. Raises as `send`."""
-        self._end_lending(DropSegment(number))
+        """No message will point into that segment any more. Raises as `send`.
 
-    def _end_lending(self, message: CloseSegment | DropSegment) -> None:
+        The other end lets it go when it comes to it, and may use it until then for what it was sent before.
+        """
         with self._sending:
-            if self._lent.pop(message.number, None) is not None:  # the other end may have been gone when it was to be lent
-                self._send(message)
+            if self._lent.pop(number, None) is not None:  # the other end may have been gone when it was to be lent
+                self._send(DropSegment(number))
 
     def forget(self, number: int) -> None:
-        """As `take_back`, without a word: the other end lets its segments go by itself. Never blocks."""
+        """As `drop`, without a word: the other end lets its segments go by itself. Never blocks."""
         self._lent.pop(number, None)
 
     def _send(self, message: Any, request_id: int | None = None, model: int | None = None) -> None:
@@ -116,7 +115,7 @@ class Channel:
         """
         while True:
             envelope = self._receive()
-            if self._on_borrowed is None or not isinstance(envelope.message, OpenSegment | CloseSegment):
+            if self._on_borrowed is None or not isinstance(envelope.message, OpenSegment):
                 return envelope
             self._borrow(envelope.message, envelope.model)
 
@@ -126,10 +125,7 @@ class Channel:
             if model in (None, owner):
                 self.return_segment(number)
 
-    def _borrow(self, message: OpenSegment | CloseSegment, model: int | None) -> None:
-        if isinstance(message, CloseSegment):
-            self.return_segment(message.number)
-            return
+    def _borrow(self, message: OpenSegment, model: int | None) -> None:
         if message.number in self._borrowed or len(self._borrowed) == MAX_SEGMENTS or message.nbytes > MAX_SEGMENT_BYTES:
             raise BadMessage(f"segment {message.number} of {message.nbytes} bytes beside {len(self._borrowed)} others")
         try:
@@ -140,7 +136,7 @@ class Channel:
         self._borrowed[message.number], self._models[message.number] = segment, model
 
     def return_segment(self, number: int) -> None:
-        """Let a segment go that is borrowed."""
+        """Let a segment go that is borrowed. By the thread that computes with it."""
         if self._borrowed.pop(number, None) is not None:
             self._models.pop(number, None)
             self._let_go.pop(number)()

@@ -43,7 +43,7 @@ from .loading import (
     Weigh,
 )
 from .sampling import BlockStats, CloseRun, DropConditioning, OpenRun, Output, PutConditioning, RunStats, Step
-from .shared_memory import CloseSegment, DropSegment, OpenSegment
+from .shared_memory import DropSegment, OpenSegment
 from .vae import BeginVAE, EndVAE, PutVAE, RunVAE, VAEBegun, VAEOutput
 
 _TYPES = {
@@ -65,7 +65,7 @@ _TYPES = {
         *(DropAdapters, Adapt, Rescale, Weigh, AdaptersSent, Adapted, SetResident, Residency),
         *(PutVAE, BeginVAE, VAEBegun, RunVAE, VAEOutput, EndVAE),
         *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),
-        *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, CloseSegment, DropSegment),
+        *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, DropSegment),
         *(ReadMemory, RankMemory, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),
     )
 }

@@ -34,15 +34,8 @@ class OpenSegment:
 
 
 @dataclass(frozen=True)
-class CloseSegment:
-    """Client -> rank: no message uses it any more."""
-
-    number: int
-
-
-@dataclass(frozen=True)
 class DropSegment:
-    """Client -> rank: as CloseSegment, once the rank has done what it was sent before."""
+    """Client -> rank: no message uses it any more. The rank lets it go once it has done what it was sent before."""
 
     number: int
 

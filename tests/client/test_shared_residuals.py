@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from parallel_backend.client.shared_residuals import SharedResiduals
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import RankError
 from parallel_backend.rank import pinned
+from parallel_backend.rank.engine import Engine
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.shared_memory import make_segment, sharing_possible
@@ -110,7 +112,7 @@ class PoolOfNobody:
     """A pool whose ranks take note of what they are lent. `far`: ranks on another machine. `failed`: all is over."""
 
     def __init__(self, far: tuple[int, ...] = ()):
-        self.far, self.lent, self.taken_back, self.failed = far, [], [], False
+        self.far, self.lent, self.dropped, self.failed = far, [], [], False
         self.next_segment = itertools.count(1).__next__
 
     def lends_to(self, rank: int) -> bool:
@@ -121,8 +123,8 @@ class PoolOfNobody:
             raise RankError("gone")
         self.lent.append((rank, segment.number))
 
-    def take_back(self, rank: int, segment) -> None:
-        self.taken_back.append((rank, segment.number))
+    def drop(self, rank: int, segment) -> None:
+        self.dropped.append((rank, segment.number))
 
     def forget(self, rank: int, segment) -> None:
         pass
@@ -154,14 +156,14 @@ def test_a_segment_is_lent_to_its_replicas_ranks_and_used_again(shared, pool):
     shared.done(5)
     shared.place(1, 7, [LARGE])
     assert pool.lent == [(2, 1), (3, 1), (2, 2), (3, 2)]
-    assert not pool.taken_back
+    assert not pool.dropped
 
 
 def test_a_segment_that_is_too_small_gives_way_to_a_larger_one(shared, pool):
     shared.place(0, 1, [LARGE])
     shared.done(1)
     placed = shared.place(0, 2, [LARGE, LARGE + 1, LARGE[:100]])
-    assert pool.taken_back == [(0, 1), (1, 1)]
+    assert pool.dropped == [(0, 1), (1, 1)]
     assert all(map(torch.equal, placed, [LARGE, LARGE + 1, LARGE[:100]]))
 
 
@@ -233,6 +235,31 @@ def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, flux_file)
     del model
     assert maps() == before
     assert set(os.listdir("/dev/shm")) == names
+
+
+def test_a_rank_lets_a_segment_go_between_its_messages(remote, monkeypatch):
+    """Not while it computes, when it may be capturing a CUDA graph."""
+    let_go, computing = [], threading.local()
+    step, return_segment = Engine.step, Channel.return_segment
+
+    def marked(*arguments):
+        computing.rank = True
+        return step(*arguments)
+
+    def noted(channel, number):
+        let_go.append(getattr(computing, "rank", False))
+        return_segment(channel, number)
+
+    model = remote(Degrees(pipe=2), fresh=True)
+    monkeypatch.setattr(Engine, "step", marked)
+    monkeypatch.setattr(Channel, "return_segment", noted)
+    monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
+    for height in (8, 16):  # the second call needs a larger segment in the place of the first one's
+        x, timestep, tensors = tiny.inputs(tiny.FLUX, height=height)
+        model.predict(x, timestep, tensors, nothing, residuals=residuals(x, 0))
+    model.close_run(0, nothing)  # the ranks have come so far
+    assert let_go
+    assert all(let_go)
 
 
 def test_memory_that_cannot_be_pinned_is_no_error_of_what_the_gpu_does_next(monkeypatch, caplog):

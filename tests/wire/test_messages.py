@@ -35,7 +35,6 @@ TENSORS = {
 
 MESSAGES = [
     m.OpenSegment(1, 4096, ""),
-    m.CloseSegment(1),
     m.DropSegment(2**63),
     m.Ready(3),
     m.Load("/a folder/ü.safetensors", "bf16", (1, 2, 1, 1, 2, 1), "none", (1.0,), (Span(0, 3), Span(3, 8)), "auto"),
