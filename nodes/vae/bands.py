@@ -186,7 +186,7 @@ def remote_vae(vae: comfy.sd.VAE, cut: Cut, part: Part, pool: Pool) -> tuple[Rem
     # Another VAE may have the address of one that is gone, and a node may have written into the weights.
     of_file = f"{vae.patcher.patches_uuid} {id(vae.first_stage_model)} {_sample(state.values())}"
     name = f"{of_file} {dtype} {json.dumps(settings, sort_keys=True)}"
-    return RemoteVAE(pool, name, cut.known.kind, part, weights), dtype
+    return RemoteVAE(pool, name, cut.known.kind, part, weights, lambda nbytes: make_room(pool, nbytes)), dtype
 
 
 def _sample(tensors: Iterable[torch.Tensor]) -> str:

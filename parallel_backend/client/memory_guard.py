@@ -19,6 +19,7 @@ from parallel_backend.processes.failure_text import out_of_memory
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Poll, RankError, wait_for
 from parallel_backend.wire.diagnosis import RankMemory, ReadMemory
+from parallel_backend.wire.vae import DropVAE
 
 from .call import Conditioning
 from .conditioning_cache import CONDITIONINGS_KEPT
@@ -173,7 +174,10 @@ class MemoryGuard:
     def _with_room(
         self, requests: tuple[Request, ...], found: tuple[DeviceMemory, ...], resident: Sequence[int] | None
     ) -> tuple[DeviceMemory, ...]:
-        """`found`, with what `make_room` has freed there. `resident`: see MemoryCheck.missing."""
+        """`found`, with what parts of VAEs and then `make_room` have freed there. `resident`: see MemoryCheck.missing."""
+        if any(room.vae and self.memory_check.missing(requests, room, resident) for room in found):
+            self.pool.tell(DropVAE())  # nobody waits: ranks do it before what they are sent from now on
+            found = tuple(room if room.free is None else replace(room, free=room.free + room.vae, vae=0) for room in found)
         rooms = []
         for room in found:
             missing = self.memory_check.missing(requests, room, resident)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,7 +37,8 @@ class RemoteVAE:
     """One part of a VAE on the ranks of `pool`. `name` stands for its weights: ranks that hold it are not sent it again.
 
     `kind`: a row of families/vaes. `weights` gives them in the dtype to compute in; asked only when the ranks lack them.
-    `bytes_sent`: what each rank sent to others for the last picture.
+    `make_room` is called before that, with bytes for them and a band. `bytes_sent`: what each rank sent to others for the
+    last picture.
     """
 
     pool: Pool
@@ -45,6 +46,7 @@ class RemoteVAE:
     kind: str
     part: Part
     weights: Callable[[], Weights]
+    make_room: Callable[[int], None] = lambda nbytes: None
     bytes_sent: list[dict[str, int]] = field(default_factory=list)
 
     def run(
@@ -154,18 +156,38 @@ class RemoteVAE:
         begin = m.BeginVAE(self.name, self.part, bytes_needed)
         replies = wait_for(self.pool.ask(begin, m.VAEBegun), poll)
         if not all(reply.held for reply in replies):
-            # No look at Cancel between ranks: if only some of them held it, the others would wait for those in vain.
             weights = self.weights()
+            self._make_room_for(weights, bytes_needed, poll)
+            # No look at Cancel between ranks: if only some of them held it, the others would wait for those in vain.
             config = json.dumps(weights.config)
             with shared_weights(self.pool, weights.tensors) as tensors:
                 self.pool.tell(m.PutVAE(self.name, self.kind, self.part, config, tensors))
             replies = wait_for(self.pool.ask(begin, m.VAEBegun), poll)
         if any(reply.short_of_memory for reply in replies):
-            missing: dict[str, int] = {}
-            for device, reply in zip(self.pool.devices, replies, strict=True):
-                missing[device] = missing.get(device, 0) + reply.missing
             text = f"a device has less than the {bytes_needed / 1e9:.1f} GB that its band needs"
-            raise TooLittleMemory(text, {device: lacks for device, lacks in missing.items() if lacks})
+            raise TooLittleMemory(text, self._missing(replies))
+
+    def _make_room_for(self, weights: Weights, bytes_needed: int, poll: Poll) -> None:
+        """Before they are put on the ranks, which lack them. Other parts make way for them.
+
+        TooLittleMemory where a device has no room for them and a band.
+        """
+        nbytes = sum(tensor.nbytes for tensor in weights.tensors.values())
+        self.make_room(nbytes + bytes_needed)
+        ask = m.BeginVAE(self.name, self.part, bytes_needed, nbytes)
+        if not self._missing(wait_for(self.pool.ask(ask, m.VAEBegun), poll)):
+            return
+        self.pool.tell(m.DropVAE())
+        if missing := self._missing(wait_for(self.pool.ask(ask, m.VAEBegun), poll)):
+            text = f"a device has less than the {(nbytes + bytes_needed) / 1e9:.1f} GB that its part of the VAE needs"
+            raise TooLittleMemory(text, missing)
+
+    def _missing(self, replies: Sequence[m.VAEBegun]) -> dict[str, int]:
+        """Bytes that devices lack, of those that lack some."""
+        missing: dict[str, int] = {}
+        for device, reply in zip(self.pool.devices, replies, strict=True):
+            missing[device] = missing.get(device, 0) + reply.missing
+        return {device: lacks for device, lacks in missing.items() if lacks}
 
 
 def cut_along_columns(x: torch.Tensor) -> bool:

@@ -15,9 +15,11 @@ UNLIMITED = 1 << 60
 """What version 1 of control groups writes for no limit is larger."""
 
 
-def read_memory(rank: int, device: torch.device, held: int, others: int = 0, copy_rate: float = 0.0) -> RankMemory:
+def read_memory(
+    rank: int, device: torch.device, held: int, others: int = 0, copy_rate: float = 0.0, vae: int = 0
+) -> RankMemory:
     """`held`: bytes that the rank's model has on a CPU; a CUDA device knows itself what this process holds, which less
-    `others`, those of other models, counts as the model's. `copy_rate`: see RankMemory.
+    `others`, those of other models, and `vae`, those of parts of VAEs, counts as the model's. `copy_rate`: see RankMemory.
     """
     node = platform.node()
     if device.type != "cuda":
@@ -28,7 +30,7 @@ def read_memory(rank: int, device: torch.device, held: int, others: int = 0, cop
     # By the card's own number: two processes may each call another card cuda:0.
     place = f"{node} {getattr(torch.cuda.get_device_properties(device), 'uuid', device)}"
     cached, host_free = torch.cuda.memory_reserved(device) - allocated, host_memory()[0]
-    return RankMemory(rank, place, free, allocated - others, cached, total, node, host_free, copy_rate)
+    return RankMemory(rank, place, free, allocated - others - vae, cached, total, node, host_free, copy_rate, vae)
 
 
 def host_memory() -> tuple[int, int]:

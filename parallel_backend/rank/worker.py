@@ -27,7 +27,7 @@ from parallel_backend.rank.comm.transfers import PeerError
 from parallel_backend.rank.stage.lora import parameter_names
 from parallel_backend.rank.stage.store.device_copies import copies_of
 from parallel_backend.rank.stage.store.emulated import EmulatedCopies
-from parallel_backend.rank.vae.part import VAEPart
+from parallel_backend.rank.vae.part import VAEPart, free_bytes
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.heartbeat import Heartbeat, send_heartbeats
@@ -55,7 +55,7 @@ DOING = {
     **dict.fromkeys((m.Adapt, m.Rescale, m.Weigh, m.DropAdapters, m.AdaptersSent), "adapting a LoRA"),
     m.SetResident: "moving weights between its device and host memory",
     m.PutConditioning: "taking in a prompt",
-    **dict.fromkeys((m.BeginVAE, m.RunVAE, m.EndVAE), "running the VAE"),
+    **dict.fromkeys((m.BeginVAE, m.RunVAE, m.EndVAE, m.DropVAE), "running the VAE"),
     m.ProbeLinks: "timing transfers",
     m.CloseRun: "closing a run",
     m.Unload: "unloading",
@@ -143,6 +143,9 @@ class Worker:
             case m.EndVAE():
                 if (part := self.vae.get(message.part)) is not None:
                     part.end()
+            case m.DropVAE():
+                self.vae = {}
+                self._free()
             case m.OpenRun():
                 self.engine.open_run(message)
             case m.ReadMemory():
@@ -202,7 +205,9 @@ class Worker:
     def _begin_vae(self, message: m.BeginVAE) -> m.VAEBegun:
         part = self.vae.get(message.part)
         if part is None or part.name != message.name:
-            return m.VAEBegun(self.settings.rank, False, False, 0)
+            free = free_bytes(self.device) + (0 if part is None else part.nbytes)  # whose place it takes
+            missing = max(0, message.weight_bytes + message.bytes_needed - free)
+            return m.VAEBegun(self.settings.rank, False, False, missing)
         self._turn_to(None)
         return part.begin(message)
 
@@ -220,7 +225,8 @@ class Worker:
         own = held.pop(self._model, 0)
         if isinstance(self.copies, EmulatedCopies):
             return self.copies.memory(own, host_memory()[0])
-        return read_memory(self.settings.rank, self.device, own, sum(held.values()), self._copy_rate)
+        vae = sum(part.nbytes for part in self.vae.values())
+        return read_memory(self.settings.rank, self.device, own, sum(held.values()), self._copy_rate, vae)
 
     def _set_resident(self, resident: int, working: bool) -> m.Residency:
         engine = self.engines.get(self._model)
@@ -238,6 +244,10 @@ class Worker:
         if self._model is None:
             self.vae = {}
         self.channel.return_segments(self._model)
+        self._free()
+
+    def _free(self) -> None:
+        """Return the memory of what has just been let go."""
         gc.collect()  # engine and model refer to each other: without this the old weights stay beside the new ones
         self._release_unused()
 

@@ -81,6 +81,8 @@ class RankMemory:
     """Free in that machine's memory. None without such a machine."""
     copy_rate: float = 0.0
     """Bytes a second from that memory to the device. 0: not known, or without such a machine."""
+    vae_bytes: int = 0
+    """What parts of VAEs have of a GPU's memory. They make way for a model (DropVAE)."""
 
 
 @dataclass(frozen=True)

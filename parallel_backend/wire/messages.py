@@ -44,7 +44,7 @@ from .loading import (
 )
 from .sampling import BlockStats, CloseRun, DropConditioning, OpenRun, Output, PutConditioning, RunStats, Step
 from .shared_memory import DropSegment, OpenSegment
-from .vae import BeginVAE, EndVAE, PutVAE, RunVAE, VAEBegun, VAEOutput
+from .vae import BeginVAE, DropVAE, EndVAE, PutVAE, RunVAE, VAEBegun, VAEOutput
 
 _TYPES = {
     cls.__name__: cls
@@ -63,7 +63,7 @@ _TYPES = {
             DropConditioning,
         ),
         *(DropAdapters, Adapt, Rescale, Weigh, AdaptersSent, Adapted, SetResident, Residency),
-        *(PutVAE, BeginVAE, VAEBegun, RunVAE, VAEOutput, EndVAE),
+        *(PutVAE, BeginVAE, VAEBegun, RunVAE, VAEOutput, EndVAE, DropVAE),
         *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),
         *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, DropSegment),
         *(ReadMemory, RankMemory, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),

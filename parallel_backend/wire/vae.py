@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class PutVAE:
-    """Client -> rank: hold this part of a VAE, in place of another decoder or encoder, until a model is unloaded."""
+    """Client -> rank: hold this part of a VAE, in place of another decoder or encoder, until DropVAE or an unloading."""
 
     name: str
     """Stands for the weights."""
@@ -30,6 +30,8 @@ class BeginVAE:
     part: str
     bytes_needed: int
     """Memory that one rank's band takes, beside the weights."""
+    weight_bytes: int = 0
+    """Of the weights, where the ranks lack them: what `missing` is said of too."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,12 @@ class VAEBegun:
     short_of_memory: bool
     """One of the ranks has too little memory. None begins."""
     missing: int
-    """Bytes that this rank lacks."""
+    """Bytes that this rank lacks, for the weights too where it does not hold them."""
+
+
+@dataclass(frozen=True)
+class DropVAE:
+    """Client -> rank: free the parts of VAEs, between pictures. All ranks, or none: see VAEBegun.held."""
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,16 @@ def nobody() -> None:
 
 class Guarded:
     """A guard over a rank that has as much memory as `room`, and what it had checked. `asked`: how often the rank was asked
-    for its memory. `told`: limits of weights that it was given. `host`: of its memory, see RankMemory."""
+    for its memory. `told`: limits of weights that it was given. `host`: of its memory, see RankMemory. `vae`: what parts of
+    VAEs have of `room`."""
 
     def __init__(self, path, room: int = 2 * GB, host: str = "", offload: Offload = ALLOWED):
-        self.checked, self.asked, self.told, self.room, self.host = [], 0, [], room, host
+        self.checked, self.asked, self.told, self.room, self.host, self.vae = [], 0, [], room, host, 0
         self.check = MemoryCheck(open_checkpoint(path), Degrees(), even_stages(8, 1), "fp32", ("cpu",), 1, offload)
         check, self.check.check = self.check.check, self._checked
         self._check = check
-        self.guard = MemoryGuard(SimpleNamespace(devices=("cpu",), ask=self._ask), self.check, FAMILIES["flux"])
+        ranks = SimpleNamespace(devices=("cpu",), ask=self._ask, tell=self._tell)
+        self.guard = MemoryGuard(ranks, self.check, FAMILIES["flux"])
         (self.weights,) = self.check.weights()
 
     def load(self) -> None:
@@ -69,8 +71,14 @@ class Guarded:
         else:
             self.asked += 1
             held = self.guard.resident.device_bytes[0]
-            future.set_result([m.RankMemory(0, "here", self.room - held, held, 0, None, self.host, 10 * GB, 25e9)])
+            free = self.room - held - self.vae
+            future.set_result([m.RankMemory(0, "here", free, held, 0, None, self.host, 10 * GB, 25e9, self.vae)])
         return future
+
+    def _tell(self, message) -> None:
+        assert message == m.DropVAE()
+        self.told.append(message)
+        self.vae = 0
 
 
 def conditioning(number: int, rows: int = 4) -> Conditioning:
@@ -197,6 +205,24 @@ def test_what_somebody_else_took_in_the_middle_of_a_run_is_not_taken_for_free(fl
     guarded.guard.check(1, conditioning(0))
     assert weights.on_device(guarded.told[-1]) == weights.least
     assert asked[0] > weights.total - weights.least  # it was wanted back
+
+
+def test_parts_of_vaes_make_way_for_weights_and_for_runs_before_anyone_is_asked(flux_file):
+    guarded, asked = Guarded(flux_file), []
+    guarded.guard.make_room = lambda device, missing: asked.append(missing) or 0
+    guarded.vae = GB
+    guarded.load()
+    assert guarded.told == []  # beside the weights there is room for them
+    guarded.vae = guarded.room - guarded.weights.total
+    guarded.run(4)
+    assert (guarded.told, asked) == ([m.DropVAE()], [])
+    guarded.vae = guarded.room
+    guarded.load()
+    assert (guarded.told, asked) == ([m.DropVAE()] * 2, [])
+    guarded.vae, guarded.room = GB, guarded.weights.total - 1
+    with pytest.raises(ValueError, match=r"the weights of .* MB is free"):
+        guarded.load()
+    assert asked[0] > 0  # what they had was not enough, and was asked for no more
 
 
 def test_weights_that_are_to_be_whole_come_back_only_where_there_is_room(flux_file):

@@ -5,6 +5,7 @@ import gc
 import itertools
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -29,6 +30,7 @@ from parallel_backend.processes import local as launch
 from parallel_backend.processes.failure_text import out_of_memory
 from parallel_backend.processes.pool import Pool, RankError, again
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.rank import worker
 from parallel_backend.rank.free_memory import group_limits, host_memory
 from parallel_backend.wire import messages as m
 from tests.campaigns.faults.census import settle
@@ -37,6 +39,7 @@ from tests.families.cases.ltx_video import WithKeyframes
 from tests.families.cases.wan import TimePerFrame
 from tests.rank.test_module_cache import Runs
 from tests.support import failing_rank, tiny
+from tests.support.fake_cuda import AMPERE, fake_cuda
 
 CASES = [case for case in all_cases() if "pipe" not in case.row.unsupported]
 GB = 10**9
@@ -289,6 +292,18 @@ def test_ranks_of_one_place_share_it():
         DeviceMemory("cuda:1", (1,), 5 * GB, GB, 8 * GB),
         DeviceMemory("cpu", (3,), None, 0, None),
     )
+
+
+def test_parts_of_vaes_count_as_taken(monkeypatch):
+    monkeypatch.setattr(worker, "measured_copy_rate", lambda device: 25e9)
+    with fake_cuda(AMPERE) as cuda:
+        cuda.hold(5 * GB)
+        rank = worker.Worker(SimpleNamespace(rank=0, device="cuda:0", emulated=None), None, None, None)
+        rank.vae = {"decoder": SimpleNamespace(nbytes=2 * GB), "encoder": SimpleNamespace(nbytes=GB)}
+        found = rank._read_memory()
+    assert (found.free_bytes, found.held_bytes, found.vae_bytes) == (AMPERE.memory - 5 * GB, 2 * GB, 3 * GB)
+    (room,) = device_memories(("cuda:0",), [found])
+    assert (room.held, room.vae) == (2 * GB, 3 * GB)
 
 
 # What does not fit.

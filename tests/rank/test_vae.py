@@ -168,6 +168,22 @@ def test_too_little_memory_is_said_before_anything_is_computed(remote_decoder):
     assert largest(decoder.decode(x, lambda: None, bytes_needed=2**20), whole(autoencoder(), x)) <= LIMIT
 
 
+def test_weights_are_not_put_where_there_is_no_room_for_them(remote_decoder, pools):
+    """Other parts make way first. What has made way is sent again."""
+    small, x = autoencoder(), latent(1, 4, 4, 4)
+    decoder = remote_decoder(2, small)
+    decoder.decode(x, lambda: None)
+    sizes, asked = decoder_of(small), []
+    huge = Weights(sizes.config, {"conv_in.weight": torch.zeros(1).expand(2**58)}, sizes.scale, sizes.channels)
+    large = OnRanks(pools(2), "huge", lambda: huge, sizes)
+    large.remote.make_room = asked.append
+    with pytest.raises(TooLittleMemory, match="that its part of the VAE needs") as short:
+        large.decode(x, lambda: None, bytes_needed=2**20)
+    assert asked == [2**60 + 2**20]
+    assert 2**60 < short.value.missing["cpu"] < 2**61 + 2**21  # both ranks'
+    assert largest(decoder.decode(x, lambda: None), whole(small, x)) <= LIMIT
+
+
 def test_cancel_leaves_ranks_that_work(remote_decoder):
     class Cancelled(BaseException):
         pass

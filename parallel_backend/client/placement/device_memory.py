@@ -12,7 +12,8 @@ class DeviceMemory:
 
     `free`: free to these ranks, None where unknown. `held`: taken by their model. `total`: None where unknown. `host`,
     `host_free`: the machine whose memory is beside the device's, and what is free there; empty and None where the device's
-    memory is the machine's own. `copy_rate`: bytes a second from there to the device, 0 where unknown.
+    memory is the machine's own. `copy_rate`: bytes a second from there to the device, 0 where unknown. `vae`: taken by parts
+    of VAEs, which make way.
     """
 
     device: str
@@ -23,6 +24,7 @@ class DeviceMemory:
     host: str = ""
     host_free: int | None = None
     copy_rate: float = 0.0
+    vae: int = 0
 
     @property
     def of_gpu(self) -> bool:
@@ -57,6 +59,7 @@ def device_memories(devices: Sequence[str], answers: Sequence[RankMemory]) -> tu
             found[0].host,
             found[0].host_free_bytes,
             min(answer.copy_rate for answer in found),
+            sum(answer.vae_bytes for answer in found),
         )
         for found in places.values()
     )

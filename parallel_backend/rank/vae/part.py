@@ -28,6 +28,7 @@ class VAEPart:
             self.model = kind.build(put.part, json.loads(put.config))
         weights = {name: tensor.to(device) for name, tensor in put.tensors.items()}
         self.dtype = next(iter(weights.values())).dtype
+        self.nbytes = sum(weight.nbytes for weight in weights.values())
         self.model.load_state_dict(weights, assign=True)
         self.model.to(device).eval().requires_grad_(False)
         if not kind.independent:
@@ -36,8 +37,7 @@ class VAEPart:
     def begin(self, message: BeginVAE) -> VAEBegun:
         """Forget what was before, and find out whether all ranks have the memory."""
         self.end()
-        free = free_bytes(self.device)
-        missing = 0 if free >= message.bytes_needed else int(message.bytes_needed - free)
+        missing = max(0, message.bytes_needed - free_bytes(self.device))
         return VAEBegun(self.rank, True, not self._all(missing == 0), missing)
 
     @torch.inference_mode()
