@@ -67,6 +67,10 @@ class Trials:
     distributed: StrictDistributed
     most_under_way: int = 0
     _expected: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    _mailbox: Pools = field(init=False)
+
+    def __post_init__(self):
+        self._mailbox = Pools(self.plain)
 
     def expected(self, case: Case) -> list[torch.Tensor]:
         """What the case is to give."""
@@ -75,8 +79,15 @@ class Trials:
         return self._expected[case.name]
 
     def on_mailbox(self, case: Case) -> list[torch.Tensor]:
-        """What it gives there, run anew."""
-        return self._run(case, self.plain)
+        """What it gives there, run anew, on ranks that all cases share."""
+        try:
+            return case.run(self.files, self._mailbox.load, self._mailbox)
+        except BaseException:
+            self._mailbox.close()  # the next case has others
+            raise
+
+    def close(self) -> None:
+        self._mailbox.close()
 
     def trial(self, case: Case, rules: Rules) -> str | None:
         """None where all is well; else what is wrong, in words."""
@@ -138,13 +149,6 @@ class Trials:
             self._forget()
         return None if torch.equal(*found) else "after a kill the result differs"
 
-    def _run(self, case: Case, start: Start) -> list[torch.Tensor]:
-        pools = Pools(start)
-        try:
-            return case.run(self.files, pools.load, pools)
-        finally:
-            pools.close()
-
     def _broken(self) -> str | None:
         return next((str(fabric.broken) for fabric in self.distributed.fabrics if fabric.broken is not None), None)
 
@@ -172,4 +176,6 @@ def trials(folder: Path) -> Iterator[Trials]:
         stack.enter_context(mock.patch.dict(parallel_attention.HEAD_GROUPS, cpu=2))
         plain = stack.enter_context(thread_ranks())
         strict = stack.enter_context(thread_ranks(distributed))
-        yield Trials(Files(folder), plain, strict, distributed)
+        made = Trials(Files(folder), plain, strict, distributed)
+        stack.callback(made.close)
+        yield made
