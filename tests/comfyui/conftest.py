@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,14 +115,16 @@ class Inside:
             text=True,
         )
 
-    def run(self, script: str, *, here: bool = False, **arguments: Any) -> tuple[dict[str, Any], str]:
+    def run(
+        self, script: str, *, here: bool = False, skip: Iterable[str] = (), **arguments: Any
+    ) -> tuple[dict[str, Any], str]:
         """Its main(**arguments): (what it found by case, all that it and its ranks printed).
 
-        `here`: in the process that all later scripts are forked from.
+        `here`: in the process that all later scripts are forked from. `skip`: cases that it need not measure.
         """
         result, output = (self._base / f"{script}.{ending}" for ending in ("json", "txt"))
         request = {"script": script, "arguments": arguments, "result": str(result), "output": str(output)}
-        request["here"] = here
+        request |= {"here": here, "skip": list(skip)}
         with timed(SCRIPT_SECONDS, self._process):
             print(json.dumps(request), file=self._process.stdin, flush=True)
             code = self._process.stdout.readline().strip()
@@ -142,6 +144,15 @@ class Inside:
         self._process.wait(STOP_SECONDS)
         self._process.stdout.close()
         self._log.close()
+
+
+def unselected(request: pytest.FixtureRequest, *names: str, of: Iterable[tuple]) -> list[str]:
+    """Of these values of parameters with these names, those of no test of this file that is to run, as "one, other"."""
+    calls = [
+        item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
+    wanted = {tuple(call[name] for name in names) for call in calls if set(names) <= call.keys()}
+    return [", ".join(map(str, values)) for values in of if values not in wanted]
 
 
 @contextmanager

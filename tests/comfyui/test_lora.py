@@ -1,6 +1,14 @@
-"""LoRA by ComfyUI's own loaders: the parallel MODEL gives what ComfyUI's own model gives with the same file."""
+"""LoRA by ComfyUI's own loaders: the parallel MODEL gives what ComfyUI's own model gives with the same file.
+
+A family decides names and shapes of weights. SD3 has in the default tier what shows its own; all else is Flux's there.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
 
 import pytest
+
+from tests.comfyui.conftest import unselected
 
 pytestmark = pytest.mark.comfyui
 
@@ -22,9 +30,34 @@ SAID = {
 }
 
 
+OTHER_MODES = ("Apply PipeFusion before", "tensor_parallel_degree 2")
+IN_TURN, AGAIN = "two clones in turn", "ranks started again"
+OF_SD3 = (
+    *("kohya", "diffusers", "original", "differences", "tensor_parallel_degree 2"),
+    *("bypass of LoRA", "merge", "merge by blocks", "set", "ModelSave", "LoraSave"),
+)
+"""Cases that SD3 has in the default tier."""
+
+
+def of_families(cases: Iterable[str]) -> Iterator[pytest.param]:
+    for family, case in itertools.product(FAMILIES, cases):
+        only_in_full = family != FAMILIES[0] and case not in OF_SD3
+        yield pytest.param(family, case, marks=pytest.mark.full if only_in_full else ())
+
+
+def of_every_family(*cases: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("family", "case"), list(of_families(cases)))
+
+
 @pytest.fixture(scope="module")
-def found(inside):
-    return inside.run("lora")[0]
+def skip(request) -> list[str]:
+    every = (*LIKE_NATIVE, *OTHER_MODES, IN_TURN, AGAIN, *HOOKS, *BYPASS, *WEIGHTS, *SAVED)
+    return unselected(request, "family", "case", of=itertools.product(FAMILIES, every))
+
+
+@pytest.fixture(scope="module")
+def found(inside, skip):
+    return inside.run("lora", skip=skip)[0]
 
 
 def check(got, measured, case):
@@ -33,15 +66,13 @@ def check(got, measured, case):
     assert got["difference"] <= LIMIT
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", LIKE_NATIVE)
+@of_every_family(*LIKE_NATIVE)
 def test_equals_the_native_model_with_the_same_file(found, measured, family, case):
     check(found[f"{family}, {case}"], measured, f"{family} {case}")
     assert found[f"{family}, {case}"]["moved"] > 0.1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", ["Apply PipeFusion before", "tensor_parallel_degree 2"])
+@of_every_family(*OTHER_MODES)
 def test_other_places_and_modes(found, measured, family, case):
     check(found[f"{family}, {case}"], measured, f"{family} {case}")
 
@@ -71,17 +102,17 @@ def test_nothing_is_left_of_a_lora_that_was_removed(found, family, case):
     assert found[f"{family}, {case}"].get("difference") == 0.0, found[f"{family}, {case}"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_clones_of_one_model_keep_their_own(found, measured, family):
-    got = found[f"{family}, two clones in turn"]
-    check(got, measured, f"{family} two clones in turn")
+@of_every_family(IN_TURN)
+def test_two_clones_of_one_model_keep_their_own(found, measured, family, case):
+    got = found[f"{family}, {case}"]
+    check(got, measured, f"{family} {case}")
     assert got["repeat"] == 0.0
     assert got["apart"] > 0.1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ranks_that_were_started_again_get_it_again(found, family):
-    got = found[f"{family}, ranks started again"]
+@of_every_family(AGAIN)
+def test_ranks_that_were_started_again_get_it_again(found, family, case):
+    got = found[f"{family}, {case}"]
     assert got.get("difference") == 0.0, got
     assert got["moved"] > 0.1
 
@@ -106,12 +137,11 @@ BYPASS = (
 
 
 @pytest.fixture(scope="module")
-def hooked(inside):
-    return inside.run("lora_hooks")[0]
+def hooked(inside, skip):
+    return inside.run("lora_hooks", skip=skip)[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", [*HOOKS, *BYPASS])
+@of_every_family(*HOOKS, *BYPASS)
 def test_hooks_and_bypass_equal_the_native_model(hooked, measured, family, case):
     check(hooked[f"{family}, {case}"], measured, f"{family} {case}")
     assert hooked[f"{family}, {case}"]["moved"] > 0.05
@@ -151,15 +181,15 @@ WEIGHTS = (
     *("merge", "merge of ours into the native", "merge of the native into ours", "merge with LoRAs", "merge by blocks"),
     *("subtracted and added", "DoRA", "OFT", "BOFT", "GLoRA", "set", "factors", "merge over tensor_parallel_degree 2"),
 )
+SAVED = ("ModelSave", "ModelSave of a merge", "LoraSave", "LoraSave of whole differences")
 
 
 @pytest.fixture(scope="module")
-def merged(inside):
-    return inside.run("merges")[0]
+def merged(inside, skip):
+    return inside.run("merges", skip=skip)[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", WEIGHTS)
+@of_every_family(*WEIGHTS)
 def test_what_depends_on_the_weights_equals_the_native_model(merged, measured, family, case):
     check(merged[f"{family}, {case}"], measured, f"{family} {case}")
     assert merged[f"{family}, {case}"]["moved"] > 0.05
@@ -170,10 +200,9 @@ def test_the_files_weights_are_back_after_a_merge(merged, family):
     assert merged[f"{family}, removed"].get("difference") == 0.0, merged[f"{family}, removed"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["ModelSave", "ModelSave of a merge", "LoraSave", "LoraSave of whole differences"])
-def test_saved_files_are_those_of_the_native_model(merged, family, kind):
-    got = merged[f"{family}, {kind}"]
+@of_every_family(*SAVED)
+def test_saved_files_are_those_of_the_native_model(merged, family, case):
+    got = merged[f"{family}, {case}"]
     assert got.get("keys") == got.get("same") > 10, got
 
 

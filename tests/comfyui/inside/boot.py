@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -103,12 +103,18 @@ def other_attention(model):
 
 
 class Results:
-    """Case -> what it gave, or {"error": text}. It becomes JSON, so that the test process needs nothing of ComfyUI."""
+    """Case -> what it gave, or {"error": text}. It becomes JSON, so that the test process needs nothing of ComfyUI.
 
-    def __init__(self):
+    `skip`: cases that no test asks for in this session.
+    """
+
+    def __init__(self, skip: Iterable[str] = ()):
         self.found: dict[str, Any] = {}
+        self._skip = frozenset(skip)
 
     def case(self, name: str, measure: Callable[[], Any]) -> None:
+        if name in self._skip:
+            return
         try:
             with torch.inference_mode():
                 self.found[name] = measure()

@@ -26,7 +26,7 @@ def main() -> None:
         sys.stdout.flush()
         request = json.loads(line)
         if request.pop("here", False):
-            results = boot.Results()
+            results = boot.Results(request["skip"])
             importlib.import_module(request["script"]).main(results, **request["arguments"])
             Path(request["result"]).write_text(json.dumps(results.found))
             print(0, file=REPLIES, flush=True)
@@ -38,7 +38,7 @@ def main() -> None:
         print(os.waitstatus_to_exitcode(status), file=REPLIES, flush=True)
 
 
-def run(script: str, arguments: dict[str, Any], result: str, output: str) -> None:
+def run(script: str, arguments: dict[str, Any], skip: list[str], result: str, output: str) -> None:
     """In a child. `result`: the file for what the script found; `output`: the file for all that it and its ranks print."""
     with open(output, "wb") as printed, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -46,7 +46,7 @@ def run(script: str, arguments: dict[str, Any], result: str, output: str) -> Non
         os.dup2(printed.fileno(), 2)
     # The parent started it, so this process cannot wait for its end, which is how one looks whether it runs.
     forkserver._forkserver.ensure_running = lambda: None
-    results = boot.Results()
+    results = boot.Results(skip)
     importlib.import_module(script).main(results, **arguments)
     Path(result).write_text(json.dumps(results.found))
 
