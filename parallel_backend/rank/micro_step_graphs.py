@@ -37,7 +37,7 @@ from .conditioning_store import RankConditioning
 log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 256
-"""Of a model on a rank: 32 bands of two prompts have twice as many kinds as that. Further micro-steps run without."""
+"""Of a model on a rank. A band has two for each prompt, so 32 bands of four prompts have as many. Others run without."""
 
 
 @dataclass(frozen=True)

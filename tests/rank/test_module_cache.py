@@ -16,7 +16,7 @@ from parallel_backend.families.base.family import CacheScope, name_pattern
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.rank.engine import Engine
-from parallel_backend.rank.stage.module_cache import CachedModule
+from parallel_backend.rank.stage.module_cache import CachedModule, ModuleCache
 from parallel_backend.wire import messages as m
 from tests.families.cases import all_cases, one_of_each
 from tests.support import tiny
@@ -221,3 +221,29 @@ def test_a_lora_changes_what_was_kept(runs, monkeypatch):
     anew = adapted()
     assert all(torch.equal(a, b) for a, b in zip(found, anew, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(stale, anew, strict=True))  # the control
+
+
+def test_outputs_of_prompts_and_bands_in_turn_stay_as_long_as_these_are_in_use():
+    """However many: a limit would drop what comes next. CUDA graphs would then never find what they were captured with."""
+    cache, bands = ModuleCache(torch.nn.Module(), {}), [Span(index, index + 1) for index in range(40)]
+
+    def call(time: float, *prompts: int) -> list:
+        """What each micro-step finds."""
+        found, timestep = [], torch.tensor([time])
+        for conditioning in prompts:
+            for span in bands:
+                step = m.Step(0, 1, conditioning, span, False, True, True, Span(0, 1), timestep, {}, (), None)
+                cache.begin_step(step, whole=False)
+                found.append(cache.pattern())
+        return found
+
+    first = call(0.9, 1, 2, 3)
+    assert len(set(first)) == 3 * len(bands)
+    assert call(0.8, 1, 2, 3) == first
+    assert call(0.7, 2) == first[40:80]
+    assert {key[0] for key in cache._kept[CacheScope.BAND]} == {1, 2, 3}
+    assert call(0.6, 2) == first[40:80]
+    held = {per: len(outputs) for per, outputs in cache._kept.items()}
+    assert held == {CacheScope.CALL: 1, CacheScope.PROMPT: 1, CacheScope.BAND: len(bands)}
+    cache.drop(2)
+    assert not any(cache._kept.values())

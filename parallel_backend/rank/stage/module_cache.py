@@ -3,12 +3,17 @@
 A band's micro-step runs the model's whole forward. Modules that depend only on the timestep and the prompt give the same
 output for all bands: modulation, whose weights (a quarter of Flux's) would be read again for each band; text refiners;
 keys of the text.
+
+Outputs of a call are kept until the next one. Others stay as long as their conditioning is in use: it was called at the last
+timestep, or at this one. So a rank holds, for each conditioning in use, the text's outputs and the positions of the whole
+latent and of its bands: once for all batch entries, and once for each entry that is called alone. A limit to their number
+would drop just what comes next, where many prompts or bands take turns.
 """
 
 import functools
 import itertools
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -20,9 +25,6 @@ from parallel_backend.families.base.family import CacheScope, name_pattern
 from parallel_backend.wire.sampling import Step
 
 from .stand_ins import STAND_INS
-
-CAPACITY = {CacheScope.CALL: 1, CacheScope.PROMPT: 2, CacheScope.BAND: 32}
-"""Calls, prompts and bands whose outputs are kept. Two prompts: positive and negative, where these are two calls."""
 
 ModuleCall = tuple[nn.Module, int]
 """A module, and the number of its call within the micro-step. Some modules are called for the text and for the image."""
@@ -52,8 +54,9 @@ class ModuleCache:
         self._steady, self._numbers = steady, itertools.count()
         self._places: dict[Hashable, Any] = {}  # the memory, by prompt, shape of the timestep, and module call
         self._prompt: tuple[Hashable, ...] = ()  # of the micro-step under way, with that shape
+        self._time, self._called = float("nan"), set[int]()  # the newest timestep, and the conditionings called at it
         self._elsewhere = 0  # outputs of calls so far that `_places` could not take
-        self._kept: dict[CacheScope, OrderedDict[tuple[Hashable, ...], Outputs]] = {per: OrderedDict() for per in CacheScope}
+        self._kept: dict[CacheScope, dict[tuple[Hashable, ...], Outputs]] = {per: {} for per in CacheScope}
         self.current: dict[CacheScope, Outputs] = {}  # for the micro-step under way
         self.calls: Counter[nn.Module] = Counter()  # in the micro-step under way
         patterns = [(re.compile(name_pattern(name)), per) for name, per in plan.items()]
@@ -71,14 +74,23 @@ class ModuleCache:
             keys[CacheScope.CALL] = (*prompt, step.timestep.numpy().tobytes())
         self.end_step()
         self._prompt = *prompt, tuple(step.timestep.shape)
+        self._note_call(step)
         for per, key in keys.items():
             kept = self._kept[per]
             if key not in kept:
+                if per is CacheScope.CALL:  # a call's bands come one after another
+                    kept.clear()
                 kept[key] = Outputs(next(self._numbers))
             self.current[per] = kept[key]
-            kept.move_to_end(key)
-            if len(kept) > CAPACITY[per]:
-                kept.popitem(last=False)
+
+    def _note_call(self, step: Step) -> None:
+        """At a new timestep, drop outputs of conditionings that were not called at the last one."""
+        if (time := float(step.timestep.max())) != self._time:
+            for kept in self._kept.values():
+                for key in [key for key in kept if key[0] not in self._called]:
+                    del kept[key]
+            self._time, self._called = time, set()
+        self._called.add(step.conditioning)
 
     def end_step(self) -> None:
         """The micro-step is over. Outputs of later calls are not kept."""
