@@ -35,8 +35,12 @@ def described(value, tensors: dict[str, torch.Tensor]):
 
 
 def only_in_full(case, mode: str) -> bool:
-    """One rank alone, where two show the same."""
-    return mode == "one rank" and "ulysses" in modes(case)
+    """One rank alone, where two show the same; and of a family's further cases all but one mode. What they have of their
+    own is how ComfyUI's conditioning becomes the ranks' tensors; how either mode cuts these is in tests/families."""
+    if mode == "one rank":
+        return "ulysses" in modes(case)
+    further = case is not next(other for other in CASES if other.family == case.family)
+    return further and mode == "ulysses" and "all warm-up" in modes(case)
 
 
 def save_case(case, base: Path, tried: Sequence[str] = ()) -> None:
