@@ -82,13 +82,13 @@ def main(results: Results) -> None:
         "displaced and step cache": node("ParallelStepCache", displaced, 3.0, 0.0, 1.0),
         "split batch": parallel(FILE, pipe=1, batch=2),
     }
-    whole = {way: ksampler(change(plain), both, square, steps=6) for way, change in ways.items()}
+    whole = {way: ksampler(change(plain), both, square, steps=4) for way, change in ways.items()}
     pipefusion = sys.modules[type(modes["bands"].get_all_wrappers("sampler_sample")[0]).__module__]
 
     def parts(model, way: str) -> dict:
         """With a part of the latent at a time, against the plain MODEL."""
         told.texts.clear()
-        found = ksampler(ways[way](model), both, square, steps=6)
+        found = ksampler(ways[way](model), both, square, steps=4)
         return {"difference": difference(whole[way], found), "told": list(told.texts)}
 
     results.case("parts differ from the whole", lambda: difference(whole["tiles"], whole["windows"]))

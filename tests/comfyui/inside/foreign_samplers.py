@@ -7,7 +7,7 @@ from comfy_extras.nodes_advanced_samplers import SamplerEulerCFGpp
 from parity import prompts
 
 FILE = "tiny.safetensors"
-STEPS = 6
+STEPS = 4
 
 
 def detail_daemon_sampler(model, x, sigmas, *, dds_wrapped_sampler, **named):
