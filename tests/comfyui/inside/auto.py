@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, torch
@@ -27,6 +28,8 @@ def main(results: Results) -> None:
     prompts = [[[torch.randn(1, 9, 64, generator=g), {"pooled_output": torch.randn(1, 32, generator=g)}]] for _ in range(2)]
     latent = torch.zeros(1, 16, 16, 16)
     said, measured = [], []
+
+    sample = partial(ksampler, steps=2)
 
     def load(devices: str = "cpu,cpu", config=None, stage_split: str = "even"):
         """Degrees that could not be served, since they are not looked at."""
@@ -71,28 +74,28 @@ def main(results: Results) -> None:
         mode = degrees.patch_mode if degrees.patch > 1 else "none"
         config = node("UlyssesConfig", degrees.ulysses, degrees.ring, mode, degrees.patch, "auto", True)
         same = parallel(FILE, degrees.pipe, degrees.batch, devices, config, degrees.tensor, "even")
-        ours = ksampler(wrap(model), prompts, latent, cfg=cfg)
-        return difference(ours, ksampler(wrap(same), prompts, latent, cfg=cfg))
+        ours = sample(wrap(model), prompts, latent, cfg=cfg)
+        return difference(ours, sample(wrap(same), prompts, latent, cfg=cfg))
 
     def batches() -> dict:
         """cfg above 1, fast links: two prompts side by side."""
         with machine(1e12):
             model = load()
             before = chosen(model)
-            ksampler(model, prompts, latent)
+            sample(model, prompts, latent)
             return {"before": before, "chosen": chosen(model), "difference": by_hand(model), "said": said[-1]}
 
     def tokens() -> dict:
         """One prompt: its tokens are shared."""
         with machine(1e12):
             model = load()
-            ksampler(model, prompts, latent, cfg=1.0)
+            sample(model, prompts, latent, cfg=1.0)
             return {"chosen": chosen(model), "difference": by_hand(model, cfg=1.0)}
 
     def slow_links() -> dict:
         with machine(1e5):
             model = load()
-            ksampler(model, prompts, latent, cfg=1.0)
+            sample(model, prompts, latent, cfg=1.0)
             return {"chosen": chosen(model), "difference": by_hand(model, cfg=1.0)}
 
     def pipefusion() -> dict:
@@ -100,11 +103,11 @@ def main(results: Results) -> None:
         with machine(5e5):
             model = load()
             wrapped = pipelined(model)
-            ksampler(wrapped, prompts, latent, cfg=1.0, steps=8)
+            sample(wrapped, prompts, latent, cfg=1.0, steps=8)
             found = chosen(model)
-            ksampler(model, prompts, latent, cfg=1.0, steps=8)
+            sample(model, prompts, latent, cfg=1.0, steps=8)
             without = chosen(model)
-            ksampler(wrapped, prompts, latent, cfg=1.0, steps=8)
+            sample(wrapped, prompts, latent, cfg=1.0, steps=8)
             return {
                 "chosen": found,
                 "without": without,
@@ -117,7 +120,7 @@ def main(results: Results) -> None:
         """Links that are too slow to wait for, and fast enough to use beside the computing."""
         with machine(3e6):
             model = load()
-            ksampler(pipelined(model), prompts, latent, cfg=1.0, steps=8)
+            sample(pipelined(model), prompts, latent, cfg=1.0, steps=8)
             found = chosen(model)
             return {"chosen": found, "difference": by_hand(model, pipelined, cfg=1.0)}
 
@@ -125,9 +128,9 @@ def main(results: Results) -> None:
         """Applied with 4 patches, but shared tokens are faster: then nothing runs in bands."""
         with machine(1e12):
             model = load()
-            ours = ksampler(pipelined(model), prompts, latent, cfg=1.0)
+            ours = sample(pipelined(model), prompts, latent, cfg=1.0)
             found = chosen(model)
-            return {"chosen": found, "difference": difference(ours, ksampler(model, prompts, latent, cfg=1.0))}
+            return {"chosen": found, "difference": difference(ours, sample(model, prompts, latent, cfg=1.0))}
 
     def sampler_node() -> dict:
         """PipeFusion Sampler puts its own wrapper on, inside ours; it says what it ran on."""
@@ -143,31 +146,31 @@ def main(results: Results) -> None:
         """Larger pictures and other nodes of the same widgets go by the first plan; unloading ends it."""
         with machine(1e12):
             model = load()
-            ksampler(model, prompts, latent, cfg=1.0)
+            sample(model, prompts, latent, cfg=1.0)
             first = chosen(model)
             loaded = registry().present()
-            ksampler(model, prompts, torch.zeros(1, 16, 32, 16))  # two prompts now
+            sample(model, prompts, torch.zeros(1, 16, 32, 16))  # two prompts now
             again = load()
-            ksampler(again, prompts, latent)
+            sample(again, prompts, latent)
             same = registry().present() is loaded
             ours = chosen(model), chosen(again)
             node("UnloadParallelDiT")
-            ksampler(again, prompts, latent)
+            sample(again, prompts, latent)
             return {"first": first, "ours": ours, "same": same, "after": chosen(again), "measured": len(measured)}
 
     def by_hand_first() -> dict:
         """The same file by hand is another model: its degrees are no plan."""
         with machine(1e5):
             same = parallel(FILE, 2, 1, "cpu,cpu", None, 1, "even")
-            ksampler(same, prompts, latent, cfg=1.0)
+            sample(same, prompts, latent, cfg=1.0)
             model = load()
-            ksampler(model, prompts, latent, cfg=1.0)
+            sample(model, prompts, latent, cfg=1.0)
             return {"chosen": chosen(model)}
 
     def one_device() -> dict:
         with machine(1e12, (1.0,)):
             model = load("cpu")
-            ksampler(model, prompts, latent)
+            sample(model, prompts, latent)
             alone = load("auto")
             return {"chosen": chosen(model), "auto": chosen(alone), "measured": len(measured)}
 
@@ -176,7 +179,7 @@ def main(results: Results) -> None:
         with machine(1e12):
             config = node("UlyssesConfig", 5, 1, "none", 3, "sdpa", True)
             model = load(config=config)
-            ksampler(model, prompts, latent)
+            sample(model, prompts, latent)
             return {"chosen": chosen(model), "attention": key_of(model).attention}
 
     def for_real() -> dict:
@@ -186,14 +189,14 @@ def main(results: Results) -> None:
             file.unlink()
         model = load()
         with patch.object(auto, "say", said.append):
-            ksampler(model, prompts, latent)
+            sample(model, prompts, latent)
         first = chosen(model)
         files = sorted(auto.folder().glob("calibration*"))
         written = json.loads(files[0].read_text())
         differs = by_hand(model)
         node("UnloadParallelDiT")
         with patch.object(auto, "calibrate", side_effect=AssertionError("calibrated twice")):
-            ksampler(model, prompts, latent)
+            sample(model, prompts, latent)
         return {
             "chosen": first,
             "again": chosen(model),
@@ -208,7 +211,7 @@ def main(results: Results) -> None:
         """ComfyUI's button finds the model under the degrees that were chosen."""
         with machine(1e12):
             model = load()
-            ksampler(model, prompts, latent)
+            sample(model, prompts, latent)
             held = registry().bytes_on(key_of(model), "cpu")
             comfy.model_management.unload_all_models()
             return {"held": held, "left": registry().bytes_on(key_of(model), "cpu")}
@@ -219,10 +222,10 @@ def main(results: Results) -> None:
             model = load()
             with patch.object(auto, "calibrate", side_effect=comfy.model_management.InterruptProcessingException):
                 try:
-                    ksampler(model, prompts, latent)
+                    sample(model, prompts, latent)
                 except comfy.model_management.InterruptProcessingException:
                     stopped = True
-            ksampler(model, prompts, latent)
+            sample(model, prompts, latent)
             return {"stopped": stopped, "chosen": chosen(model)}
 
     def stages_by_hand() -> None:
@@ -231,7 +234,7 @@ def main(results: Results) -> None:
     def nothing_fits() -> dict:
         with machine(1e12), patch.object(auto, "host_memory", lambda: (1000, None)):
             model = load()
-            ksampler(model, prompts, latent)
+            sample(model, prompts, latent)
             return {"chosen": chosen(model)}
 
     # Those of two ranks first: ranks start anew where their number changes.
