@@ -147,6 +147,18 @@ LOCAL = (
     *(image_to_image, upscale_second_pass, batch, repeated_batch, two_samplers, timestep_ranges, combined, masked_text),
     *(rescaled_cfg, cfg_zero_star, perpendicular_negative),
 )
+ELSEWHERE = (
+    shift_sd3,
+    custom_basic,
+    custom_dual,
+    repeated_batch,
+    combined,
+    rescaled_cfg,
+    cfg_zero_star,
+    perpendicular_negative,
+)
+"""For the full tier: another case has the same node or one like it, or it is in test_samplers.py (guiders),
+test_concurrent_conds.py (two prompts of a guider) or test_guidance_in_bands.py (guidance)."""
 WHOLE = {
     area: "the conditioning has its own area",
     context_windows: "context windows call the model for one part of the latent after another",
@@ -189,7 +201,9 @@ def difference(latents, a: str, b: str) -> float:
     return float((latents[a] - latents[b]).abs().max())
 
 
-@pytest.mark.parametrize("case", LOCAL, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.__name__, marks=pytest.mark.full if case in ELSEWHERE else ()) for case in LOCAL]
+)
 def test_graph_in_bands(run, measured, case):
     latents, said = run(case)
     assert latents[NATIVE].std() > 0.1
