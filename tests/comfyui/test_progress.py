@@ -11,7 +11,7 @@ from tests.comfyui.websocket import Events
 
 pytestmark = pytest.mark.comfyui
 
-STEPS = 6
+STEPS = 4
 SIDE, LARGE = 32, 80
 """Of the latent. With the large one a step takes longer than the 0.1 s within which ComfyUI leaves further events out."""
 
