@@ -61,7 +61,7 @@ def main(results: Results, wan: str) -> None:
         return expected[key]
 
     def compare(make, file: str, name: str, texts: list = both, latent: torch.Tensor = SQUARE, **settings: Any) -> dict:
-        settings = {"steps": 3} | settings
+        settings = {"steps": 2} | settings
         wanted = native(file, name, texts, latent, **settings)
         model = make(file)
         found = ksampler(guided[name](model), texts, latent, **settings)
@@ -109,7 +109,7 @@ def main(results: Results, wan: str) -> None:
 
         def in_front() -> dict:
             """The node on the native MODEL, which has been sampled with it, and Parallelize Model behind."""
-            file, name, settings = f"{wan}.safetensors", "WanVideoNAG default", {"steps": 3}
+            file, name, settings = f"{wan}.safetensors", "WanVideoNAG default", {"steps": 2}
             model = node("ParallelizeModel", guided[name](natives[file]), 2, "ulysses")
             wanted, plain = (native(file, each, *given.values(), **settings) for each in (name, "plain"))
             found = ksampler(model, given["texts"], latent, **settings)

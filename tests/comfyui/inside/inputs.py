@@ -13,7 +13,7 @@ from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parall
 
 FILE = "tiny.safetensors"
 SEED = 5
-ROUNDS = 40
+ROUNDS = 24
 """Random calls of each node."""
 STEPS = 3
 PACK = "Parallel DiT"
