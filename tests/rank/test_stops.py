@@ -32,7 +32,7 @@ OF_DIFFUSERS = {
 }
 """Case -> the file in diffusers whose modules stop the host themselves, in each micro-step: for a table's index, for texts'
 lengths, for the tokens of each expert."""
-QUICK = ("flux-dev", "flux-kontext", "flux2-references", "ltx-video-0.9.5", "qwen-image-masked-text", "chroma", "lumina2")
+QUICK = ("flux-dev", "flux-kontext", "ltx-video-0.9.5", "qwen-image-masked-text", "lumina2")
 CASES = [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.full) for case in all_cases()]
 
 

@@ -30,7 +30,7 @@ from tests.support.host_memory import held_bytes
 
 LIMIT = 0.02
 """Growth of a process's own memory."""
-SETTLED, RUNS = 60, 200
+SETTLED, RUNS = 60, 160
 """Runs after which memory is first looked at: every size has come, and every cache is full; and all of them."""
 LEAKED_BLOCKS = 400
 """Blocks of Python's memory more in the client that are taken for noise. The watchdog keeps the numbers of 256 micro-steps,
