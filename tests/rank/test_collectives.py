@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.rank.comm import collectives, mesh
-from parallel_backend.rank.comm.mesh import Axis
+from parallel_backend.rank.comm import collectives, peers
+from parallel_backend.rank.comm.mesh import Axis, make_mesh
 from parallel_backend.rank.comm.transfers import PeerError, Traffic
 from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
 from tests.support import tiny
@@ -109,7 +109,7 @@ def test_ulysses_over_a_network_gives_the_same_bits(degrees, thread_pools, flux_
         return [model.predict(*each, lambda: None) for each in given], len(swaps)
 
     near, before = outputs()
-    monkeypatch.setattr(mesh, "is_far", lambda: True)
+    monkeypatch.setattr(peers, "make_mesh", lambda *arguments: make_mesh(*arguments[:3], far=True))
     far, after = outputs()
     assert all(map(torch.equal, near, far))
     assert after > before

@@ -1,8 +1,10 @@
 """The file by which ranks find each other: what removes or damages it is an error at once, and no wait without end."""
 
+import itertools
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
 
@@ -84,10 +86,19 @@ def test_who_comes_first_waits_for_who_comes_last(path):
         thread.join()
 
 
+@pytest.mark.parametrize("own", list(itertools.product((False, True), repeat=2)))
+def test_ranks_agree_on_what_any_of_them_knows(path, own):
+    """One that cannot name its interface does not know that the others are far: it would make one call, they another."""
+    ranks = [Rendezvous(path, 2, timedelta(seconds=30)) for _ in own]
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        assert list(threads.map(Rendezvous.is_any, ranks, ["far"] * len(ranks), own)) == [any(own)] * len(ranks)
+
+
 def test_one_rank_has_no_store(tmp_path):
     alone = Rendezvous(tmp_path / "store", 1, timedelta(seconds=1))
     alone.check()
     alone.meet()
+    assert alone.is_any("far", True)
     assert alone.store is None
     assert not (tmp_path / "store").exists()
 

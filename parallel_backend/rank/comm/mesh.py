@@ -9,8 +9,6 @@ import torch.distributed as dist
 from parallel_backend.core.communicators import grouped_axes, lines_along, pipe_links
 from parallel_backend.core.degrees import AXES, Degrees
 
-from .process_group import is_far
-
 
 @dataclass(frozen=True)
 class Axis:
@@ -22,7 +20,7 @@ class Axis:
     ranks: tuple[int, ...]  # global ranks along the axis, in order
     group: dist.ProcessGroup | None
     far: bool = False
-    """Ranks reach each other over a network, by Gloo."""
+    """Ranks reach each other over a network, by Gloo. The same on all ranks: it decides by which calls they do."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +53,19 @@ class Mesh:
         return next((link for link in self.links if link.sends == sends), None)
 
 
-def make_mesh(degrees: Degrees, rank: int, timeout: timedelta) -> Mesh:
+def make_mesh(degrees: Degrees, rank: int, timeout: timedelta, far: bool = False) -> Mesh:
     """The mesh of a model. Collective over all ranks: each makes every group, also those it is not in, in the same order.
 
-    `timeout`: of their transfers; NCCL's own would be 10 minutes. Groups are built by hand, not by a DeviceMesh, since a
-    rank outlives many models: `close_mesh` can end these, and replicas, which have no transfers, need none.
+    `timeout`: of their transfers; NCCL's own would be 10 minutes. `far`: see Axis. Groups are built by hand, not by a
+    DeviceMesh, since a rank outlives many models: `close_mesh` can end these, and replicas, which have no transfers, need
+    none.
     """
 
     def new_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         return dist.new_group(list(ranks), timeout=timeout, group_desc=name)
 
     at = degrees.coordinate(rank)
-    axes, grouped, far = {}, grouped_axes(degrees), is_far()
+    axes, grouped = {}, grouped_axes(degrees)
     for name in AXES:
         lines = lines_along(degrees, name)
         own = next(line for line in lines if rank in line)

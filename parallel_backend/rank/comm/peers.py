@@ -13,7 +13,7 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 from .guard import Guard
 from .mesh import Axis, Mesh, close_mesh, make_mesh
-from .process_group import backend_for, join
+from .process_group import backend_for, is_far, join
 from .rendezvous import Rendezvous
 from .self_test import LinkError, try_axis, try_link
 from .transfers import PeerError, is_of_a_transfer, is_out_of_memory
@@ -31,6 +31,7 @@ class Peers:
         self._device = torch.device(settings.device if self._backend == "nccl" else "cpu")
         self._meshes: dict[Degrees, Mesh] = {}
         self._users: Counter[Degrees] = Counter()
+        self._far = False  # see Axis.far
 
     def check(self) -> None:
         """Before the ranks need what they meet through."""
@@ -43,7 +44,7 @@ class Peers:
             return
         with self._guard.waiting():
             join(settings.rank, settings.devices, self._rendezvous, settings.timeout, settings.self_test.p2p)
-            self._rendezvous.meet()
+            self._far = self._rendezvous.is_any("far", is_far())  # what ranks call by it they call together
         with self._trial("a sum over all ranks"):
             try_axis(Axis("world", world, settings.rank, tuple(range(world)), None), self._device)
 
@@ -66,7 +67,7 @@ class Peers:
         rank = self._settings.rank
         with self._guard.waiting():
             self._rendezvous.check()
-            mesh = make_mesh(degrees, rank, self._settings.timeout)
+            mesh = make_mesh(degrees, rank, self._settings.timeout, self._far)
             self._rendezvous.meet()
         for axis in mesh.axes.values():
             if axis.group is not None:

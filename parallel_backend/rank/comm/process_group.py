@@ -62,7 +62,7 @@ def join(rank: int, devices: tuple[str, ...], rendezvous: Rendezvous, timeout: t
 
 
 def is_far() -> bool:
-    """Whether Gloo's transfers leave this machine, for all that is known from the interface that it was given."""
+    """Whether Gloo's transfers leave this machine, for all that this rank knows from the interface that it was given."""
     return os.environ.get(GLOO_INTERFACE, "") not in ("", interface_with(LOOPBACK))
 
 

@@ -72,6 +72,14 @@ class Rendezvous:
         if self._file is not None:
             self._file.check()
 
+    def is_any(self, what: str, own: bool) -> bool:
+        """Whether it is so on any rank: `own` on this one. As `meet`, once for each `what`."""
+        if self.store is None:
+            return own
+        self.store.add(what, int(own))
+        self.meet()
+        return self.store.add(what, 0) > 0
+
     def meet(self) -> None:
         """Wait until every rank has come here. Collective over all ranks.
 
