@@ -125,7 +125,8 @@ class KVBuffer:
     """By layer and batch entries, what ranks hold of each other's keys and values where only changes are sent."""
     weights: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     """By dtype of keys and values: how far along the line through the last two calls this call is, 1 being the last. On the
-    device, since a CUDA graph would repeat a number of the host's for ever."""
+    device, since a CUDA graph would repeat a number of the host's for ever. In bf16 it is rounded, by up to 1/256 (1/128
+    from 2 on)."""
     _call: int = 0
     _times: tuple[float, ...] = ()  # timesteps of the last two calls and of the one under way
 
