@@ -111,8 +111,8 @@ def test_block_bytes_are_the_blocks_of_the_file(flux_file, flux_model):
 
 @pytest.fixture(scope="module")
 def uneven_pool():
-    """Two ranks of which the second takes three times as long: more than any noise."""
-    pool = Pool(("cpu", "cpu"), threads=1, slowdown=(1.0, 3.0))
+    """Two ranks of which the second takes ten times as long: more than any noise of a busy machine."""
+    pool = Pool(("cpu", "cpu"), threads=1, slowdown=(1.0, 10.0))
     pool.ready.result(timeout=300)
     yield pool
     pool.close()

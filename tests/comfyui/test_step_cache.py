@@ -1,10 +1,14 @@
 """Parallel Step Cache under ComfyUI's samplers, whole and in bands, and what it says on the sampler's node."""
 
+import itertools
+from collections.abc import Iterator
+
 import pytest
 from safetensors.torch import load_file
 
+from tests.comfyui.conftest import unselected
 from tests.comfyui.graph import NATIVE, PIPELINED, PLAIN, Graph, copy_of_bundled
-from tests.comfyui.samplers import LATER, every_sampler, selected
+from tests.comfyui.samplers import KINDS, LATER, OTHERS, selected
 from tests.comfyui.websocket import Events
 from tests.support.requirements import missing
 
@@ -15,9 +19,21 @@ FORECASTING = ("euler", "heun", "dpmpp_2m", "uni_pc", "euler_ancestral", "dpmpp_
 """Samplers in whose runs some calls must be forecast."""
 
 
+IN_BANDS = ("euler", "heun", "dpmpp_2m", "dpm_adaptive")
+"""Samplers that the default tier has with a cache in bands too: what a sampler does in bands is in test_samplers.py."""
+
+
+def ways_and_samplers() -> Iterator[pytest.param]:
+    for how, sampler in itertools.product(("whole", "bands"), (*KINDS, *OTHERS)):
+        default = sampler in (KINDS if how == "whole" else IN_BANDS)
+        yield pytest.param(how, sampler, marks=() if default else pytest.mark.full)
+
+
 @pytest.fixture(scope="module")
 def found(request, inside):
-    return inside.run("step_cache", names=selected(request))[0]
+    ways = itertools.product(("whole", "bands"), (*KINDS, *OTHERS))
+    skip = [name.replace(", ", " ") for name in unselected(request, "how", "sampler", of=ways)]
+    return inside.run("step_cache", names=selected(request), skip=skip)[0]
 
 
 @pytest.mark.parametrize("case", ["euler", "bands", "cfg 1", "displaced"])
@@ -42,8 +58,7 @@ def test_the_control_a_cache_that_outlives_its_run_is_another_picture(found):
     assert got["difference"] > 1e-3
 
 
-@pytest.mark.parametrize("how", ["whole", "bands"])
-@every_sampler
+@pytest.mark.parametrize(("how", "sampler"), list(ways_and_samplers()))
 def test_a_sampler_works(found, sampler, how):
     if sampler in LATER and sampler not in found["all samplers"]:
         missing(f"this ComfyUI has no {sampler}", expected=False)

@@ -44,12 +44,19 @@ def cases_with(name: str, choices: Choices, further: Choices = lambda case: ()) 
     return pytest.mark.parametrize(("case", name), params, indirect=["case"])
 
 
+def is_further(case: Case) -> bool:
+    """Another one of its family, and of its class of cases, comes before it."""
+    return case is not next(other for other in CASES if (other.family, type(other)) == (case.family, type(case)))
+
+
 def modes_of_two(case: Case) -> tuple[list[Degrees], list[Degrees]]:
     """Of a case: modes for every tier, those for the full tier.
 
     What a family itself decides is how its blocks are cut into stages, its layers over tensor ranks, its tokens over
     sequence ranks, and what of a prompt belongs to which batch entry. The last is shown by a product, with the two
-    further ways of sequence ranks in turn. PipeFusion's comes last: bands have use for the ranks as it leaves them.
+    further ways of sequence ranks in turn, and is enough of these for a family's further cases, which have other inputs and
+    perhaps other layers, but attention of the same kind. PipeFusion's comes last: bands have use for the ranks as it leaves
+    them.
     """
     single = {axis: Degrees(**{axis: 2}) for axis in ("ulysses", "tensor", "pipe", "batch", "ring")}
     single["patch"] = Degrees(patch=2, patch_mode="displaced")
@@ -57,7 +64,8 @@ def modes_of_two(case: Case) -> tuple[list[Degrees], list[Degrees]]:
     if not {single["batch"], single[other]} <= set(case.modes):
         return list(case.modes), []
     product = replace(single[other], batch=2)
-    every = [product, *(single[axis] for axis in ("ulysses", "tensor", "pipe") if single[axis] in case.modes)]
+    alone = ("tensor", "pipe") if is_further(case) else ("ulysses", "tensor", "pipe")
+    every = [product, *(single[axis] for axis in alone if single[axis] in case.modes)]
     return every, [degrees for degrees in case.modes if degrees not in every]
 
 
@@ -163,7 +171,13 @@ def compare(case, pools, made, given_and_expected, degrees, latent, measured):
     assert error <= TOLERANCE
 
 
-@cases_with("size", lambda case: ["whole"], lambda case: ["odd"] if case.odd else [])
+def sizes(case: Case) -> tuple[list[str], list[str]]:
+    """In the default tier those that neither two ranks' calls nor two ranks' bands have, in the tests below."""
+    elsewhere = case.odd is None or (not is_further(case) and banded_modes(case, Degrees(pipe=2)))
+    return ([], ["whole"]) if elsewhere and case.modes else (["whole"], [])
+
+
+@cases_with("size", lambda case: sizes(case)[0], lambda case: sizes(case)[1] + (["odd"] if case.odd else []))
 def test_one_rank_equals_diffusers(case, size, pools, made, given_and_expected, measured):
     latent = case.latent if size == "whole" else case.odd
     compare(case, pools, made, given_and_expected, Degrees(), latent, measured)
@@ -197,8 +211,8 @@ def test_exact_modes_equal_diffusers(case, degrees, pools, made, given_and_expec
 @pytest.mark.slow
 @cases_with(
     "degrees",
-    lambda case: banded_modes(case, Degrees(pipe=2)),
-    lambda case: banded_modes(case, Degrees(ulysses=2)),
+    lambda case: () if is_further(case) else banded_modes(case, Degrees(pipe=2)),
+    lambda case: banded_modes(case, *[Degrees(pipe=2)] * is_further(case), Degrees(ulysses=2)),
 )
 def test_pipefusion_that_only_warms_up_equals_diffusers(case, degrees, pools, made, measured):
     model, file, _ = made(case)
@@ -212,7 +226,11 @@ def test_pipefusion_that_only_warms_up_equals_diffusers(case, degrees, pools, ma
 
 
 @pytest.mark.slow
-@cases_with("degrees", lambda case: banded_modes(case, Degrees(pipe=2)))
+@cases_with(
+    "degrees",
+    lambda case: () if is_further(case) else banded_modes(case, Degrees(pipe=2)),
+    lambda case: banded_modes(case, Degrees(pipe=2)) if is_further(case) else (),
+)
 def test_bands_with_old_keys_depend_on_the_schedule_alone(case, degrees, pools, made):
     model, file, _ = made(case)
     x, _, tensors = case.inputs()

@@ -126,8 +126,15 @@ def check(model, deltas, path, family, given, folder, measured=lambda *_: None) 
     return found
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    ("family", "degrees"),
+    [
+        pytest.param(family, degrees, id=f"{family}-{degrees}", marks=() if family == "flux" or cuts else pytest.mark.full)
+        for family in CONFIGS
+        for degrees in DEGREES
+        for cuts in [degrees.pipe > 1 or degrees.tensor > 1]  # blocks or weights: what a family has of its own
+    ],
+)
 def test_added_to_every_weight_as_to_the_file(load, files, family, degrees, tmp_path, measured):
     path = files[family]
     model, given, state = load(path, degrees), tiny.inputs(CONFIGS[family], family=family), load_file(path)

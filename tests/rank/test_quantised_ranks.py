@@ -135,7 +135,7 @@ def test_a_part_of_a_file_on_each_rank(pools, files, family):
             assert in_blocks < sum(held) < limit * in_blocks + 2 * (whole - in_blocks)
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", ["flux", pytest.param("wan", marks=pytest.mark.full)])
 def test_weight_dtype_int8_is_as_close_as_a_file_in_int8(pools, made, files, measured, family):
     case, (_, path, plain) = CASES[family], made(family)
     theirs = tiny.relative(predict(pools, files(family, "int8, rotated")[0], Degrees(), case), plain)

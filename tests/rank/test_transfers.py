@@ -5,6 +5,7 @@ which 1 / N stays where it is; ring and displaced patches move 2 A, of which eac
 adds up A twice (once in Flux's single blocks), each time 2 A as the ring algorithm does it, less the own N-th.
 """
 
+import itertools
 import time
 
 import pytest
@@ -36,9 +37,22 @@ def moved(stats: list[RunStats], axis: str) -> list[int]:
     return [rank.bytes_sent.get(axis, 0) for rank in stats]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("bands", "warm_up"), [(1, 0), (1, STEPS), (3, 0), (4, 1), (4, STEPS)])
-@pytest.mark.parametrize("stages", [2, 4])
+def rows(ranks: tuple[int, ...], runs: tuple[tuple[int, int], ...], more: set[tuple]) -> list[pytest.param]:
+    """Ranks, bands, warm-up steps and dtypes. In the default tier every run on two ranks in fp32, and `more`."""
+    found = []
+    for number, run, dtype in itertools.product(ranks, runs, WIDTH):
+        row = (number, *run, dtype)
+        default = (number, dtype) == (ranks[0], "fp32") or row in more
+        found.append(pytest.param(*row, marks=() if default else pytest.mark.full))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stages", "bands", "warm_up", "dtype"),
+    rows(
+        (2, 4), ((1, 0), (1, STEPS), (3, 0), (4, 1), (4, STEPS)), {(4, 1, 0, "fp32"), (4, 3, 0, "bf16"), (2, 4, 1, "bf16")}
+    ),
+)
 def test_pipe_moves_each_token_once_per_boundary_and_step(remote, stages, bands, warm_up, dtype):
     stats = run(remote(Degrees(pipe=stages), dtype=dtype), bands, warm_up)
     activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
@@ -46,8 +60,7 @@ def test_pipe_moves_each_token_once_per_boundary_and_step(remote, stages, bands,
     assert not any(moved(stats, "ulysses"))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), (4, "fp32")])
 def test_ulysses_moves_four_nths_of_the_activations_per_layer(remote, ranks, dtype):
     stats = run(remote(Degrees(ulysses=ranks), dtype=dtype), 1, STEPS)
     activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
@@ -85,14 +98,16 @@ def test_uneven_shards_lose_and_gain_nothing(remote):
     assert moved(stats, "ulysses") == [token * (3 * tokens[0] + tokens[1]), token * (3 * tokens[1] + tokens[0])]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("bands", "warm_up"), [(1, STEPS), (4, 1)])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "bands", "warm_up", "dtype"), rows((2, 4), ((1, STEPS), (4, 1)), {(4, 1, STEPS, "bf16"), (4, 4, 1, "fp32")})
+)
 def test_ring_moves_keys_and_values_once_around_per_layer(remote, ranks, bands, warm_up, dtype):
-    """In bands as in one piece: the band's keys go around, not the buffer."""
+    """In bands as in one piece: the band's keys go around, not the buffer. Ranks have equal parts of the whole, and perhaps
+    not of bands."""
     stats = run(remote(Degrees(ring=ranks), dtype=dtype), bands, warm_up)
     activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]
-    assert moved(stats, "ring") == [STEPS * 2 * activations * LAYERS * (ranks - 1) // ranks] * ranks
+    assert sum(moved(stats, "ring")) == STEPS * 2 * activations * LAYERS * (ranks - 1)
+    assert bands > 1 or len(set(moved(stats, "ring"))) == 1
 
 
 def test_a_ring_without_a_buffer_moves_the_same(remote):
@@ -121,8 +136,7 @@ def test_naive_patches_move_nothing(remote):
     assert all(rank.bytes_sent == {} for rank in model.close_run(model.open_run(), lambda: None))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), (4, "fp32")])
 def test_tensor_parallel_adds_up_activations_twice_per_layer(remote, ranks, dtype):
     stats = run(remote(Degrees(tensor=ranks), dtype=dtype), 1, STEPS)
     activations = BATCH * (TEXT + IMAGE) * HIDDEN * WIDTH[dtype]

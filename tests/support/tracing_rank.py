@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from parallel_backend.processes.entry import main
 from parallel_backend.wire.rank_settings import RankSettings
 
-SLOW = 3.0
+SLOW = 1.5
 
 
 def as_it_is(graph, _inputs):

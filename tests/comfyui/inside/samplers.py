@@ -7,17 +7,17 @@ from functools import partial
 
 from boot import BUNDLED, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
 
-STEPS = 4
+STEPS = 3
 PATCH_STEPS = 8
 
 
 class Warnings(logging.Handler):
-    """Collects all warnings but Python's about ComfyUI's own code. With one of the pack's, a run was exact."""
+    """Collects all warnings but Python's about ComfyUI's own code and torchsde's. With one of ours a run was exact."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
-        warnings.filterwarnings("ignore", module=r"comfy\.")
+        warnings.filterwarnings("ignore", module=r"(comfy|torchsde)\.")
         logging.captureWarnings(True)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -115,15 +115,14 @@ def main(results: Results, names: list[str]) -> None:
         for patches in (("displaced", 2), ("displaced", 2, 1000), ("naive", 2))
     )
 
-    def in_patches(model, name: str) -> dict:
+    def in_patches(model, name: str, times: int = 2) -> dict:
         """On a MODEL with patches, repeated, against the plain parallel MODEL."""
         told.texts.clear()
-        first, second = runs[name](model), runs[name](model)
+        first, *others = (runs[name](model) for _ in range(times))
         return {
             "finite": bool(first.isfinite().all()),
             "warnings": list(told.texts),
-            "repeat": difference(first, second),
-            "difference": difference(exact[name], first),
+            "repeat": max((difference(first, other) for other in others), default=None),
             "relative": float((first - exact[name]).norm() / exact[name].norm()),
         }
 
@@ -137,12 +136,13 @@ def main(results: Results, names: list[str]) -> None:
 
     for name in runs:
         results.case(f"displaced {name}", partial(in_patches, displaced, name))
-        results.case(f"displaced, all steps warm-up {name}", partial(in_patches, warm, name))
+        results.case(f"displaced, all steps warm-up {name}", partial(in_patches, warm, name, times=1))
     results.case("displaced report", partial(reported, displaced, prompts, 1))
     results.case("displaced report, 3 warm-up steps", partial(reported, displaced, prompts, 3))
     results.case("displaced report, area", partial(reported, displaced, area, 1))
     results.case(
-        "displaced, Apply PipeFusion", partial(in_patches, node("ApplyPipeFusion", displaced, 0, 1000, True), "euler")
+        "displaced, Apply PipeFusion",
+        partial(in_patches, node("ApplyPipeFusion", displaced, 0, 1000, True), "euler", times=1),
     )
     results.case("displaced refusal pooled output", partial(ksampler, displaced, unpooled, empty))
     results.case("displaced after the refusal", partial(in_patches, displaced, "euler"))
