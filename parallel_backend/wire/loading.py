@@ -67,7 +67,8 @@ class SetResident:
     """Client -> rank: from now on at most so many bytes of weights are on the device. Answered by Residency.
 
     Blocks move whole, and no more of them than needed. 0: everything is in host memory, the weights outside of blocks too;
-    no micro-step may come until another SetResident has brought them back.
+    no micro-step may come until another SetResident has brought them back. Merged weights for which host memory has no room
+    stay on the device in any case.
     """
 
     resident: tuple[int, ...]

@@ -22,6 +22,7 @@ from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.host_memory import host_store, sharing
 from parallel_backend.rank.stage.store import slots, weight_store
 from parallel_backend.rank.stage.store.emulated import EmulatedCopies, EmulatedOutOfMemoryError
+from parallel_backend.rank.stage.store.weight_group import ENDS
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import EmulatedDevice
@@ -283,6 +284,32 @@ def test_what_is_added_to_streamed_weights_stays(flux, whole, instead):
         each.engine.stage.adapters.drop()
         each.engine.set_resident(part(whole, 0.8))
         assert torch.equal(each.output(calls=2), plain)
+
+
+def test_merged_weights_stay_on_the_device_where_host_memory_has_no_room_for_them(flux, whole, monkeypatch):
+    """All that others need go, and a later request takes them along, once there is room."""
+    free = [0]
+    monkeypatch.setattr(host_store, "host_memory", lambda: (free[0], 1 << 40))
+    model = Alone(flux)
+    adapt(model, instead=True)
+    groups, expected = model.store._groups, model.output()
+    kept = groups[LAST].nbytes + groups[ENDS].nbytes
+    assert model.engine.set_resident(0).device_bytes == model.copies.used == kept
+    with pytest.raises(RuntimeError, match="parked in host memory"):
+        model.output()
+    streaming = model.engine.set_resident(1).device_bytes
+    assert kept < streaming == model.copies.used < whole.store.device_bytes
+    assert torch.equal(model.output(calls=2), expected)
+    free[0] = 1 << 40
+    assert model.engine.set_resident(0).device_bytes == model.copies.used == 0
+    model.engine.set_resident(whole.store.device_bytes)
+    assert torch.equal(model.output(), expected)
+
+
+def test_a_merge_into_streamed_weights_without_host_memory_is_an_error_that_says_so(flux, monkeypatch):
+    monkeypatch.setattr(host_store, "host_memory", lambda: (0, 1 << 40))
+    with pytest.raises(MemoryError, match=f"GB of host memory for the merged weights of {LAST} are not free"):
+        adapt(Alone(flux, 1), instead=True)
 
 
 def test_skipped_blocks_are_passed_by(flux, whole):

@@ -109,7 +109,8 @@ class HostStore:
         """
         if name not in self._private:
             if not self._room(name):
-                raise MemoryError(f"{self._sizes[name] / 1e9:.2f} GB for {name}, which are not free in host memory")
+                missing = f"{self._sizes[name] / 1e9:.2f} GB of host memory for the merged weights of {name} are not free"
+                raise MemoryError(missing)
             own = torch.empty(self._sizes[name], dtype=torch.uint8)
             if not whole and self.holds(name):
                 own.copy_(self.tensor(name))

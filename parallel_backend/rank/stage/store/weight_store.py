@@ -100,6 +100,7 @@ class WeightStore:
     def set_resident(self, resident: int, working: bool = True) -> None:
         """See loading.SetResident. Between micro-steps only. Errors as of `load`.
 
+        Groups that were written over stay on the device if host memory has no room for them: their values are nowhere else.
         Where the device's memory is the host's there is nothing to be gained, and nothing is done.
         """
         if self._copies.unified:
@@ -114,13 +115,14 @@ class WeightStore:
         for name in before:
             self._groups[name].move(self._host.tensor(name))  # or the slots would stay as long as parameters lie in them
         self._slots.close()
-        self._away = away
         leaving = [name for name in self._on_device if name not in staying]
-        self._to_host(leaving)
+        kept = self._to_host(leaving)
+        self._away = away - kept
         for name in leaving:
-            self._groups[name].move(self._host.tensor(name))
-            self._copies.release(self._on_device.pop(name))
-        self._stream(streamed)
+            if name not in kept:
+                self._groups[name].move(self._host.tensor(name))
+                self._copies.release(self._on_device.pop(name))
+        self._stream(streamed - kept)
         self._to_device([name for name in staying if name not in self._on_device])
 
     def report(self) -> tuple[int, float]:
@@ -206,17 +208,26 @@ class WeightStore:
         memory = self._on_device[name] = self._copies.allocate(self._groups[name].nbytes)
         return memory
 
-    def _to_host(self, names: list[str]) -> None:
-        """Have the values of groups that are on the device in host memory too, as far as it has room for the file's."""
-        for name in names:
-            if name in self._overwritten:
-                self._copies.copy(self._host.private(name, whole=True), self._on_device[name]).finish()
-        self._overwritten.difference_update(names)
-        for name in self._host.to_write(names):
+    def _to_host(self, names: list[str]) -> set[str]:
+        """Have the values of groups that are on the device in host memory too, as far as it has room for the file's.
+
+        Returns those that have to stay on the device, since host memory has no room for what was written over them.
+        """
+        for name in [name for name in names if name in self._overwritten]:
+            try:
+                memory = self._host.private(name, whole=True)
+            except MemoryError:
+                continue  # the host's store has logged it
+            self._copies.copy(memory, self._on_device[name]).finish()
+            self._overwritten.remove(name)
+        kept = self._overwritten.intersection(names)
+        leaving = [name for name in names if name not in kept]
+        for name in self._host.to_write(leaving):
             self._copies.copy(self._host.tensor(name), self._on_device[name]).finish()
             self._host.written(name)
             self._heartbeat.done()
-        self._host.wait(names)
+        self._host.wait(leaving)
+        return kept
 
     def _to_device(self, names: list[str]) -> None:
         """Bring groups that are in host memory back for good."""
