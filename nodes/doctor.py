@@ -1,5 +1,7 @@
 """Parallel Doctor: which degrees are fastest on this machine, for this model and picture, and why."""
 
+from dataclasses import replace
+
 import comfy.utils
 
 from parallel_backend.client.registry import registry
@@ -38,11 +40,18 @@ def memory_to_share(devices: tuple[str, ...]) -> HostFree:
 
 def advised_config(rehearsed: Plan, stub: RemoteDiffusionModel) -> ParallelConfig:
     """The advised mode's; one device's, where nothing fits."""
+    as_before = ParallelConfig(
+        attention=stub.key.attention, comm_overlap=stub.comm_overlap, transfer_dtype=stub.key.transfer_dtype
+    )
     if rehearsed.best is None:
-        return ParallelConfig(attention=stub.key.attention, comm_overlap=stub.comm_overlap)
+        return as_before
     degrees = rehearsed.best.mode.degrees
-    return ParallelConfig(
-        degrees.ulysses, degrees.ring, degrees.patch_mode, degrees.patch, stub.key.attention, stub.comm_overlap
+    return replace(
+        as_before,
+        ulysses_degree=degrees.ulysses,
+        ring_degree=degrees.ring,
+        patch_mode=degrees.patch_mode,
+        patch_degree=degrees.patch,
     )
 
 

@@ -225,7 +225,7 @@ def pixart_2048() -> Graph:
         "Made for **4 GPUs** of any kind and link. The model is small; at 2048 x 2048 its time goes into 16,384 tokens.\n"
         "- **Other machines**: `pipefusion_degree` is the number of GPUs; 1 for one.\n"
         "- **Fast links**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` 4: exact.\n"
-        "- `split_batch_degree` does nothing here: prompts of different lengths reach PixArt one after the other.\n"
+        "- **In pairs**: `pipefusion_degree` 2 and `split_batch_degree` 2: two GPUs for each prompt.\n"
         "- 1024 x 1024: the model PixArt-Sigma-XL-2-1024-MS in the same way.\n"
     )
     return Graph(
