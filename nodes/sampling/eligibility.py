@@ -11,6 +11,7 @@ import comfy.samplers
 import torch
 
 from parallel_backend.client.pipefusion.band_cut import BandCut
+from parallel_backend.families.base.family import Family
 
 from ..model.concurrent_conds import evaluate_concurrently
 from ..model.fun_control import fun_controls
@@ -82,12 +83,11 @@ class Sampling:
         texts = [cond["cross_attn"].shape[1] for cond in conds if cond.get("cross_attn") is not None]
         return max(texts, default=1)
 
-    @property
-    def references(self) -> list[torch.Tensor]:
-        """Reference latents of the prompt that has most of them."""
-        conds = [cond for conds in self.guider.conds.values() for cond in conds or ()]
-        given = [cond.get("model_conds", {}).get("ref_latents") for cond in conds]
-        return max((latents.cond for latents in given if latents is not None), key=len, default=[])
+    def references(self, family: Family) -> int:
+        """Tokens of references of the prompt that has most of them."""
+        conds = [cond.get("model_conds", {}) for conds in self.guider.conds.values() for cond in conds or ()]
+        given = [{name: getattr(value, "cond", None) for name, value in each.items()} for each in conds]
+        return max(map(family.reference_tokens, given), default=0)
 
     def band(
         self,

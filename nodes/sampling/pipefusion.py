@@ -1,7 +1,6 @@
 """PipeFusion under any native sampler: a SAMPLER_SAMPLE wrapper that runs the sampler once per band of the latent."""
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -180,8 +179,7 @@ class PipeFusion:
         )
         family, beside = model.family, patching.beside_tokens(sampling.shapes)
         text = family.text_tokens(grid, beside, family.example(model.checkpoint.config, sampling.text_tokens))
-        references = sum(math.prod(patching.grid(tuple(latent.shape))[-2:]) for latent in sampling.references)
-        return patching, cut_rows(shape, bands, patching, text, references)
+        return patching, cut_rows(shape, bands, patching, text, sampling.references(family))
 
     def _displaced(
         self,

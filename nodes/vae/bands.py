@@ -199,7 +199,7 @@ def _sample(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def make_room(pool: Pool, needed: int) -> None:
-    """Have ComfyUI free memory on the pool's devices."""
+    """Have ComfyUI free memory on the pool's devices. `needed`: bytes for one rank."""
     for device in comfyui_gpus():
-        if str(device) in pool.devices:
-            comfy.model_management.free_memory(needed, device)
+        if ranks := pool.devices.count(str(device)):
+            comfy.model_management.free_memory(ranks * needed, device)

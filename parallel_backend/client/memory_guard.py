@@ -233,6 +233,7 @@ def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands:
         max((tensor.shape[1] for name, tensor in conditioning.tensors.items() if _is_text(name, tensor, family)), default=0),
         kept,
         bands,
+        family.patching.cut(conditioning.token_order.along).band_dim,
         timed,
         conditioning.changes.together,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from parallel_backend.core.devices import device_kind
 from parallel_backend.core.spans import Span, in_proportion, split
 from parallel_backend.families.vaes import VAES
 from parallel_backend.families.vaes.base import Part, Piece, Weights
@@ -37,8 +38,8 @@ class RemoteVAE:
     """One part of a VAE on the ranks of `pool`. `name` stands for its weights: ranks that hold it are not sent it again.
 
     `kind`: a row of families/vaes. `weights` gives them in the dtype to compute in; asked only when the ranks lack them.
-    `make_room` is called before that, with bytes for them and a band. `bytes_sent`: what each rank sent to others for the
-    last picture.
+    `make_room` is called before that, with bytes for them and a band on one rank. `bytes_sent`: what each rank sent to
+    others for the last picture.
     """
 
     pool: Pool
@@ -153,8 +154,10 @@ class RemoteVAE:
 
     def _begin(self, bytes_needed: int, poll: Poll) -> None:
         wait_for(self.pool.ready, poll)
-        begin = m.BeginVAE(self.name, self.part, bytes_needed)
-        replies = wait_for(self.pool.ask(begin, m.VAEBegun), poll)
+        replies = self._asked(bytes_needed, 0, poll)
+        if any(reply.short_of_memory for reply in replies):
+            self.pool.tell(m.DropVAE(keep=self.part))
+            replies = self._asked(bytes_needed, 0, poll)
         if not all(reply.held for reply in replies):
             weights = self.weights()
             self._make_room_for(weights, bytes_needed, poll)
@@ -162,10 +165,19 @@ class RemoteVAE:
             config = json.dumps(weights.config)
             with shared_weights(self.pool, weights.tensors) as tensors:
                 self.pool.tell(m.PutVAE(self.name, self.kind, self.part, config, tensors))
-            replies = wait_for(self.pool.ask(begin, m.VAEBegun), poll)
+            replies = self._asked(bytes_needed, 0, poll)
         if any(reply.short_of_memory for reply in replies):
             text = f"a device has less than the {bytes_needed / 1e9:.1f} GB that its band needs"
             raise TooLittleMemory(text, self._missing(replies))
+
+    def _asked(self, bytes_needed: int, weight_bytes: int, poll: Poll) -> list[m.VAEBegun]:
+        """What ranks say to BeginVAE. `bytes_needed`: for one rank's band; `weight_bytes`: of one copy of the weights."""
+        messages = []
+        for rank, device in enumerate(self.pool.devices):
+            alike = self.pool.devices.count(device)
+            copies = 1 if device_kind(device) == "cpu" and self.pool.lends_to(rank) else alike  # see shared_weights
+            messages.append(m.BeginVAE(self.name, self.part, alike * bytes_needed, copies * weight_bytes))
+        return wait_for(self.pool.ask_each(messages, m.VAEBegun), poll)
 
     def _make_room_for(self, weights: Weights, bytes_needed: int, poll: Poll) -> None:
         """Before they are put on the ranks, which lack them. Other parts make way for them.
@@ -174,11 +186,10 @@ class RemoteVAE:
         """
         nbytes = sum(tensor.nbytes for tensor in weights.tensors.values())
         self.make_room(nbytes + bytes_needed)
-        ask = m.BeginVAE(self.name, self.part, bytes_needed, nbytes)
-        if not self._missing(wait_for(self.pool.ask(ask, m.VAEBegun), poll)):
+        if not self._missing(self._asked(bytes_needed, nbytes, poll)):
             return
         self.pool.tell(m.DropVAE())
-        if missing := self._missing(wait_for(self.pool.ask(ask, m.VAEBegun), poll)):
+        if missing := self._missing(self._asked(bytes_needed, nbytes, poll)):
             text = f"a device has less than the {(nbytes + bytes_needed) / 1e9:.1f} GB that its part of the VAE needs"
             raise TooLittleMemory(text, missing)
 
@@ -186,7 +197,7 @@ class RemoteVAE:
         """Bytes that devices lack, of those that lack some."""
         missing: dict[str, int] = {}
         for device, reply in zip(self.pool.devices, replies, strict=True):
-            missing[device] = missing.get(device, 0) + reply.missing
+            missing[device] = max(missing.get(device, 0), reply.missing)  # each rank there says it of the whole device
         return {device: lacks for device, lacks in missing.items() if lacks}
 
 

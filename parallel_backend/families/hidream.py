@@ -184,6 +184,7 @@ HIDREAM = Family(
     inputs=Inputs(
         conditioning=_conditioning,
         accepts=("y", "encoder_hidden_states_llama3", "image_cond"),
+        references=lambda given: [] if given.get("image_cond") is None else [given["image_cond"]],
         token_tensors=("context",),
         vector_tensors=("pooled", "llama"),
         example=_example,

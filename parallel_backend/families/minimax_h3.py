@@ -28,7 +28,7 @@ from parallel_backend.families.base.tensor_plan import (
 )
 from parallel_backend.families.parts.conditioning import count_blocks
 from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.minimax_conditioning import SHIFTS, VECTORS, carried, conditioning
+from parallel_backend.families.parts.minimax_conditioning import SHIFTS, VECTORS, carried, conditioning, videos
 from parallel_backend.families.parts.minimax_layout import PATCHING, SOUND_CHANNELS
 from parallel_backend.families.parts.minimax_tokens import arguments
 
@@ -163,6 +163,7 @@ MINIMAX_H3 = Family(
     inputs=Inputs(
         conditioning=conditioning,
         accepts=("minimax_payload", "denoise_mask", "audio_denoise_mask"),
+        references=videos,
         options=tuple(SHIFTS),
         carried=carried,
         token_tensors=("context",),

@@ -111,7 +111,6 @@ class Model:
             blocks=("blocks.0",) * self.layers,
             sizes=sizes,
             grid=(self.frames, rows, columns) if self.frames > 1 else (rows, columns),
-            rows=rows,
             text=self.text if self.joint else 0,
             carried=(0,) * (self.layers + 1),
             looked_at=0 if self.joint else self.text,

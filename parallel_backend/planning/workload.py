@@ -38,12 +38,12 @@ class Workload:
     sizes: ModelSizes
     grid: tuple[int, ...]
     """Image tokens along each axis."""
-    rows: int
-    """Image tokens along the axis that bands cut."""
     text: int
     """Tokens that run through the blocks beside the image's."""
     carried: tuple[int, ...]
     """By number of blocks before a boundary of stages, how many blocks' outputs cross it beside the hidden states."""
+    band_dim: int = -2
+    """Axis of `grid` that bands cut."""
     padding: int = 0
     """Those of `text` that the model's class adds to the image."""
     looked_at: int = 0
@@ -63,6 +63,11 @@ class Workload:
     @property
     def image(self) -> int:
         return math.prod(self.grid)
+
+    @property
+    def rows(self) -> int:
+        """Image tokens along the axis that bands cut."""
+        return self.grid[self.band_dim]
 
     @property
     def tokens(self) -> int:
@@ -87,7 +92,8 @@ class Workload:
     def request(self, exact: bool, bands: int) -> Request:
         """What memory goes by. `exact`: no keys and values are kept from call to call."""
         kept = 0 if exact or self.warm_up_steps == self.steps else KV_COPIES
-        return Request(self.grid, 0, self.text, self.padding, self.entries, 0, self.looked_at, kept, bands)
+        beside = self.text, self.padding
+        return Request(self.grid, 0, *beside, self.entries, 0, self.looked_at, kept, bands, self.band_dim)
 
 
 def workload_of(
@@ -127,9 +133,9 @@ def workload_of(
         blocks=tuple(kinds[name] for name in names),
         sizes=replace(model_sizes(checkpoint, dtype, device), transfer_dtype=transfer_dtype),
         grid=grid,
-        rows=grid[family.patching.cut(family.patching.best_axis(grid)).band_dim],
         text=request.text,
         carried=tuple(len(family.blocks.carried(config, boundary)) for boundary in range(len(names) + 1)),
+        band_dim=request.band_dim,
         padding=request.padding,
         looked_at=request.looked_at,
         sums={

@@ -144,7 +144,7 @@ class Worker:
                 if (part := self.vae.get(message.part)) is not None:
                     part.end()
             case m.DropVAE():
-                self.vae = {}
+                self.vae = {name: part for name, part in self.vae.items() if name == message.keep}
                 self._free()
             case m.OpenRun():
                 self.engine.open_run(message)

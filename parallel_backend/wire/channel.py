@@ -120,9 +120,12 @@ class Channel:
             self._borrow(envelope.message, envelope.model)
 
     def return_segments(self, model: int | None = None) -> None:
-        """Let the segments go that are borrowed for `model`, or all: no tensor in them will be read any more."""
+        """Let the segments go that are borrowed for `model`, or for any: no tensor in them will be read any more.
+
+        Those that are for no model, such as a VAE's output, may be in use: the other end asks them back (DropSegment).
+        """
         for number, owner in list(self._models.items()):
-            if model in (None, owner):
+            if owner is not None and model in (None, owner):
                 self.return_segment(number)
 
     def _borrow(self, message: OpenSegment, model: int | None) -> None:

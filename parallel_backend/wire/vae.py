@@ -29,9 +29,9 @@ class BeginVAE:
     """PutVAE.name of the part."""
     part: str
     bytes_needed: int
-    """Memory that one rank's band takes, beside the weights."""
+    """Memory that the bands of all ranks on the rank's device take, beside the weights."""
     weight_bytes: int = 0
-    """Of the weights, where the ranks lack them: what `missing` is said of too."""
+    """Of the weights there, where the ranks lack them: what `missing` is said of too."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,15 @@ class VAEBegun:
     short_of_memory: bool
     """One of the ranks has too little memory. None begins."""
     missing: int
-    """Bytes that this rank lacks, for the weights too where it does not hold them."""
+    """Bytes that this rank's device lacks, for the weights too where the rank does not hold them."""
 
 
 @dataclass(frozen=True)
 class DropVAE:
     """Client -> rank: free the parts of VAEs, between pictures. All ranks, or none: see VAEBegun.held."""
+
+    keep: str = ""
+    """A part that stays. Empty: none."""
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.memory_guard import MemoryGuard, request_of
-from parallel_backend.client.pipefusion.banded_run import BandedRun
+from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.client.placement.balance import even_stages, stages_by_size
 from parallel_backend.client.placement.device_memory import DeviceMemory, device_memories
 from parallel_backend.client.placement.memory_advice import Capacity, changes
 from parallel_backend.client.placement.memory_check import MemoryCheck
-from parallel_backend.client.placement.memory_model import KV_COPIES, Request, bytes_by_block, memory_of
+from parallel_backend.client.placement.memory_model import KV_COPIES, Request, bytes_by_block, memory_of, step_tokens
 from parallel_backend.client.placement.model_sizes import model_sizes
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
+from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.failure_text import out_of_memory
@@ -332,6 +333,17 @@ def fitting(flux_file, degrees: Degrees, more: int = 1, dtype: str = "fp32") -> 
     spans = even_stages(8, degrees.pipe)
     devices = tuple(f"cuda:{rank}" for rank in range(degrees.world))
     return MemoryCheck(checkpoint, degrees, spans, dtype, devices, more)
+
+
+@pytest.mark.parametrize(("text", "references", "bands"), [(512, 0, 2), (512, 0, 4), (4096, 0, 4), (33, 64, 4), (77, 0, 8)])
+def test_the_largest_band_is_that_of_the_cut(text, references, bands):
+    """Which has fewer rows in the first band, for the text."""
+    grid, patching = (64, 64), FAMILIES["flux"].patching
+    spans = cut_rows((1, 16, 128, 128), bands, patching, text, references)
+    row = 64 + references / 64
+    loads = [row * len(span) / 2 + text * (not span.start) for span in spans]
+    request = Request(grid, references, text, 0, 2)
+    assert step_tokens(request.image, 64, text, 2, bands, bands)[1] == pytest.approx(2 * max(loads), abs=2)
 
 
 LARGE = Request((512, 512), 0, 512, 0, 2, kept=2, bands=8)

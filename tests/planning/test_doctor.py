@@ -66,7 +66,6 @@ def workload(heads: int = 24, count: int = 57, **changes) -> Workload:
         blocks=("blocks.0",) * count,
         sizes=sizes,
         grid=(64, 64),
-        rows=64,
         text=512,
         carried=(0,) * (count + 1),
     )
@@ -215,7 +214,7 @@ def test_a_family_is_not_cut_along_what_it_does_not_have():
 
 
 def test_a_tiny_picture_is_not_cut_into_more_than_it_has():
-    what = workload(grid=(2, 2), rows=2, shape=(1, 16, 4, 4))
+    what = workload(grid=(2, 2), shape=(1, 16, 4, 4))
     modes, refused = possible(what, 8)
     assert all(mode.bands <= 2 and mode.degrees.sequence <= 4 for mode in modes)
     assert "too few to be cut so" in refused[Degrees(ulysses=8)]
@@ -224,7 +223,7 @@ def test_a_tiny_picture_is_not_cut_into_more_than_it_has():
 @pytest.mark.parametrize("text", [0, 512])
 def test_no_patch_has_fewer_tokens_than_ranks_that_share_it(text):
     """The first patch has fewer rows for the text that it carries. RemoteTransformer.call refuses ranks without a token."""
-    what = workload(grid=(8, 1), rows=8, text=text)
+    what = workload(grid=(8, 1), text=text)
     modes, refused = possible(what, 8)
     for mode in modes:
         for band in split_carrying(Span(0, 8), mode.bands, text):
@@ -436,7 +435,7 @@ def check_run(known: RehearsedCosts, prediction, stats, model, steps: int) -> No
         assert what.buffer_bytes == pytest.approx(memory.buffers, rel=0.01)
 
 
-TWO = [mode for mode in possible(workload(rows=8), 2)[0] if mode.bands < 8]
+TWO = [mode for mode in possible(workload(grid=(8, 8)), 2)[0] if mode.bands < 8]
 
 
 @pytest.mark.parametrize("mode", TWO, ids=str)

@@ -113,6 +113,21 @@ def test_a_segment_that_is_dropped_is_pointed_into_no_more_and_stays_until_the_r
     assert message.tensors["0"].eq(2.0).all()
 
 
+def test_an_unloading_lets_segments_of_models_go_and_no_others(ends, segment):
+    """A VAE's output may be lent while a model is unloaded to make room for it."""
+    of_model = make_segment(4, NBYTES)
+    ends.client.lend(segment)
+    ends.client.lend(of_model, 7)
+    values = segment.tensor(torch.float32, [64], 0).fill_(1.0)
+    ends.crossed(conditioning(values))
+    ends.rank.return_segments()
+    assert ends.returned == [NBYTES]
+    later, _ = ends.crossed(conditioning(values))
+    values.fill_(2.0)
+    assert later.tensors["0"].eq(2.0).all()  # still one memory
+    of_model.close()
+
+
 def test_a_segment_that_nobody_was_there_to_take_is_let_go_without_a_word(ends, segment):
     ends.rank.close()
     with pytest.raises(OSError):

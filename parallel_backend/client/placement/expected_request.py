@@ -27,4 +27,5 @@ def expected_request(
         looked_at=max((tensor.shape[1] for tensor in looked_at if tensor.ndim == 3), default=0),
         kept=kept,
         bands=bands,
+        band_dim=family.patching.cut(family.patching.best_axis(grid)).band_dim,
     )

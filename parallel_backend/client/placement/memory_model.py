@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from parallel_backend.core.communicators import communicators
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.spans import Span, split, split_carrying
 from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, TEXT, TEXT_TO_IMAGE
 
 from .gpu_overheads import COMMUNICATOR, STAGED, WORKSPACES
@@ -102,6 +102,8 @@ class Request:
     kept: int = 0
     """Sets of keys and values that a run keeps from call to call; 0 for exact calls."""
     bands: int = 1
+    band_dim: int = -2
+    """Axis of `grid` that bands cut."""
     timed: bool = False
     """Tokens have times of their own."""
     together: bool = False
@@ -124,13 +126,17 @@ def activation_bytes(tokens: float, token_bytes: int, joint: bool, timed: bool =
     return round((ACTIVATIONS[joint] + (TIMED[joint] if timed else 0)) * tokens * token_bytes)
 
 
-def step_tokens(image: int, text: int, entries: int, stages: int, bands: int) -> tuple[int, int]:
-    """Tokens, over all entries, of a whole call's micro-step and of a band's with the text.
+def step_tokens(image: int, rows: int, text: int, entries: int, stages: int, bands: int) -> tuple[int, int]:
+    """Tokens, over all entries, of a whole call's micro-step and of the largest band's, see banded_run.cut_rows.
 
-    A whole call's entries go through a pipeline one by one.
+    `rows`: of the image, or frames, that bands cut. A whole call's entries go through a pipeline one by one.
     """
     whole = (entries if stages == 1 else 1) * (image + text)
-    return whole, whole if bands == 1 else entries * (math.ceil(image / bands) + text)
+    if bands == 1:
+        return whole, whole
+    row = image / rows
+    first, *others = (row * len(span) for span in split_carrying(Span(0, rows), min(bands, rows), text / row))
+    return whole, entries * math.ceil(max(first + text, *others))
 
 
 def memory_of(
@@ -205,7 +211,8 @@ def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: R
     entries = request.entries_on(degrees, at)
     text = request.text if sizes.joint else request.padding
     stages = 1 if request.together else degrees.pipe
-    return step_tokens(request.image, text, entries, stages, request.bands if request.kept else 1)
+    bands = request.bands if request.kept else 1
+    return step_tokens(request.image, request.grid[request.band_dim], text, entries, stages, bands)
 
 
 def _computing(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> tuple[int, int]:

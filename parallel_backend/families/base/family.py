@@ -3,7 +3,7 @@
 import importlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -169,6 +169,9 @@ class Inputs:
     token_tensors: tuple[str, ...] = ()
     """Conditioning tensors [B, T, ...] of the text that runs through the blocks. Only the first stage gets them. Several of
     them, one behind the other, only where `Forward.whole_latent`."""
+
+    references: Callable[[Mapping[str, Any]], Sequence[torch.Tensor]] = lambda given: given.get("ref_latents") or ()
+    """Arguments of ComfyUI's model call -> the latents in them that become tokens of references (REFERENCES)."""
 
     whole_text: bool = False
     """The prologue mixes the text's tokens, so every rank of the first stage has all of them at every micro-step, and
@@ -383,6 +386,14 @@ class Family:
         They run with the call's first band.
         """
         return self.image_padding(grid) + beside + self.inputs.text_tokens(tensors)
+
+    def reference_tokens(self, given: Mapping[str, Any]) -> int:
+        """Tokens of references in the arguments of a model call, as far as `Inputs.references` knows them."""
+        pictures = (
+            latent.unsqueeze(2) if self.patching.video and latent.ndim == 4 else latent
+            for latent in self.inputs.references(given)
+        )
+        return sum(math.prod(self.patching.grid(tuple(picture.shape))) for picture in pictures)
 
     def example(self, config: Config, prompt: int) -> dict[str, torch.Tensor]:
         """Shapes of a conditioning whose text has `prompt` tokens, on the meta device: a sampler's noise may come from the

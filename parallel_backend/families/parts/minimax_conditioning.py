@@ -3,6 +3,7 @@
 ComfyUI's BaseModel hands everything in one payload: keyframes, references, which of the text's tokens are pictures'.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,6 +55,14 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
             levels += [(stream, share, limit) for share in shares.tolist()]
     tensors["levels"] = torch.tensor(levels)
     return {"context": context} | {name: value.expand(len(context), *value.shape) for name, value in tensors.items()}
+
+
+def videos(given: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Latents of keyframes and references in ComfyUI's payload, without those of sound."""
+    payload = given.get("minimax_payload") or {}
+    references = [block["latent"] for block in payload.get("refs") or () if block["kind"] != "audio"]
+    frames = (frame.get("latent") for frame in payload.get("keyframes") or ())
+    return references + [latent for latent in frames if latent is not None]
 
 
 def _kinds(tags: torch.Tensor, words: int) -> torch.Tensor:
