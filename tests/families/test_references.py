@@ -26,7 +26,7 @@ def test_reference_latents(family: str, pictures: list[torch.Tensor]):
 
 
 def test_a_picture_beside_the_latent():
-    picture, row = torch.zeros(1, 16, 8, 6), FAMILIES["hidream"]
+    picture, row = torch.zeros(1, 16, 8, 6), FAMILIES["hidream-i1"]
     assert row.reference_tokens({"image_cond": picture}) == picture_beside(picture, 8)[REFERENCES].shape[1]
     assert row.reference_tokens({"image_cond": None}) == row.reference_tokens({}) == 0
 
