@@ -62,8 +62,8 @@ def split_carrying(span: Span, parts: int, carried: float) -> tuple[Span, ...]:
     even = len(span) / parts
 
     def unevenness(first: int) -> tuple[float, float, int]:
-        others = [len(part) for part in split(Span(0, len(span) - first), parts - 1)]
-        loads = (first + carried, *others)
+        others = len(span) - first
+        loads = (first + carried, others // (parts - 1), -(-others // (parts - 1)))
         return max(loads), max(loads) - min(loads), first
 
     first = min(range(math.ceil(even / 2), math.ceil(even) + 1), key=unevenness)

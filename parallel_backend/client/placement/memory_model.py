@@ -136,7 +136,7 @@ def step_tokens(image: int, rows: int, text: int, entries: int, stages: int, ban
         return whole, whole
     row = image / rows
     first, *others = (row * len(span) for span in split_carrying(Span(0, rows), min(bands, rows), text / row))
-    return whole, entries * math.ceil(max(first + text, *others))
+    return whole, entries * math.ceil(max([first + text, *others]))
 
 
 def memory_of(
