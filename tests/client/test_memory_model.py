@@ -104,9 +104,8 @@ MODES = {
     Degrees(ulysses=2): "fp32",
     Degrees(patch=2, patch_mode="displaced"): "fp32",
 }
-"""With the dtype in which each is tried. In the default tier every case has its stages, and the first of a family, in turn,
-one other."""
-FIRST = {case.family: case for case in reversed(CASES)}.values()
+"""With the dtype in which each is tried. In the default tier every case has its stages; what the other modes hold is in
+test_buffers_of_every_mode."""
 
 
 @pytest.mark.parametrize(
@@ -116,10 +115,10 @@ FIRST = {case.family: case for case in reversed(CASES)}.values()
             case,
             degrees,
             id=f"{case.name}-{degrees}",
-            marks=() if turn == 0 or (turn == 1 + number % 3 and case in FIRST) else pytest.mark.full,
+            marks=() if degrees == Degrees(pipe=2) else pytest.mark.full,
         )
-        for number, case in enumerate(CASES)
-        for turn, degrees in enumerate(MODES)
+        for case in CASES
+        for degrees in MODES
         if degrees in case.modes and case.sampled
     ],
 )
