@@ -12,6 +12,7 @@ import torch
 
 from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.families.base.family import Family
+from parallel_backend.families.parts.references import reference_tokens
 
 from ..model.concurrent_conds import evaluate_concurrently
 from ..model.fun_control import fun_controls
@@ -87,7 +88,7 @@ class Sampling:
         """Tokens of references of the prompt that has most of them."""
         conds = [cond.get("model_conds", {}) for conds in self.guider.conds.values() for cond in conds or ()]
         given = [{name: getattr(value, "cond", None) for name, value in each.items()} for each in conds]
-        return max(map(family.reference_tokens, given), default=0)
+        return max((reference_tokens(family, each) for each in given), default=0)
 
     def band(
         self,

@@ -58,8 +58,8 @@ CROSS_SECTION = [
 ]
 REST = [fault for fault in table.choose(180, seed=1) if str(fault) not in map(str, CROSS_SECTION)]
 """Every kind in each of its phases, and every variant."""
-ORPHANS = {("exact", "hangs"): (), ("start", "works"): pytest.mark.full, ("banded", "stopped"): pytest.mark.full}
-"""Phase and variant -> marks. Beside the two of test_failures.py: with and without a run."""
+ORPHANS = dict.fromkeys((("exact", "hangs"), ("start", "works"), ("banded", "stopped")), pytest.mark.full)
+"""Phase and variant -> marks. Beside the two of test_failures.py, which the default tier has: with and without a run."""
 
 
 @pytest.fixture(scope="module")

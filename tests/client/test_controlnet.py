@@ -266,8 +266,16 @@ def sampling(case, latent, steps: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2)], ids=str)
-@pytest.mark.parametrize("size", ["whole", "odd"])
+@pytest.mark.parametrize(
+    ("size", "degrees"),
+    [
+        ("odd", Degrees(pipe=2)),
+        ("whole", Degrees(ulysses=2)),
+        pytest.param("whole", Degrees(pipe=2), marks=pytest.mark.full),
+        pytest.param("odd", Degrees(ulysses=2), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 @every_case
 def test_pipefusion_that_only_warms_up_equals_diffusers(case, size, degrees, pools, made, measured):
     model, file = made(case)

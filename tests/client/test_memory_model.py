@@ -35,7 +35,7 @@ from parallel_backend.rank import worker
 from parallel_backend.rank.free_memory import group_limits, host_memory
 from parallel_backend.wire import messages as m
 from tests.campaigns.faults.census import settle
-from tests.families.cases import all_cases
+from tests.families.cases import OF_EACH_FORM, all_cases
 from tests.families.cases.ltx_video import WithKeyframes
 from tests.families.cases.wan import TimePerFrame
 from tests.rank.test_module_cache import Runs
@@ -104,9 +104,8 @@ MODES = {
     Degrees(ulysses=2): "fp32",
     Degrees(patch=2, patch_mode="displaced"): "fp32",
 }
-"""With the dtype in which each is tried. In the default tier every case has its stages, and the first of a family, in turn,
-one other."""
-FIRST = {case.family: case for case in reversed(CASES)}.values()
+"""With the dtype in which each is tried. In the default tier families of each form have their stages; what the other modes
+hold is in test_buffers_of_every_mode."""
 
 
 @pytest.mark.parametrize(
@@ -116,10 +115,10 @@ FIRST = {case.family: case for case in reversed(CASES)}.values()
             case,
             degrees,
             id=f"{case.name}-{degrees}",
-            marks=() if turn == 0 or (turn == 1 + number % 3 and case in FIRST) else pytest.mark.full,
+            marks=() if degrees == Degrees(pipe=2) and case.family in OF_EACH_FORM else pytest.mark.full,
         )
-        for number, case in enumerate(CASES)
-        for turn, degrees in enumerate(MODES)
+        for case in CASES
+        for degrees in MODES
         if degrees in case.modes and case.sampled
     ],
 )
@@ -219,7 +218,13 @@ ONE_OF_EACH = list({(case.family, isinstance(case, TIMES_OF_TOKENS)): case for c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=() if case.family in OF_EACH_FORM else pytest.mark.full)
+        for case in ONE_OF_EACH
+    ],
+)
 def test_activations(case, made, measured):
     larger = replace(case, latent=(case.latent[0], *LATENTS[len(case.latent) + 1]))
     runs = Runs(larger, made(case))

@@ -68,7 +68,11 @@ def test_a_call_that_cannot_be_sent_costs_the_next_one_nothing(remote, flux_mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param(each, marks=pytest.mark.full if place > 1 else ()) for place, each in enumerate(DEGREES)],
+    ids=str,
+)
 @pytest.mark.parametrize("warm_up", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_run_equals_the_same_run_on_a_fresh_model(remote, degrees, warm_up):
     """Bit for bit, also without warm-up, where a first step that saw the last run's keys would show."""
@@ -105,7 +109,7 @@ def layer_bytes(size: dict) -> int:
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-@pytest.mark.parametrize(("extrapolate", "copies"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("extrapolate", "copies"), [pytest.param(False, 1, marks=pytest.mark.full), (True, 2)])
 def test_buffers_are_of_this_run_only(remote, degrees, extrapolate, copies):
     """Keys and values of all layers and tokens, over all ranks, and nothing of the larger runs before.
 

@@ -30,10 +30,9 @@ SAID = {
 
 def equal_rows() -> Iterator[pytest.param]:
     """One kind has all settings in both modes in the default tier. The others, which decide what a ControlNet gives out and
-    for which blocks, have two settings in bands, and one over sequence ranks."""
+    for which blocks, have one setting in bands."""
     for kind, setting, mode in itertools.product(KINDS, SETTINGS, MODES):
-        apart = {"all warm-up": ("cfg 3, some steps", "two calls a step"), "ulysses 2": ("two calls a step",)}
-        default = mode != "pipe 2" if kind == PIPELINED[0] else setting in apart.get(mode, ())
+        default = mode != "pipe 2" if kind == PIPELINED[0] else (setting, mode) == ("two calls a step", "all warm-up")
         yield pytest.param(kind, setting, mode, marks=() if default else pytest.mark.full)
 
 

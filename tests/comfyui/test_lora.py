@@ -32,10 +32,7 @@ SAID = {
 
 OTHER_MODES = ("Apply PipeFusion before", "tensor_parallel_degree 2")
 IN_TURN, AGAIN = "two clones in turn", "ranks started again"
-OF_SD3 = (
-    *("kohya", "diffusers", "original", "differences", "tensor_parallel_degree 2"),
-    *("bypass of LoRA", "merge", "merge by blocks", "set", "ModelSave", "LoraSave"),
-)
+OF_SD3 = ("kohya", "diffusers", "differences", "tensor_parallel_degree 2", "bypass of LoRA", "merge", "ModelSave")
 """Cases that SD3 has in the default tier."""
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from tests.comfyui.conftest import unselected
 from tests.comfyui.test_families import save_case
 from tests.families.cases import all_cases
 
@@ -16,13 +17,18 @@ TRIED = [
 ]
 
 
+DEFAULT = (("guidance", "one rank"), ("dual cfg", "all warm-up"), ("guides", "all warm-up"), ("guides", "ulysses"))
+
+
 @pytest.fixture(scope="module")
-def found(inside, base):
+def found(request, inside, base):
     save_case(CASE, base)
-    return inside.run("ltx2", name=CASE.name)[0]
+    return inside.run("ltx2", name=CASE.name, skip=unselected(request, "what", "mode", of=TRIED))[0]
 
 
-@pytest.mark.parametrize(("what", "mode"), TRIED)
+@pytest.mark.parametrize(
+    ("what", "mode"), [pytest.param(*each, marks=() if each in DEFAULT else pytest.mark.full) for each in TRIED]
+)
 def test_it_equals_the_native_model(found, what, mode, measured):
     native = found[f"{what}, native"]
     assert "error" not in native, native

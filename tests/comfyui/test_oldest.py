@@ -86,6 +86,7 @@ def test_killed_rank_is_named_and_the_next_prompt_runs(oldest):
     assert after.status == "success", after.error
 
 
+@pytest.mark.full
 def test_trace_unload_and_doctor_run(oldest):
     prompt = small("quickstart", seed=9)
     (loader,) = (name for name, node in prompt.items() if node["class_type"] == "ParallelDiTLoader")

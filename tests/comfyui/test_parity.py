@@ -19,6 +19,9 @@ OTHER_BATCHES = 4e-5
 MODES = ("ring_degree 2", "tensor_parallel_degree 2", "displaced, all steps warm-up")
 SAMPLERS = ("euler", "heun", "dpmpp_2m", "uni_pc", "euler_ancestral", "dpmpp_sde", "lcm")
 
+DEFAULT = tuple((sampler, 3) for sampler in ("heun", "dpmpp_2m", "dpmpp_sde"))
+"""Beside euler: two calls a step, several steps, noise. test_samplers.py has one of each kind against the MODEL itself."""
+
 
 @pytest.fixture(scope="module")
 def parity(request, inside):
@@ -38,7 +41,7 @@ def check(found, case, limit, measured):
 @pytest.mark.parametrize(
     ("sampler", "cfg"),
     [
-        pytest.param(sampler, cfg, marks=pytest.mark.full if cfg == 1 and sampler != "euler" else ())
+        pytest.param(sampler, cfg, marks=() if sampler == "euler" or (sampler, cfg) in DEFAULT else pytest.mark.full)
         for sampler, cfg in itertools.product(SAMPLERS, (1, 3))
     ],
 )

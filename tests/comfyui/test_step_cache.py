@@ -20,12 +20,13 @@ FORECASTING = ("euler", "heun", "dpmpp_2m", "uni_pc", "euler_ancestral", "dpmpp_
 
 
 IN_BANDS = ("euler", "heun", "dpmpp_2m", "dpm_adaptive")
-"""Samplers that the default tier has with a cache in bands too: what a sampler does in bands is in test_samplers.py."""
+WHOLE = (*IN_BANDS, "uni_pc", "euler_ancestral")
+"""Samplers that the default tier has with a cache, in bands and in whole calls: what they do is in test_samplers.py."""
 
 
 def ways_and_samplers() -> Iterator[pytest.param]:
     for how, sampler in itertools.product(("whole", "bands"), (*KINDS, *OTHERS)):
-        default = sampler in (KINDS if how == "whole" else IN_BANDS)
+        default = sampler in (WHOLE if how == "whole" else IN_BANDS)
         yield pytest.param(how, sampler, marks=() if default else pytest.mark.full)
 
 

@@ -8,7 +8,7 @@ import torch
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.families.hidream import picture_beside
-from parallel_backend.families.parts.references import reference_tensors
+from parallel_backend.families.parts.references import reference_tensors, reference_tokens
 from tests.families.cases.minimax_h3 import CONFIG, GRID, payload
 
 
@@ -21,14 +21,14 @@ from tests.families.cases.minimax_h3 import CONFIG, GRID, payload
 )
 def test_reference_latents(family: str, pictures: list[torch.Tensor]):
     row, given = FAMILIES[family], {"ref_latents": pictures}
-    assert row.reference_tokens(given) == reference_tensors(row.patching, given, "index")[REFERENCES].shape[1]
-    assert row.reference_tokens({}) == row.reference_tokens({"ref_latents": []}) == 0
+    assert reference_tokens(row, given) == reference_tensors(row.patching, given, "index")[REFERENCES].shape[1]
+    assert reference_tokens(row, {}) == reference_tokens(row, {"ref_latents": []}) == 0
 
 
 def test_a_picture_beside_the_latent():
     picture, row = torch.zeros(1, 16, 8, 6), FAMILIES["hidream-i1"]
-    assert row.reference_tokens({"image_cond": picture}) == picture_beside(picture, 8)[REFERENCES].shape[1]
-    assert row.reference_tokens({"image_cond": None}) == row.reference_tokens({}) == 0
+    assert reference_tokens(row, {"image_cond": picture}) == picture_beside(picture, 8)[REFERENCES].shape[1]
+    assert reference_tokens(row, {"image_cond": None}) == reference_tokens(row, {}) == 0
 
 
 def test_references_and_keyframes_of_minimax_without_those_of_sound():
@@ -36,5 +36,5 @@ def test_references_and_keyframes_of_minimax_without_those_of_sound():
     given: dict[str, Any] = {"context": text, "minimax_payload": payload(torch.Generator().manual_seed(0), GRID)}
     found = row.inputs.conditioning(CONFIG, given | {"grid": GRID})
     sound = int(found["reference_sound"].sum())
-    assert row.reference_tokens(given) == found[REFERENCES].shape[1] - sound > 0 < sound
-    assert row.reference_tokens({"context": text}) == 0
+    assert reference_tokens(row, given) == found[REFERENCES].shape[1] - sound > 0 < sound
+    assert reference_tokens(row, {"context": text}) == 0

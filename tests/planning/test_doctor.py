@@ -457,6 +457,7 @@ FOUR = [
 ]
 
 
+@pytest.mark.full
 def test_products_too(pools, flux_file, once):
     pools.forget(4)
     what, file = tiny_workload(flux_file), open_checkpoint(flux_file)

@@ -82,10 +82,12 @@ class Decoding(Silent):
 
     ready = done([])
 
-    def ask(self, _message, _reply) -> Future:
-        return done([m.VAEBegun(rank, True, False, 0) for rank in range(2)])
+    def lends_to(self, _rank: int) -> bool:
+        return False
 
-    def ask_each(self, _messages, _reply) -> Future:
+    def ask_each(self, messages, _reply) -> Future:
+        if isinstance(messages[0], m.BeginVAE):
+            return done([m.VAEBegun(rank, True, False, 0) for rank in range(2)])
         return done(list(self.parts))
 
     def tell(self, message) -> None:

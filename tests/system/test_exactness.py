@@ -89,30 +89,39 @@ def tier(degrees: Degrees) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] * (degrees.world > 4) + [pytest.mark.full] * (degrees.world == 8)
 
 
-every_product = pytest.mark.parametrize(
-    "product",
-    [pytest.param(degrees, marks=tier(degrees), id=name(degrees)) for degrees in PRODUCTS + UNEVEN],
-    indirect=True,
-)
 SMALLER = [degrees for degrees in PRODUCTS if degrees.world <= 4]
 """Every pair of modes. What eight ranks add, products of three, is seen in the tables around."""
-
-
-@every_product
-def test_one_call_equals_one_process(remote, exact_call, product, measured):
-    (x, timestep, tensors), expected = exact_call("odd sizes")
-    error = tiny.relative(remote(product).predict(x, timestep, tensors, lambda: None), expected)
-    measured("relative error of exact modes", error)
-    assert error <= TOLERANCE
-
-
 IN_PROCESSES = [d for d in PRODUCTS if axes_used(d) <= 2 and max(d.sizes) == 2] + [
     Degrees(batch=2, pipe=2, ulysses=2),
     Degrees(pipe=2, ring=2, tensor=2),
     Degrees(patch=2, ulysses=2, tensor=2, patch_mode="displaced"),
 ]
 """Every axis, every pair of axes, and some products of three: what they need of Gloo and of each other's processes. The
-tables are of ranks in threads."""
+tables are of ranks in threads, and have in the default tier what is not among these."""
+elsewhere = pytest.mark.parametrize(
+    "product",
+    [
+        pytest.param(
+            degrees,
+            marks=[*tier(degrees), *([pytest.mark.full] if degrees in IN_PROCESSES and degrees.world > 1 else [])],
+            id=name(degrees),
+        )
+        for degrees in PRODUCTS + UNEVEN
+    ],
+    indirect=True,
+)
+AXES_AND_SOME = [
+    *(degrees for degrees in PRODUCTS if degrees.world <= 2),
+    *(Degrees(pipe=2, ulysses=2), Degrees(ring=2, tensor=2), Degrees(patch=2, ulysses=2, patch_mode="displaced")),
+]
+
+
+@elsewhere
+def test_one_call_equals_one_process(remote, exact_call, product, measured):
+    (x, timestep, tensors), expected = exact_call("odd sizes")
+    error = tiny.relative(remote(product).predict(x, timestep, tensors, lambda: None), expected)
+    measured("relative error of exact modes", error)
+    assert error <= TOLERANCE
 
 
 @pytest.mark.parametrize("degrees", IN_PROCESSES, ids=name)
@@ -146,7 +155,11 @@ def masked_reference(model: torch.nn.Module, x: torch.Tensor, timestep: torch.Te
     return tiny.reference(forward, x, timestep, tensors)
 
 
-@pytest.mark.parametrize("product", SMALLER + UNEVEN, ids=name, indirect=True)
+def in_all_tiers(degrees: Degrees) -> pytest.param:
+    return pytest.param(degrees, id=name(degrees), marks=[pytest.mark.full] * (degrees not in AXES_AND_SOME + UNEVEN))
+
+
+@pytest.mark.parametrize("product", map(in_all_tiers, SMALLER + UNEVEN), indirect=True)
 def test_a_text_mask_equals_one_process(remote, flux_model, product, measured):
     x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=2, height=10, width=12, text=9)
     mask = torch.arange(9)[None] < torch.tensor([[4], [9]])  # the first entry's padding falls to several ranks whole
@@ -171,14 +184,7 @@ def test_the_mask_test_sees_the_mask(flux_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "product",
-    [
-        pytest.param(degrees, marks=[pytest.mark.full] * (degrees.world == 8), id=name(degrees))
-        for degrees in PRODUCTS + UNEVEN
-    ],
-    indirect=True,
-)
+@elsewhere
 def test_a_run_of_exact_steps_equals_one_process(remote, exact_run, product, measured):
     noise, sigmas, prompt, expected = exact_run(height=15, width=11)
     bands = 1 if product.displaced else 3
@@ -211,7 +217,7 @@ def sd3(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "degrees", [d for d in SMALLER if d.tensor * d.ulysses <= tiny.SD3["num_attention_heads"] and d.pipe <= 4], ids=name
+    "degrees", [in_all_tiers(d) for d in SMALLER if d.tensor * d.ulysses <= tiny.SD3["num_attention_heads"] and d.pipe <= 4]
 )
 def test_image_before_text_equals_one_process(pools, sd3, degrees, measured):
     path, (x, timestep, tensors), expected, sampled = sd3
@@ -257,18 +263,18 @@ BANDED = [
     Degrees(pipe=2, ring=2, tensor=2),
     Degrees(pipe=8),
 ]
-"""The last two for the full tier, which no other run in bands of the default tier starts eight processes for."""
+"""All of them in the full tier. The default tier has an axis of each kind, and one product."""
 
 
 @pytest.mark.parametrize(
     ("warm_up", "every"),
     [
-        (1, BANDED[:-2]),
+        (1, BANDED[:5]),
         (0, BANDED[:3]),
-        pytest.param(1, [BANDED[0], *BANDED[-2:]], marks=pytest.mark.full),
+        pytest.param(1, BANDED, marks=pytest.mark.full),
         pytest.param(0, BANDED, marks=pytest.mark.full),
     ],
-    ids=["1", "0", "1, eight", "0, all"],
+    ids=["1", "0", "1, all", "0, all"],
 )
 def test_bands_with_old_keys_depend_on_the_schedule_alone(processes, exact_run, warm_up, every):
     noise, sigmas, prompt, exact = exact_run(steps=4)

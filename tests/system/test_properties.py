@@ -113,7 +113,7 @@ def finish(programs: list[list[tuple]]) -> None:
     assert all(place == len(program) for place, program in zip(at, programs, strict=True)), "deadlock"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(degrees(16), st.lists(st.booleans(), min_size=1, max_size=3), st.integers(1, 5))
 def test_every_product_ends_even_if_every_transfer_blocks(degrees, exact, bands):
     finish(programs(degrees, exact, 1 if degrees.patch > 1 else bands, layers=2))

@@ -69,15 +69,21 @@ def test_modes(at_work, case, places):
     check(at_work, case, places, 1)
 
 
+FAMILIES_APART = ("flux", "sd3", "wan-vace", "ltx-2", "minimax-h3", "krea2", "hunyuan-dit", "sana", "lumina2")
+"""Two streams in one order and in the other, a third stream, sound, whole text and shared keys, long skips, sums in linear
+attention, refiners. All others make the same transfers as one of these."""
+
+
 def everything() -> Iterator[pytest.param]:
     """Families, products at four ranks and what else differs in which transfers are made need one order, which shows those:
-    the other is left to the full tier."""
+    the other is left to the full tier, and so are families that are like another one."""
     for case in all_of_them():
         for places in RULES:
             ordered = case.name.startswith(ANY_ORDER) or " beside " in case.name or case.name in TWO
-            again = places > 1 and not ordered
+            elsewhere = places > 1 and not ordered
+            elsewhere |= case.name.startswith("family ") and case.name.removeprefix("family ") not in FAMILIES_APART
             if case.name not in QUICK_NAMES:
-                yield pytest.param(case, places, id=f"{case.name}-K={places}", marks=[pytest.mark.full] if again else [])
+                yield pytest.param(case, places, id=f"{case.name}-K={places}", marks=[pytest.mark.full] if elsewhere else [])
 
 
 @pytest.mark.slow

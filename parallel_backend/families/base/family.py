@@ -387,14 +387,6 @@ class Family:
         """
         return self.image_padding(grid) + beside + self.inputs.text_tokens(tensors)
 
-    def reference_tokens(self, given: Mapping[str, Any]) -> int:
-        """Tokens of references in the arguments of a model call, as far as `Inputs.references` knows them."""
-        pictures = (
-            latent.unsqueeze(2) if self.patching.video and latent.ndim == 4 else latent
-            for latent in self.inputs.references(given)
-        )
-        return sum(math.prod(self.patching.grid(tuple(picture.shape))) for picture in pictures)
-
     def example(self, config: Config, prompt: int) -> dict[str, torch.Tensor]:
         """Shapes of a conditioning whose text has `prompt` tokens, on the meta device: a sampler's noise may come from the
         global generator, which must not be drawn from."""

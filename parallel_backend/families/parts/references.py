@@ -1,9 +1,12 @@
 """Reference pictures (Flux Kontext, Qwen-Image-Edit and others): their tokens and positions from ComfyUI's `ref_latents`."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from parallel_backend.families.base.family import Family
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
 
@@ -12,6 +15,13 @@ ACCEPTS = ("ref_latents", "ref_latents_method")
 METHODS = ("index", "offset", "negative_index")
 AT_ZERO = "index_timestep_zero"
 """As "index", with the pictures at time 0."""
+
+
+def reference_tokens(family: Family, given: Mapping[str, Any]) -> int:
+    """Tokens of references in the arguments of ComfyUI's model call, as far as `Inputs.references` knows them."""
+    latents, patching = family.inputs.references(given), family.patching
+    videos = (latent.unsqueeze(2) if patching.video and latent.ndim == 4 else latent for latent in latents)
+    return sum(math.prod(patching.grid(tuple(latent.shape))) for latent in videos)
 
 
 def reference_tensors(

@@ -15,6 +15,14 @@ def all_cases() -> list[Case]:
     return [case for name in names for case in importlib.import_module(f"{__name__}.{name}").CASES]
 
 
+OF_EACH_FORM = (
+    *("flux", "sd3", "qwen-image", "krea2", "z-image", "lumina2", "pixart", "hunyuan-dit", "sana", "hidream-i1"),
+    *("wan", "wan-vace", "hunyuan-video", "ltx-2", "minimax-h3"),
+)
+"""Families that have between them every form of blocks, text and latents: two streams in one order and the other, one
+stream, text looked at, text whole, long skips, linear attention, experts, streams beside, videos, sound."""
+
+
 def one_of_each(cases: Iterable[Case]) -> list[pytest.param]:
     """The cases as parameters, for what a family decides and not its variants: of those of one family and one class of cases
     all but the first are for the full tier."""
