@@ -70,7 +70,7 @@ def test_bytes_to_a_rank():
     sound(runner.run("rank", ranks.into_rank(MESSAGES), 8, SEED), "no message")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_counts_and_says_so(tmp_path):
     out = tmp_path / "result.json"
     kinds = "headers of messages,settings,calibrations"

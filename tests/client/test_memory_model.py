@@ -106,6 +106,7 @@ MODES = {
 }
 """With the dtype in which each is tried. In the default tier families of each form have their stages; what the other modes
 hold is in test_buffers_of_every_mode."""
+OF_FORMS = [next(case for case in CASES if case.family == family) for family in OF_EACH_FORM]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ hold is in test_buffers_of_every_mode."""
             case,
             degrees,
             id=f"{case.name}-{degrees}",
-            marks=() if degrees == Degrees(pipe=2) and case.family in OF_EACH_FORM else pytest.mark.full,
+            marks=() if degrees == Degrees(pipe=2) and case in OF_FORMS else pytest.mark.full,
         )
         for case in CASES
         for degrees in MODES

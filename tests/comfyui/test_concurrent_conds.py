@@ -10,8 +10,8 @@ from tests.families.cases import all_cases
 pytestmark = pytest.mark.comfyui
 
 CASES = [case for case in all_cases() if case.name in ("pixart-sigma", "z-image", "lumina2", "qwen-image")]
-DEFAULT = ("pixart-sigma", "z-image")
-"""What happens is the same for all: PixArt's prompts have masks, Z-Image's are padded; the others' are one or the other."""
+DEFAULT = ("z-image",)
+"""What happens is the same for all. Z-Image's prompts are padded; others' have masks, or are padded too."""
 every_case = pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=() if case.name in DEFAULT else pytest.mark.full) for case in CASES]
 )

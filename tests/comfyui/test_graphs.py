@@ -149,6 +149,8 @@ LOCAL = (
 )
 ELSEWHERE = (
     shift_sd3,
+    soft_inpaint,
+    image_to_image,
     custom_basic,
     custom_dual,
     repeated_batch,

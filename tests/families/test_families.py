@@ -28,6 +28,16 @@ BF16_TOLERANCE = 0.012
 CASES = all_cases()
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name, indirect=True)
 every_family = pytest.mark.parametrize("case", one_of_each(CASES), indirect=True)
+every_form = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            *each.values, id=each.id, marks=each.marks if each.values[0].family in OF_EACH_FORM else pytest.mark.full
+        )
+        for each in one_of_each(CASES)
+    ],
+    indirect=True,
+)
 
 
 Choices = Callable[[Case], Iterable[Any]]
@@ -58,10 +68,10 @@ def modes_of_two(case: Case) -> tuple[list[Degrees], list[Degrees]]:
     """Of a case: modes for every tier, those for the full tier.
 
     What a family itself decides is how its blocks are cut into stages, its layers over tensor ranks, its tokens over
-    sequence ranks, and what of a prompt belongs to which batch entry. The last is shown by a product, with the two
-    further ways of sequence ranks in turn. A family's further cases have other inputs and perhaps other layers, but
-    attention of the same kind: stages and tensor ranks are enough. PipeFusion's comes last: bands have use for the ranks as
-    it leaves them.
+    sequence ranks, and what of a prompt belongs to which batch entry. The last two are shown by a product, with two ways
+    of sequence ranks in turn; a family of each form has the third. A family's further cases have other inputs and
+    perhaps other layers, but attention of the same kind: stages and tensor ranks are enough. PipeFusion's comes last:
+    bands have use for the ranks as it leaves them.
     """
     single = {axis: Degrees(**{axis: 2}) for axis in ("ulysses", "tensor", "pipe", "batch", "ring")}
     single["patch"] = Degrees(patch=2, patch_mode="displaced")
@@ -69,7 +79,7 @@ def modes_of_two(case: Case) -> tuple[list[Degrees], list[Degrees]]:
     if not {single["batch"], single[other]} <= set(case.modes):
         return list(case.modes), []
     product = replace(single[other], batch=2)
-    alone = ("tensor", "pipe") if is_further(case) else ("ulysses", "tensor", "pipe")
+    alone = ("ulysses", "tensor", "pipe") if shows_its_form(case) else ("tensor", "pipe")
     every = [product] * (not is_further(case)) + [single[axis] for axis in alone if single[axis] in case.modes]
     return every, [degrees for degrees in case.modes if degrees not in every]
 
@@ -189,7 +199,7 @@ def test_one_rank_equals_diffusers(case, size, pools, made, given_and_expected, 
 
 
 @pytest.mark.slow
-@every_family
+@every_form
 def test_the_comparison_sees_every_input(case, pools, made):
     model, file, _ = made(case)
     x, timestep, tensors = case.inputs()
@@ -247,7 +257,7 @@ def test_bands_with_old_keys_depend_on_the_schedule_alone(case, degrees, pools, 
     assert 2 * TOLERANCE < tiny.relative(alone, reference_run(case, model, x, tensors, 3)) < 0.5  # keys were old
 
 
-@every_family
+@every_form
 def test_bf16_rounds_neither_timestep_nor_guidance(case, pools, made, measured):
     model, file, _ = made(case)
     x, timestep, tensors = case.inputs()

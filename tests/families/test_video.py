@@ -59,7 +59,7 @@ def calls_in_bands(model, patching, given, changed):
     [(name, Degrees(pipe=2)) for name in IN_BANDS] + [("wan-2.1-t2v", degrees) for degrees in OTHER_MODES],
     ids=str,
 )
-@pytest.mark.parametrize("along", ["rows", "frames"])
+@pytest.mark.parametrize("along", [pytest.param("rows", marks=pytest.mark.full), "frames"])
 def test_bands_of_a_video_whose_old_keys_are_still_true_are_exact(name, degrees, along, pools, saved, measured):
     case = CASES[name]
     model, file = saved(case)

@@ -790,6 +790,7 @@ def load(pool: Pool, path: Path, degrees: Degrees) -> RemoteTransformer:
 
 
 @pytest.mark.alone
+@pytest.mark.full
 def test_ranks_that_are_slow_and_get_slower_are_left_alone(flux_file, given, expected, orders):
     """Each block of a micro-step takes twice as long as the one before. Then one hangs in Python."""
     with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:

@@ -164,7 +164,7 @@ def pictures(pools):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, least", [("int8", 48.0), ("fp8", 34.0)])
+@pytest.mark.parametrize(("kind", "least"), [("int8", 48.0), pytest.param("fp8", 34.0, marks=pytest.mark.full)])
 def test_pictures_of_the_mini_model(pictures, measured, kind, least):
     symbols, draw = pictures
     exact, images = draw("full"), draw(kind)
