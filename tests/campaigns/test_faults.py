@@ -61,8 +61,8 @@ FURTHER = [
 """Of kinds and phases that others above have."""
 REST = FURTHER + [fault for fault in table.choose(180, seed=1) if str(fault) not in map(str, (*CROSS_SECTION, *FURTHER))]
 """Every kind in each of its phases, and every variant."""
-ORPHANS = dict.fromkeys((("exact", "hangs"), ("start", "works"), ("banded", "stopped")), pytest.mark.full)
-"""Phase and variant -> marks. Beside the two of test_failures.py, which the default tier has: with and without a run."""
+ORPHANS = (("exact", "hangs"), ("start", "works"), ("banded", "stopped"))
+"""Phase and variant. Beside the two of test_failures.py, which the default tier has: with and without a run."""
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +84,9 @@ def test_a_fault_ends_as_it_should(broken_ranks, fault, measured):
 
 
 @pytest.mark.processes
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=ORPHANS[fault.phase, fault.variant])
-        for fault in orphans.all_faults(0)
-        if (fault.phase, fault.variant) in ORPHANS
-    ],
-    ids=str,
+    "fault", [fault for fault in orphans.all_faults(0) if (fault.phase, fault.variant) in ORPHANS], ids=str
 )
 def test_ranks_end_with_their_client(fault):
     verdict = orphans.try_out(fault, FACTOR)

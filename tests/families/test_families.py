@@ -17,7 +17,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base import tensor_plan
 from parallel_backend.families.base.patching import latents_of, like
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands
-from tests.families.cases import OF_EACH_FORM, all_cases, one_of_each
+from tests.families.cases import OF_EACH_FORM, all_cases, of_each_form, one_of_each
 from tests.families.cases.case import Case
 from tests.support import tiny
 
@@ -28,16 +28,7 @@ BF16_TOLERANCE = 0.012
 CASES = all_cases()
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name, indirect=True)
 every_family = pytest.mark.parametrize("case", one_of_each(CASES), indirect=True)
-every_form = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            *each.values, id=each.id, marks=each.marks if each.values[0].family in OF_EACH_FORM else pytest.mark.full
-        )
-        for each in one_of_each(CASES)
-    ],
-    indirect=True,
-)
+every_form = pytest.mark.parametrize("case", of_each_form(CASES), indirect=True)
 
 
 Choices = Callable[[Case], Iterable[Any]]

@@ -18,7 +18,7 @@ from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.stage.module_cache import CachedModule, ModuleCache
 from parallel_backend.wire import messages as m
-from tests.families.cases import OF_EACH_FORM, all_cases, one_of_each
+from tests.families.cases import all_cases, of_each_form
 from tests.support import tiny
 from tests.support.alone import nobody
 
@@ -81,15 +81,7 @@ class Runs:
         return outputs
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(
-            *each.values, id=each.id, marks=each.marks if each.values[0].family in OF_EACH_FORM else pytest.mark.full
-        )
-        for each in one_of_each(CASES)
-    ],
-)
+@pytest.fixture(scope="module", params=of_each_form(CASES))
 def runs(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param.name) / "model.safetensors"
     return Runs(request.param, request.param.save(request.param.model(), path))

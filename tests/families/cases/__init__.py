@@ -23,6 +23,14 @@ OF_EACH_FORM = (
 stream, text looked at, text whole, long skips, linear attention, experts, streams beside, videos, sound."""
 
 
+def of_each_form(cases: Iterable[Case]) -> list[pytest.param]:
+    """As `one_of_each`, for what a family's form decides: other families are for the full tier too."""
+    return [
+        param if param.values[0].family in OF_EACH_FORM else pytest.param(*param.values, id=param.id, marks=pytest.mark.full)
+        for param in one_of_each(cases)
+    ]
+
+
 def one_of_each(cases: Iterable[Case]) -> list[pytest.param]:
     """The cases as parameters, for what a family decides and not its variants: of those of one family and one class of cases
     all but the first are for the full tier."""
