@@ -1,4 +1,4 @@
-"""A model call on its way: what it is made of at the client, cut into micro-steps and put together again."""
+"""A model call: as a sampler makes it, as it is posted to the ranks, and its output while the parts arrive."""
 
 import contextlib
 from collections.abc import Collection
@@ -11,25 +11,58 @@ from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.token_order import TokenOrder
+from parallel_backend.families.base.patching import Latents
 from parallel_backend.processes.pool import again
+
+Residuals = dict[str, torch.Tensor]
+"""A ControlNet's additions: block "<list>.<index>" -> [B, n, hidden]. Several blocks may have the same tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModelCall:
+    """One evaluation of the model, as a sampler makes it: of the whole latent, or of one band of it."""
+
+    x: torch.Tensor | Latents
+    """The latent [B, C, (T,) H, W]; with a companion (a video's sound) both latents."""
+    timestep: torch.Tensor
+    """[B], or [B, T] with a time for each latent frame, or [B, N, 1] with one for each token."""
+    tensors: dict[str, torch.Tensor]
+    """The conditioning tensors, batch first, see families.base.family.Inputs."""
+    residuals: Residuals = field(default_factory=dict)
+    changes: BlockChanges = UNCHANGED
+    """What the call changes inside the blocks."""
+    first_replica: int = 0
+    """The replica that gets the first batch entries, modulo the number of replicas."""
+    may_forecast: bool = True
+    """The run's step cache may answer the call in place of the ranks."""
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Where the tokens of the whole latent are. All bands of a run have the same layout."""
+
+    grid: tuple[int, ...]
+    """Tokens along the picture's axes: (frames,) rows, columns."""
+    along: str = "rows"
+    """The axis by which tokens are ordered first, see Patching.along."""
+    companion_tokens: int = 0
+    """Tokens of the companion latent, which come first in the text stream."""
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """What a set of calls shares, as the ranks know it by `id`: tensors, whose first axis is the batch, and `changes`.
-
-    `first_replica`: the replica that has the first of their entries; its K/V buffers are there. `beside`: the first of the
-    text tokens that are of a latent beside the picture's.
-    """
+    """What a set of calls shares, as the ranks know it by `id`."""
 
     id: int
-    grid: tuple[int, ...]
+    layout: TokenLayout
     token_order: TokenOrder
     text_tokens: int
+    """Tokens of the text stream, the companion's among them."""
     batch: int
     tensors: dict[str, torch.Tensor]
+    """[batch, ...] each."""
     first_replica: int = 0
-    beside: int = 0
+    """The replica that has the first of the entries, and their K/V buffers."""
     changes: BlockChanges = UNCHANGED
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
@@ -43,20 +76,11 @@ class Conditioning:
         )
         return tuple(parts[(replica - self.first_replica) % replicas] for replica in range(replicas))
 
-    def matches(
-        self,
-        grid: tuple[int, ...],
-        tensors: dict[str, torch.Tensor],
-        unsure: Collection[str] | None = None,
-        along: str = "rows",
-        beside: int = 0,
-        changes: BlockChanges = UNCHANGED,
-    ) -> bool:
-        """Whether a call with these tensors is one for this conditioning. Only those named in `unsure` are compared."""
-        own = self.grid, self.token_order.along, self.beside, self.changes
-        if own != (grid, along, beside, changes) or self.tensors.keys() != tensors.keys():
+    def matches(self, call: ModelCall, layout: TokenLayout, unsure: Collection[str]) -> bool:
+        """Whether the call is one for this conditioning. Only the tensors named in `unsure` are compared by their values."""
+        if (self.layout, self.changes) != (layout, call.changes) or self.tensors.keys() != call.tensors.keys():
             return False
-        return same_values([(self.tensors[name], tensors[name]) for name in (tensors if unsure is None else unsure)])
+        return same_values([(self.tensors[name], call.tensors[name]) for name in unsure])
 
 
 def same_values(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -68,39 +92,43 @@ def same_values(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     return all(torch.equal(a, b) for a, b in on_host) and (not elsewhere or bool(torch.stack(elsewhere).all()))
 
 
-Residuals = dict[str, torch.Tensor]
-"""A ControlNet's additions: block "<list>.<index>" -> [B, n, hidden]. Several blocks may have the same tensor."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One evaluation of the transformer for tokens `tokens` of the token order.
-
-    `x` [B, n + a, c]: the picture's tokens among them, and with the text those of the latent beside it. `run` is 0 for a
-    call without buffers.
-    `timestep`, `stale`, `overlap`: see sampling.Step. `residuals`: block "<list>.<index>" -> [B, n, hidden] added behind it.
-    """
+@dataclass(frozen=True, eq=False)
+class PostedCall:
+    """A model call as the ranks get it: latents packed to tokens, the conditioning by its number."""
 
     x: torch.Tensor
+    """[B, n + a, c] on the CPU: the picture's n tokens among `tokens`, and with the text the companion's a tokens."""
     timestep: torch.Tensor
+    """As ModelCall.timestep, float32 on the CPU."""
     conditioning: Conditioning
     tokens: Span
-    with_text: bool
-    run: int
-    stale: bool
-    overlap: bool
-    residuals: Residuals
+    """Tokens of the token order: all, or those of one band."""
+    with_text: bool = True
+    """The text stream runs along."""
+    run: int = 0
+    """The run whose K/V buffers are read and written. 0: none."""
+    stale: bool = False
+    """See wire.sampling.Step."""
+    overlap: bool = True
+    """See wire.sampling.Step."""
+    residuals: Residuals = field(default_factory=dict)
     future: Future = field(default_factory=Future)
+    """Gives the output's tokens [B, n + a, c] on the CPU."""
 
     @property
-    def beside(self) -> int:
-        """Tokens of the latent beside the picture's."""
-        return self.conditioning.beside if self.with_text else 0
+    def companion_tokens(self) -> int:
+        """Tokens of the companion that this call has."""
+        return self.conditioning.layout.companion_tokens if self.with_text else 0
 
     def rows(self, cut: SequenceCut) -> list[tuple[Span, Span]]:
-        """By sequence rank, its rows of `x`: the picture's, and those of the latent beside it."""
+        """By sequence rank, its rows of `x`: the picture's, and the companion's."""
         text = self.conditioning.text_tokens if self.with_text else 0
-        return cut.rows(self.conditioning.token_order, self.tokens, text, self.beside)
+        return cut.rows(self.conditioning.token_order, self.tokens, text, self.companion_tokens)
+
+
+def has_token_times(timestep: torch.Tensor) -> bool:
+    """Tokens have times of their own: timesteps [B, T], or more axes."""
+    return timestep.ndim > 1 and timestep.shape[1] > 1
 
 
 def fail(future: Future, error: Exception) -> None:
@@ -112,7 +140,7 @@ def fail(future: Future, error: Exception) -> None:
 class PartialOutput:
     """The output of a call while its parts arrive. Parts are (entries, tokens) of [B, n + a, c], by micro-step and rank."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: PostedCall):
         self.call, self.missing, self.value = call, 0, None
         self.first_seq = 0  # number of the call's first micro-step
         self.nonfinite = False  # a part was not finite: the call is going to fail, with what the ranks know of it

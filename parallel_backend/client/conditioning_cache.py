@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.wire.sampling import DropConditioning
 
-from .call import Conditioning
+from .call import Conditioning, ModelCall, TokenLayout
 from .not_finite import check_conditioning
 from .scatter import Scatter
 
@@ -38,11 +37,11 @@ def _seen_now(tensors: dict[str, torch.Tensor]) -> dict[str, Seen]:
 
 
 class ConditioningCache:
-    """Not thread-safe: the client locks. `scatter` sends a conditioning to the ranks."""
+    """Not thread-safe: the client locks. `scatter` sends a conditioning to the ranks of `replicas` replicas."""
 
-    def __init__(self, checkpoint: Checkpoint, pool: ModelRanks, scatter: Scatter):
+    def __init__(self, checkpoint: Checkpoint, ranks: ModelRanks, scatter: Scatter, replicas: int):
         self._family, self._config = checkpoint.family, checkpoint.config
-        self._pool, self._scatter = pool, scatter
+        self._ranks, self._scatter, self._replicas = ranks, scatter, replicas
         self._ids = itertools.count(1)
         self._held: deque[Conditioning] = deque()
         self._seen: dict[int, dict[str, Seen]] = {}  # by conditioning, its tensors as they were last given
@@ -50,35 +49,28 @@ class ConditioningCache:
     def __len__(self) -> int:
         return len(self._held)
 
-    def find(
-        self,
-        grid: tuple[int, ...],
-        tensors: dict[str, torch.Tensor],
-        first_replica: int,
-        along: str = "rows",
-        beside: int = 0,
-        changes: BlockChanges = UNCHANGED,
-    ) -> Conditioning:
-        """The ranks' own copy of these tensors, sent now if it is not there yet. `beside`, `changes`: see Conditioning.
+    def find(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
+        """The ranks' own copy of the call's conditioning, sent now if it is not there yet.
 
         A sampler passes the same values again at each step, mostly in new tensors: those are compared. Bands pass the same
         tensors (nodes/sampling/host_sampling.py), which are known if nobody has written to them since.
         """
+        first_replica = call.first_replica % self._replicas
         held = [known for known in reversed(self._held) if known.first_replica == first_replica]
-        unsure = {known.id: self._unsure(known, tensors) for known in held}
+        unsure = {known.id: self._unsure(known, call.tensors) for known in held}
         for known in sorted(held, key=lambda known: len(unsure[known.id])):
-            if known.matches(grid, tensors, unsure[known.id], along, beside, changes):
-                self._seen[known.id] = _seen_now(tensors)
+            if known.matches(call, layout, unsure[known.id]):
+                self._seen[known.id] = _seen_now(call.tensors)
                 return known
-        check_conditioning(tensors)
-        conditioning = self._make(grid, tensors, first_replica, along, beside, changes)
+        check_conditioning(call.tensors)
+        conditioning = self._make(call, layout, first_replica)
         self._scatter.conditioning(conditioning)
         self._held.append(conditioning)
-        self._seen[conditioning.id] = _seen_now(tensors)
+        self._seen[conditioning.id] = _seen_now(call.tensors)
         if len(self._held) > CONDITIONINGS_KEPT:
             dropped = self._held.popleft().id
             del self._seen[dropped]
-            self._pool.tell(DropConditioning(dropped))
+            self._ranks.tell(DropConditioning(dropped))
         return conditioning
 
     def check_size(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
@@ -108,25 +100,16 @@ class ConditioningCache:
         seen = self._seen[known.id]
         return [name for name, tensor in tensors.items() if name not in seen or not seen[name].is_still(tensor)]
 
-    def _make(
-        self,
-        grid: tuple[int, ...],
-        tensors: dict[str, torch.Tensor],
-        first_replica: int,
-        along: str,
-        beside: int,
-        changes: BlockChanges,
-    ) -> Conditioning:
-        family = self._family
+    def _make(self, call: ModelCall, layout: TokenLayout, first_replica: int) -> Conditioning:
+        family, tensors = self._family, call.tensors
         references = tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0
         return Conditioning(
             id=next(self._ids),
-            grid=grid,
-            token_order=family.token_order(grid, references, along),
-            text_tokens=family.text_tokens(grid, beside, tensors),
+            layout=layout,
+            token_order=family.token_order(layout.grid, references, layout.along),
+            text_tokens=family.text_tokens(layout.grid, layout.companion_tokens, tensors),
             batch=len(next(iter(tensors.values()))),
             tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
             first_replica=first_replica,
-            beside=beside,
-            changes=changes,
+            changes=call.changes,
         )

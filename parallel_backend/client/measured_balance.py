@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.placement.balance import Balance, check_stage_split, divide, even_stages, spill_seconds, timed_rows
 from parallel_backend.placement.memory_model import Request, beside_blocks, bytes_by_block
 from parallel_backend.placement.model_sizes import block_bytes, block_lists, model_sizes
@@ -17,19 +17,17 @@ from .measurements import measured_blocks
 def balance(
     pool: Pool,
     checkpoint: Checkpoint,
-    degrees: Degrees,
-    dtype: str,
-    stage_split: str,
+    setup: Setup,
     poll: Poll,
     expected: Request | None = None,
     copy_rates: Sequence[float] = (),
 ) -> Balance:
-    """Cut the model. Where `stage_split` is auto and there is something to cut, ranks time its blocks and lose their model.
+    """Cut the model. Where the setup's `stage_split` is auto and there is something to cut, ranks time its blocks and lose their model.
 
     `expected`: the run that the model is loaded for. Blocks are timed with its number of tokens, and stages leave room for
     what it keeps and computes. `copy_rates`: by rank, see spill_seconds.
     """
-    lists = block_lists(checkpoint)
+    degrees, stage_split, dtype, lists = setup.degrees, setup.stage_split, setup.dtype, block_lists(checkpoint)
     by_hand = check_stage_split(stage_split, degrees.pipe, len(lists))
     even = (1 / degrees.patch,) * degrees.patch
     if by_hand is not None or stage_split.strip().lower() == "even" or degrees.pipe == degrees.patch == 1:

@@ -38,24 +38,24 @@ def no_room(device: str, missing: int) -> int:
 
 
 class MemoryGuard:
-    """For one model on the ranks of `pool`. `make_room` is asked first, then weights leave the devices, as far as `resident`
+    """For one model on its `ranks`. `make_room` is asked first, then weights leave the devices, as far as `resident`
     says where they are; what cannot fit all the same is refused.
     """
 
     def __init__(
         self,
-        pool: ModelRanks,
+        ranks: ModelRanks,
         memory_check: MemoryCheck,
         family: Family,
         make_room: MakeRoom = no_room,
         lock: AbstractContextManager | None = None,
     ):
         """`lock`: see ResidentWeights."""
-        self.pool, self.memory_check, self.family, self.make_room, self._lock = pool, memory_check, family, make_room, lock
-        self.resident = ResidentWeights(pool, memory_check.weights(), lock=lock)
-        self.copy_rates = [0.0] * len(pool.devices)
+        self.ranks, self.memory_check, self.family, self.make_room, self._lock = ranks, memory_check, family, make_room, lock
+        self.resident = ResidentWeights(ranks, memory_check.weights(), lock=lock)
+        self.copy_rates = [0.0] * len(ranks.devices)
         """By rank, bytes a second from host memory to its device; 0.0 where no weights are streamed."""
-        self.has_host = [False] * len(pool.devices)
+        self.has_host = [False] * len(ranks.devices)
         """By rank, whether there is host memory beside its device's, for weights to go to."""
         self._runs: dict[int, _Run] = {}
         self._found: _Found | None = None  # for exact calls, since `refresh`
@@ -74,7 +74,7 @@ class MemoryGuard:
         found = self._with_room(requests, self._device_memories(poll), None)
         self.memory_check.check_weights(found)
         limits = self.memory_check.placed(requests, found)
-        self.resident = ResidentWeights(self.pool, self.memory_check.weights(), limits, self._lock)
+        self.resident = ResidentWeights(self.ranks, self.memory_check.weights(), limits, self._lock)
 
     @property
     def in_run(self) -> bool:
@@ -176,7 +176,7 @@ class MemoryGuard:
     ) -> tuple[DeviceMemory, ...]:
         """`found`, with what parts of VAEs and then `make_room` have freed there. `resident`: see MemoryCheck.missing."""
         if any(room.vae and self.memory_check.missing(requests, room, resident) for room in found):
-            self.pool.tell(DropVAE())  # nobody waits: ranks do it before what they are sent from now on
+            self.ranks.tell(DropVAE())  # nobody waits: ranks do it before what they are sent from now on
             found = tuple(room if room.free is None else replace(room, free=room.free + room.vae, vae=0) for room in found)
         rooms = []
         for room in found:
@@ -185,7 +185,7 @@ class MemoryGuard:
         return tuple(rooms)
 
     def _device_memories(self, poll: Poll) -> tuple[DeviceMemory, ...]:
-        found = device_memories(self.pool.devices, wait_for(self.pool.ask(ReadMemory(), RankMemory), poll))
+        found = device_memories(self.ranks.devices, wait_for(self.ranks.ask(ReadMemory(), RankMemory), poll))
         for room in found:
             for rank in room.ranks:
                 self.has_host[rank] = room.streams
@@ -224,16 +224,16 @@ class _Run:
 def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands: int = 1, timed: bool = False) -> Request:
     """What memory goes by, for calls with this conditioning. `kept`, `bands`, `timed`: see memory_model.Request."""
     return Request(
-        conditioning.grid,
+        conditioning.layout.grid,
         conditioning.token_order.references,
         conditioning.text_tokens,
-        family.image_padding(conditioning.grid),
+        family.image_padding(conditioning.layout.grid),
         conditioning.batch,
         conditioning.first_replica,
         max((tensor.shape[1] for name, tensor in conditioning.tensors.items() if _is_text(name, tensor, family)), default=0),
         kept,
         bands,
-        family.patching.cut(conditioning.token_order.along).band_dim,
+        family.patching.cut(conditioning.layout.along).band_dim,
         timed,
         conditioning.changes.together,
     )

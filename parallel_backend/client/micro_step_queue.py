@@ -10,7 +10,7 @@ from parallel_backend.core.pipefusion_order import entry_parts, window
 from parallel_backend.core.spans import Span
 from parallel_backend.wire import messages as m
 
-from .call import Call, PartialOutput, PostedStep
+from .call import PartialOutput, PostedCall, PostedStep
 
 
 class MicroSteps:
@@ -27,7 +27,7 @@ class MicroSteps:
         patch: int,
         send: Callable[[int, PostedStep], None],
         done: Callable[[int], None],
-        shard: Callable[[Call, int], tuple[Span, ...]],
+        shard: Callable[[PostedCall, int], tuple[Span, ...]],
     ):
         self._degrees, self._patch, self._send, self._done, self._shard = degrees, patch, send, done, shard
         self._newest = 0  # number of the newest micro-step, sent or waiting
@@ -42,7 +42,7 @@ class MicroSteps:
         self._awaited_ranks: dict[int, set[int]] = {}
         self._width: int | None = None  # of an output's tokens, as the first of them has it
 
-    def post(self, call: Call) -> None:
+    def post(self, call: PostedCall) -> None:
         """Queue the call's micro-steps, and send what the window allows. What `send` raises is raised: then of the call
         nothing more is sent."""
         assembly = PartialOutput(call)
@@ -61,7 +61,7 @@ class MicroSteps:
             self.forget(lambda other: other is call)
             raise
 
-    def forget(self, which: Callable[[Call], bool]) -> None:
+    def forget(self, which: Callable[[PostedCall], bool]) -> None:
         """Of these calls nothing more is sent; what is under way finishes."""
         for waiting in self._waiting:
             kept = [step for step in waiting if not which(step.assembly.call)]
@@ -100,7 +100,7 @@ class MicroSteps:
         """Some are under way or wait."""
         return any(self._waiting) or any(self._in_flight)
 
-    def end(self) -> list[Call]:
+    def end(self) -> list[PostedCall]:
         """Forget all; the calls that had not ended."""
         steps = [step for queue in (*self._waiting, *(flying.values() for flying in self._in_flight)) for step in queue]
         for queue in (*self._waiting, *self._in_flight):

@@ -2,12 +2,10 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from parallel_backend.core.degrees import Degrees
-from parallel_backend.placement.residency import ALLOWED, Offload
+from parallel_backend.core.setup import Setup
 from parallel_backend.processes.pool import Pool
 
 from .remote_transformer import RemoteTransformer
@@ -16,35 +14,11 @@ MOST_MODELS = 8
 """On ranks at a time. Each has threads, groups and prompts there, of whatever size its weights are."""
 
 
-@dataclass(frozen=True)
-class ModelKey:
-    """Everything that a model is loaded with. Equal keys share the ranks and the weights on them."""
-
-    path: Path
-    dtype: str
-    devices: tuple[str, ...]
-    degrees: Degrees
-    attention: str
-    """The kernel, see core/attention_kernels.py."""
-    stage_split: str = "auto"
-    compile: bool = False
-    transfer_dtype: str = "full"
-    offload: Offload = ALLOWED
-    """Whether weights may be streamed from host memory."""
-    planned: str = ""
-    """What the planner chose degrees and devices from. Empty: the user chose them."""
-    cuda_graphs: bool = False
-
-    def differs_by_plan_alone(self, other: "ModelKey") -> bool:
-        """They are equal in all that the planner does not choose."""
-        return replace(other, devices=self.devices, degrees=self.degrees) == self
-
-
 @dataclass
 class OnRanks:
     """A model on ranks."""
 
-    key: ModelKey
+    setup: Setup
     model: RemoteTransformer
     owner: Any = None
     """Kept alive with the model: the object that frees the weights must outlive them."""
@@ -57,17 +31,17 @@ class OnRanks:
 
 
 class ModelsOnRanks:
-    """By their keys. Changed under the registry's lock, read without."""
+    """By their setups. Changed under the registry's lock, read without."""
 
     def __init__(self):
         self.run = 0
         """Number of the sampling run; it is counted on when one begins."""
-        self._models: dict[ModelKey, OnRanks] = {}
+        self._models: dict[Setup, OnRanks] = {}
         self._uses = itertools.count(1)
 
-    def find(self, key: ModelKey) -> OnRanks | None:
-        """The model of `key`, if it is on ranks that work."""
-        found = self._models.get(key)
+    def find(self, setup: Setup) -> OnRanks | None:
+        """The model of `setup`, if it is on ranks that work."""
+        found = self._models.get(setup)
         return found if found is not None and found.model.on_ranks else None
 
     def of(self, pool: Pool) -> list[OnRanks]:
@@ -79,11 +53,11 @@ class ModelsOnRanks:
         present = [each for each in list(self._models.values()) if each.model.on_ranks]
         return iter(sorted(present, key=lambda each: each.used))
 
-    def add(self, key: ModelKey, model: RemoteTransformer) -> OnRanks:
+    def add(self, setup: Setup, model: RemoteTransformer) -> OnRanks:
         """A model has come onto ranks."""
         for gone in [other for other, each in self._models.items() if not each.model.on_ranks]:
             del self._models[gone]
-        self._models[key] = added = OnRanks(key, model)
+        self._models[setup] = added = OnRanks(setup, model)
         return added
 
     def use(self, found: OnRanks, owner: Any) -> None:
@@ -92,17 +66,17 @@ class ModelsOnRanks:
         found.again, found.run = found.run == self.run, self.run
 
     def remove(self, gone: OnRanks) -> None:
-        self._models.pop(gone.key, None)
+        self._models.pop(gone.setup, None)
 
     def clear(self) -> None:
         self._models.clear()
 
-    def that_give_way_to(self, key: ModelKey, pool: Pool) -> list[OnRanks]:
-        """Models on `pool` that may be asked for room for the model of `key`, in this order.
+    def that_give_way_to(self, setup: Setup, pool: Pool) -> list[OnRanks]:
+        """Models on `pool` that may be asked for room for the model of `setup`, in this order.
 
         Where two models take turns within a run each takes from the other once, at its first use. Then both have what is
         left to them: to move weights at each step would cost more than to stream them.
         """
-        asks = self._models.get(key)
-        others = [each for each in self.of(pool) if each.key != key]
+        asks = self._models.get(setup)
+        others = [each for each in self.of(pool) if each.setup != setup]
         return [each for each in others if asks is None or not asks.again or each.run != self.run]

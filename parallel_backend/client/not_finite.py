@@ -4,19 +4,20 @@ A rank adds up what each micro-step hands on, without waiting for the device; no
 found an output that is not finite.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
 
-from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import compute_name
 from parallel_backend.core.finite import NAMED, all_finite
+from parallel_backend.core.setup import Setup
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import RankError
 from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound
 
-from .call import Call, fail
+from .call import PostedCall, fail
+from .lora import Adaptation
 
 
 class NotFiniteError(RuntimeError):
@@ -48,15 +49,14 @@ def check_conditioning(tensors: Mapping[str, torch.Tensor]) -> None:
 def explanation(
     found: Sequence[NotFiniteFound],
     seq: int,
-    degrees: Degrees,
-    devices: Sequence[str],
-    dtype: str,
+    setup: Setup,
     adapted: bool,
     controlled: bool,
 ) -> str:
     """What to tell the user. `found`: by rank; `seq`: the micro-step whose output was not finite; `adapted`, `controlled`:
     there was a LoRA, a ControlNet.
     """
+    degrees, devices, dtype = setup.degrees, setup.devices, setup.dtype
     first = min(
         ((answer.seq, degrees.coordinate(answer.rank).pipe) for answer in found if answer.seq is not None),
         default=(seq, degrees.pipe - 1),
@@ -93,12 +93,12 @@ def explanation(
 
 
 class CauseSearch:
-    """Fails calls whose output is not finite, with what the ranks know of it. `adapted`: whether there is a LoRA now."""
+    """Fails calls whose output is not finite, with what the ranks know of it."""
 
-    def __init__(self, pool: ModelRanks, degrees: Degrees, dtype: str, adapted: Callable[[], bool]):
-        self._pool, self._degrees, self._dtype, self._adapted = pool, degrees, dtype, adapted
+    def __init__(self, ranks: ModelRanks, setup: Setup, adaptation: Adaptation):
+        self._ranks, self._setup, self._adaptation = ranks, setup, adaptation
 
-    def fail(self, call: Call, seq: int, first_seq: int) -> None:
+    def fail(self, call: PostedCall, seq: int, first_seq: int) -> None:
         """Micro-step `seq` of the call gave values that are not finite. Returns at once; `call.future` fails later.
 
         The values may have begun in an earlier call of the same run, in K/V that this one read. In a call outside of a run
@@ -108,13 +108,12 @@ class CauseSearch:
         def end(asked: Future) -> None:
             error = asked.exception()
             if error is None:
-                adapted, controlled = self._adapted(), bool(call.residuals)
-                text = explanation(asked.result(), seq, self._degrees, self._pool.devices, self._dtype, adapted, controlled)
-                error = NotFiniteError(text)
+                adapted, controlled = self._adaptation.present, bool(call.residuals)
+                error = NotFiniteError(explanation(asked.result(), seq, self._setup, adapted, controlled))
             fail(call.future, error)
 
         try:
             question = FindNotFinite(call.run, 0 if call.run else first_seq)
-            self._pool.ask(question, NotFiniteFound).add_done_callback(end)
+            self._ranks.ask(question, NotFiniteFound).add_done_callback(end)
         except RankError as error:
             fail(call.future, error)

@@ -4,51 +4,46 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-import torch
-
-from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.finite import all_finite
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
-from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import again
 from parallel_backend.wire import messages as m
 
-from .call import Call, Conditioning, PostedStep, fail
+from .call import Conditioning, ModelCall, PostedCall, PostedStep, TokenLayout, fail
 from .conditioning_cache import ConditioningCache
 from .micro_step_queue import MicroSteps
+from .not_finite import CauseSearch
 from .scatter import Scatter
-from .shared_residuals import SharedResiduals
 
 
 class Posting:
     """Sends what calls need, in one order for all ranks, and hands out their outputs. Thread-safe.
 
-    `patch`: values that an output's token has for each channel. `on_nonfinite(call, seq, first_seq)` is told once of a call
-    with values that are not finite, and must end it; see not_finite.CauseSearch.
+    `patch`: values that an output's token has for each channel. `wake()` is called before each micro-step is sent, since
+    weights may have left the devices after its call was posted. `lock` is held while micro-steps are sent, and by whoever
+    sends what must not come between two of them.
     """
 
-    def __init__(self, pool: ModelRanks, degrees: Degrees, patch: int, on_nonfinite: Callable[[Call, int, int], None]):
-        """Before the model is loaded; nothing may be posted until `start`."""
-        self._degrees, self._on_nonfinite = degrees, on_nonfinite
-        self.lock = threading.RLock()
-        """Held while micro-steps are sent, and by whoever sends what must not come between two of them."""
-        self.shared = SharedResiduals(degrees, pool)
-        """Has the residuals of micro-steps under way. For what sends them, under this object's lock."""
-        self._micro_steps = MicroSteps(degrees, patch, self._send_step, self.shared.done, self._rows)
-        self._cut: SequenceCut | None = None
-        self._scatter: Scatter | None = None
-        self._conditionings: ConditioningCache | None = None
-        self._wake: Callable[[], None] = lambda: None
+    def __init__(
+        self,
+        degrees: Degrees,
+        patch: int,
+        scatter: Scatter,
+        conditionings: ConditioningCache,
+        causes: CauseSearch,
+        wake: Callable[[], None],
+        lock: threading.RLock,
+    ):
+        self._scatter, self._conditionings, self._causes, self._wake, self.lock = scatter, conditionings, causes, wake, lock
+        self._micro_steps = MicroSteps(degrees, patch, self._send_step, scatter.shared.done, self._rows)
         self._error: Exception | None = None
 
-    def start(
-        self, cut: SequenceCut, scatter: Scatter, conditionings: ConditioningCache, wake: Callable[[], None] = lambda: None
-    ) -> None:
-        """The model is about to be on the ranks, its tokens cut by `cut`. `wake` is called before each micro-step is sent:
-        weights may have left the devices since its call was posted."""
-        self._cut, self._scatter, self._conditionings, self._wake = cut, scatter, conditionings, wake
+    @property
+    def cut(self) -> SequenceCut:
+        """How a stage's tokens are cut over its sequence ranks."""
+        return self._scatter.cut
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
@@ -67,21 +62,13 @@ class Posting:
         if self._error is not None:
             raise again(self._error)
 
-    def conditioning(
-        self,
-        grid: tuple[int, ...],
-        tensors: dict[str, torch.Tensor],
-        first_replica: int,
-        along: str,
-        beside: int,
-        changes: BlockChanges,
-    ) -> Conditioning:
-        """The ranks' own copy of these tensors, sent only if it is not there yet. Errors as of ConditioningCache."""
-        self._conditionings.check_size(grid, tensors)
+    def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
+        """The ranks' own copy of the call's conditioning, sent only if it is not there yet. Errors: see ConditioningCache."""
+        self._conditionings.check_size(layout.grid, call.tensors)
         with self.in_order():
-            return self._conditionings.find(grid, tensors, first_replica % self._degrees.batch, along, beside, changes)
+            return self._conditionings.find(call, layout)
 
-    def post(self, call: Call) -> None:
+    def post(self, call: PostedCall) -> None:
         """Queue the call's micro-steps; `call.future` gives tokens [B, n + a, c] on the CPU."""
         with self.lock:
             if self._error is None:
@@ -95,7 +82,7 @@ class Posting:
         with self.lock:
             return self._micro_steps.busy
 
-    def abandon(self, which: Callable[[Call], bool]) -> None:
+    def abandon(self, which: Callable[[PostedCall], bool]) -> None:
         """Forget these calls: micro-steps not sent yet never will be, those under way finish and are dropped."""
         with self.lock:
             self._micro_steps.forget(which)
@@ -104,10 +91,9 @@ class Posting:
         """The model is on the ranks no more: every call, waiting or to come, raises `error`."""
         with self.lock:
             self._error = error
-            if self._conditionings is not None:
-                self._conditionings.clear()
+            self._conditionings.clear()
             calls = self._micro_steps.end()
-            self.shared.close()
+            self._scatter.shared.close()
         for call in calls:
             fail(call.future, error)
 
@@ -120,7 +106,7 @@ class Posting:
             return
         assembly, complete, nonfinite = found
         if nonfinite:
-            self._on_nonfinite(assembly.call, output.seq, assembly.first_seq)
+            self._causes.fail(assembly.call, output.seq, assembly.first_seq)
         elif complete and not assembly.nonfinite:
             assembly.call.future.set_result(assembly.value)
 
@@ -129,10 +115,10 @@ class Posting:
             self._wake()
             self._scatter.step(replica, step)
         except BaseException:
-            self.shared.done(step.seq)
+            self._scatter.shared.done(step.seq)
             raise
 
-    def _rows(self, call: Call, index: int) -> tuple[Span, ...]:
+    def _rows(self, call: PostedCall, index: int) -> tuple[Span, ...]:
         """Rows of the call's output that sequence rank `index` computes."""
-        image, beside = call.rows(self._cut)[index]
-        return (image, beside) if self._cut.gives_beside(index) else (image,)
+        image, companion = call.rows(self.cut)[index]
+        return (image, companion) if self.cut.gives_companion(index) else (image,)

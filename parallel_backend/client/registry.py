@@ -18,14 +18,16 @@ from typing import Any
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.host_memory import LEFT_FREE, host_memory
+from parallel_backend.core.setup import Setup
 from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
 from parallel_backend.processes.ray_ranks import start_of
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import EmulatedDevice, SelfTest
 
+from .loading import load_model
 from .memory_guard import MakeRoom, no_room
-from .models_on_ranks import MOST_MODELS, ModelKey, ModelsOnRanks, OnRanks
+from .models_on_ranks import MOST_MODELS, ModelsOnRanks, OnRanks
 from .pools import Pools
 from .remote_transformer import RemoteTransformer
 
@@ -55,76 +57,63 @@ class Registry:
 
     def model(
         self,
-        key: ModelKey,
+        setup: Setup,
         poll: Poll,
         progress: LoadProgress = lambda doing, fraction: None,
         owner: Any = None,
         make_room: MakeRoom = no_room,
         expected: Callable[[], Request | None] = lambda: None,
     ) -> RemoteTransformer:
-        """The model of `key`. Ranks are started and the model is loaded if that is not done yet, or ranks have failed, or
+        """The model of `setup`. Ranks are started and the model is loaded if that is not done yet, or ranks have failed, or
         its files have changed since.
 
         `owner` is kept alive as long as the model is on ranks, and until the next use of one, or its own by another owner:
-        the object that frees the weights must outlive them. `make_room`, `expected()`: for loading, see RemoteTransformer;
+        the object that frees the weights must outlive them. `make_room`, `expected()`: for loading, see loading.load_model;
         other models on the same ranks give way after `make_room`. A loaded model stays as it is, whatever size is expected.
         """
         with self._lock:
-            found = self._models.find(key)
+            found = self._models.find(setup)
             if found is not None and not found.model.checkpoint.is_unchanged:
-                log.info("Parallel DiT: %s has changed on disk and is read again", key.path.name)
+                log.info("Parallel DiT: %s has changed on disk and is read again", setup.path.name)
                 self._unload(found, poll)
                 found = None
             if found is None:
-                found = self._models.add(key, self._load(key, poll, progress, make_room, expected))
+                found = self._models.add(setup, self._load(setup, poll, progress, make_room, expected))
             self._models.use(found, owner)
             self._former_owners.clear()
             return found.model
 
     def _load(
         self,
-        key: ModelKey,
+        setup: Setup,
         poll: Poll,
         progress: LoadProgress,
         make_room: MakeRoom,
         expected: Callable[[], Request | None],
     ) -> RemoteTransformer:
-        checkpoint = open_checkpoint(key.path)
+        checkpoint = open_checkpoint(setup.path)
         while len(present := list(self._models)) >= MOST_MODELS:
             self._unload(present[0], poll)
 
         def load(pool: Pool) -> RemoteTransformer:
-            return RemoteTransformer(
-                pool,
-                checkpoint,
-                key.degrees,
-                key.dtype,
-                key.attention,
-                poll,
-                key.stage_split,
-                progress,
-                compile=key.compile,
-                transfer_dtype=key.transfer_dtype,
-                make_room=lambda device, missing: self._make_room(key, pool, make_room, device, missing),
-                expected=expected(),
-                offload=key.offload,
-                beside=True,
-                cuda_graphs=key.cuda_graphs,
-            )
+            def ask(device: str, missing: int) -> int:
+                return self._make_room(setup, pool, make_room, device, missing)
+
+            return load_model(pool, checkpoint, setup, poll, progress, ask, expected(), keep_others=True)
 
         try:
-            return self._pools.use(key.devices, load)
+            return self._pools.use(setup.devices, load)
         except ValueError:  # refused before the ranks were asked for anything
             raise
         except BaseException:  # Cancel too: half-loaded ranks are useless
-            self._pools.end(key.devices, politely=False)
+            self._pools.end(setup.devices, politely=False)
             raise
 
-    def _make_room(self, key: ModelKey, pool: Pool, make_room: MakeRoom, device: str, missing: int) -> int:
-        """A MakeRoom for the model of `key`: asks `make_room` on GPUs, then the other models on its ranks."""
+    def _make_room(self, setup: Setup, pool: Pool, make_room: MakeRoom, device: str, missing: int) -> int:
+        """A MakeRoom for the model of `setup`: asks `make_room` on GPUs, then the other models on its ranks."""
         freed = make_room(device, missing) if device_kind(device) == "cuda" else 0
         with self._lock:
-            models, asking = self._models.that_give_way_to(key, pool), self._models.find(key)
+            models, asking = self._models.that_give_way_to(setup, pool), self._models.find(setup)
             return freed + self._make_way(models, device, missing - freed, asking, in_turns=True)
 
     def make_way(self, pool: Pool, device: str, nbytes: int) -> int:
@@ -171,9 +160,9 @@ class Registry:
                 self._let_go(each)
         return room >= nbytes
 
-    def planned(self, key: ModelKey) -> ModelKey | None:
-        """Key of a model on ranks that differs from `key` in nothing but what the planner chose. None: there is none."""
-        same = [each.key for each in self._models if key.differs_by_plan_alone(each.key)]
+    def planned(self, setup: Setup) -> Setup | None:
+        """Key of a model on ranks that differs from `setup` in nothing but what the planner chose. None: there is none."""
+        same = [each.setup for each in self._models if setup.differs_by_plan_alone(each.setup)]
         return same[-1] if same else None
 
     def begin_run(self) -> None:
@@ -184,14 +173,14 @@ class Registry:
                 with contextlib.suppress(RankError):  # the next use starts new ranks
                     each.model.begin_timeline()
 
-    def unload(self, key: ModelKey | None = None, poll: Poll = lambda: None) -> None:
-        """Free what the ranks hold of the model of `key`, or all that they hold if `key` is None. The ranks stay.
+    def unload(self, setup: Setup | None = None, poll: Poll = lambda: None) -> None:
+        """Free what the ranks hold of the model of `setup`, or all that they hold if `setup` is None. The ranks stay.
 
         Returns when the memory is free. Micro-steps under way finish first. What `poll` raises ends the waiting alone.
         """
         with self._lock:
-            if key is not None:
-                if (found := self._models.find(key)) is not None:
+            if setup is not None:
+                if (found := self._models.find(setup)) is not None:
                     self._unload(found, poll)
                 return
             for each in self._models:
@@ -242,13 +231,13 @@ class Registry:
         log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
         self._pools.end(pool.devices)
 
-    def give_back(self, key: ModelKey, device: str, nbytes: float) -> int:
+    def give_back(self, setup: Setup, device: str, nbytes: float) -> int:
         """Have the ranks on `device` hand over so many bytes of its memory, see giving_way.give_way. Bytes that came free.
 
-        Their model, which is that of `key`, stays. Waits for micro-steps that are under way.
+        Their model, which is that of `setup`, stays. Waits for micro-steps that are under way.
         """
         with self._lock:
-            model = self._model_of(key)
+            model = self._model_of(setup)
             if model is None or model.pool.error is not None:
                 return 0
             try:
@@ -257,23 +246,23 @@ class Registry:
                 log.warning("%s", str(error))
                 return 0
 
-    def _model_of(self, key: ModelKey) -> RemoteTransformer | None:
-        """The model of `key`, if it is on ranks."""
-        found = self._models.find(key)
+    def _model_of(self, setup: Setup) -> RemoteTransformer | None:
+        """The model of `setup`, if it is on ranks."""
+        found = self._models.find(setup)
         return None if found is None else found.model
 
     def runs_on(self, devices: tuple[str, ...]) -> bool:
         """There are working ranks on just these devices. Never waits."""
         return any(pool.devices == devices for pool in self._pools.working)
 
-    def bytes_on(self, key: ModelKey, device: str) -> int:
-        """Bytes that ranks hold of the model of `key` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
-        model = self._model_of(key)
+    def bytes_on(self, setup: Setup, device: str) -> int:
+        """Bytes that ranks hold of the model of `setup` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
+        model = self._model_of(setup)
         return 0 if model is None else model.bytes_on(device)
 
-    def wanted_on(self, key: ModelKey, device: str) -> int | None:
-        """Bytes that ranks hold of the model of `key` on one device if nobody needs room. None: it is not loaded."""
-        model = self._model_of(key)
+    def wanted_on(self, setup: Setup, device: str) -> int | None:
+        """Bytes that ranks hold of the model of `setup` on one device if nobody needs room. None: it is not loaded."""
+        model = self._model_of(setup)
         return None if model is None else model.wanted_on(device)
 
     def pool_for(self, devices: tuple[str, ...] | None, poll: Poll) -> Pool | None:

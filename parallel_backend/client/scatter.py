@@ -17,39 +17,33 @@ from .shared_residuals import SharedResiduals
 class Scatter:
     """`stage_blocks`: the blocks of each stage. `cut`: a stage's tokens over its sequence ranks.
 
-    `shared`: has the residuals of micro-steps under way, where ranks share memory with this process.
+    `shared` has the residuals of micro-steps under way, where ranks share memory with this process.
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        degrees: Degrees,
-        stage_blocks: tuple[Span, ...],
-        cut: SequenceCut,
-        pool: ModelRanks,
-        shared: SharedResiduals,
+        self, checkpoint: Checkpoint, degrees: Degrees, stage_blocks: tuple[Span, ...], cut: SequenceCut, ranks: ModelRanks
     ):
         self._family, self._config = checkpoint.family, checkpoint.config
-        self._degrees, self._stage_blocks, self._cut = degrees, stage_blocks, cut
-        self._pool, self._shared = pool, shared
+        self._degrees, self._stage_blocks, self.cut, self._ranks = degrees, stage_blocks, cut, ranks
+        self.shared = SharedResiduals(degrees, ranks)
 
     def step(self, replica: int, step: PostedStep) -> None:
         """Its part to every rank of the replica: the latent to the first stage, residuals to the stage of their blocks."""
         call = step.assembly.call
-        shards = call.rows(self._cut)
+        shards = call.rows(self.cut)
         stages = [self._residuals(stage, call.residuals) for stage in range(self._degrees.pipe)]
         # A ControlNet with few blocks repeats its tensors: each is sent once.
         added = [list({id(tensor): tensor for tensor in blocks.values()}.values()) for blocks in stages]
         entries = step.entries.slice
         parts = [tensor[entries, images.slice] for tensors in added for images, _ in shards for tensor in tensors]
-        placed = iter(self._shared.place(replica, step.seq, parts))
+        placed = iter(self.shared.place(replica, step.seq, parts))
         messages: list[tuple[int, m.Step]] = []
         for stage, blocks in enumerate(stages):
             numbers = {id(tensor): number for number, tensor in enumerate(added[stage])}
-            for index, (images, beside) in enumerate(shards):
+            for index, (images, companion) in enumerate(shards):
                 x = call.x[entries, images.slice] if stage == 0 else None
-                if stage == 0 and len(beside):
-                    x = torch.cat((x, call.x[entries, beside.slice]), dim=1)
+                if x is not None and len(companion):
+                    x = torch.cat((x, call.x[entries, companion.slice]), dim=1)
                 message = m.Step(
                     seq=step.seq,
                     run=call.run,
@@ -65,9 +59,9 @@ class Scatter:
                     x=x,
                 )
                 messages += [(rank, message) for rank in self._degrees.ranks(replica, stage, index)]
-        with self._pool.together():
+        with self._ranks.together():
             for rank, message in messages:
-                self._pool.send(rank, message)
+                self._ranks.send(rank, message)
 
     def _residuals(self, stage: int, residuals: Residuals) -> Residuals:
         """Those of the stage's own blocks."""
@@ -80,7 +74,8 @@ class Scatter:
     def conditioning(self, conditioning: Conditioning) -> None:
         """To every rank what it needs of it: the text to the first stage, what modulates to all."""
         family, degrees = self._family, self._degrees
-        words = [own.after(conditioning.beside) for own in self._cut.text(conditioning.text_tokens)]
+        layout = conditioning.layout
+        text_spans = [own.after(layout.companion_tokens) for own in self.cut.text(conditioning.text_tokens)]
         for replica, entries in enumerate(conditioning.shares(degrees.batch)):
             for stage in range(degrees.pipe):
                 for index in range(degrees.sequence):
@@ -90,17 +85,17 @@ class Scatter:
                         if stage > 0 and not everywhere:
                             continue
                         whole = everywhere or name == REFERENCES or family.whole_text
-                        tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, words[index].slice]
+                        tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, text_spans[index].slice]
                     message = m.PutConditioning(
                         conditioning.id,
-                        conditioning.grid,
+                        layout.grid,
                         conditioning.token_order.references,
                         conditioning.text_tokens,
                         len(entries),
                         tensors,
-                        conditioning.token_order.along,
-                        conditioning.beside,
+                        layout.along,
+                        layout.companion_tokens,
                         conditioning.changes,
                     )
                     for rank in degrees.ranks(replica, stage, index):
-                        self._pool.send(rank, message)
+                        self._ranks.send(rank, message)

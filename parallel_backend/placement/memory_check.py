@@ -14,14 +14,14 @@ from dataclasses import replace
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 
 from .device_memory import DeviceMemory
 from .memory_advice import Capacity, changes, fits
 from .memory_model import USABLE_MEMORY, WEIGHTS_SHARE, MemoryNeed, Request, memory_of
 from .model_sizes import RankWeights, model_sizes, rank_weights
-from .residency import ALL, ALLOWED, AUTO, GB, Offload, share_out, shared_bytes
+from .residency import ALL, AUTO, GB, share_out, shared_bytes
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ TARGET_SHARE = 0.75
 
 
 class MemoryCheck:
-    """For one model on its ranks. `device_count`: devices that this machine has. `offload`: what the user allows.
+    """For one model on its ranks. `device_count`: devices that this machine has.
 
     `spans`: the blocks of each stage. They may be set anew once blocks are measured. `last`: what was asked last, for an
     error that comes later.
@@ -41,17 +41,13 @@ class MemoryCheck:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        degrees: Degrees,
+        setup: Setup,
         spans: tuple[Span, ...],
-        dtype: str,
-        devices: tuple[str, ...],
         device_count: int,
-        offload: Offload = ALLOWED,
-        transfer_dtype: str = "full",
     ):
-        self.checkpoint, self.degrees, self.spans, self.dtype = checkpoint, degrees, spans, dtype
-        self.sizes = replace(model_sizes(checkpoint, dtype, devices[0]), transfer_dtype=transfer_dtype)
-        self.devices, self.device_count, self.offload = devices, device_count, offload
+        self.checkpoint, self.setup, self.degrees, self.spans = checkpoint, setup, setup.degrees, spans
+        self.sizes = replace(model_sizes(checkpoint, setup.dtype, setup.devices[0]), transfer_dtype=setup.transfer_dtype)
+        self.device_count, self.offload = device_count, setup.offload
         self.last: tuple[tuple[Request, ...], tuple[DeviceMemory, ...]] | None = None
         self._warned: tuple[Request, ...] | None = None
 
@@ -109,7 +105,7 @@ class MemoryCheck:
                     what = f"of the weights of {name} at least {_size(size)} have to be on {room.name}"
                 there = f"{_size(room.free + room.held)}{_place(room)} is free"
                 raise ValueError(
-                    f"model_name: {what}, where {there} with {self.degrees} and weight_dtype {self.dtype}. "
+                    f"model_name: {what}, where {there} with {self.degrees} and weight_dtype {self.setup.dtype}. "
                     f"{self._instead((), _usable(found))}"
                 )
 
@@ -223,8 +219,8 @@ class MemoryCheck:
         capacity = Capacity(shares, len(rooms) == 1 and not rooms[0].of_gpu, all(map(self.streams, rooms)))
         ways = changes(
             self.checkpoint,
-            self.dtype,
-            self.devices[0],
+            self.setup.dtype,
+            self.setup.devices[0],
             self.sizes,
             self.degrees,
             self.spans,

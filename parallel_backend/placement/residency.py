@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Offload
 
 from .model_sizes import RankWeights
 
@@ -12,20 +12,6 @@ GB = 10**9
 AUTO, NONE = "auto", "none"
 ALL = 1 << 60
 """Bytes of weights on a device without a limit."""
-
-
-@dataclass(frozen=True)
-class Offload:
-    """What the widget `offload` allows."""
-
-    streams: bool = True
-    """Weights that do not fit on a device are streamed from host memory, rather than refused."""
-    leave_free: int = 0
-    """Bytes of each device that weights and runs are not to take, as far as streaming helps."""
-
-
-ALLOWED = Offload()
-"""As the widget's `auto` has it."""
 
 
 def offload_of(text: str) -> Offload:

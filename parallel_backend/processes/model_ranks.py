@@ -14,25 +14,36 @@ from .pool import Pool
 class ModelRanks:
     """One model's place on a pool: what it sends is for that model alone, by its `number`.
 
-    `beside`: other models on the ranks stay. `on_output`, `on_loading`, `on_failure`: see `listen`. Methods without a word
-    are the pool's.
+    `keep_others`: other models on the ranks stay. Methods without a word are the pool's.
     """
 
-    def __init__(self, pool: Pool, beside: bool = False):
-        self.on_output: Callable[[m.Output], None] = lambda output: None
-        self.on_loading: Callable[[m.Loading], None] = lambda loading: None
-        self.on_failure: Callable[[Exception], None] = lambda error: None
-        self.pool, self.number = pool, pool.enter(self, beside)
+    def __init__(self, pool: Pool, keep_others: bool = False):
+        self.loaded = [0.0] * len(pool.devices)
+        """By rank, the share of its weights that is in place."""
+        self._on_output: Callable[[m.Output], None] = lambda output: None
+        self._on_failure: Callable[[Exception], None] = lambda error: None
+        self._failure: Exception | None = None
+        self.pool, self.number = pool, pool.enter(self, keep_others)
 
-    def listen(
-        self,
-        on_output: Callable[[m.Output], None],
-        on_loading: Callable[[m.Loading], None],
-        on_failure: Callable[[Exception], None],
-    ) -> None:
-        """From now on these get every Output and Loading of the model, and the pool's failure, on the pool's own thread.
-        `on_failure` is told too when the model has to go."""
-        self.on_output, self.on_loading, self.on_failure = on_output, on_loading, on_failure
+    def listen(self, on_output: Callable[[m.Output], None], on_failure: Callable[[Exception], None]) -> None:
+        """From now on `on_output` gets every Output of the model, and `on_failure` what ends it: the pool's failure, or why
+        the model has to go. Both run on the pool's own thread. What has ended the model before is told at once."""
+        self._on_output, self._on_failure = on_output, on_failure
+        if self._failure is not None:
+            on_failure(self._failure)
+
+    def on_output(self, output: m.Output) -> None:
+        """See pool.Listener."""
+        self._on_output(output)
+
+    def on_loading(self, loading: m.Loading) -> None:
+        """See pool.Listener."""
+        self.loaded[loading.rank] = loading.fraction
+
+    def on_failure(self, error: Exception) -> None:
+        """See pool.Listener."""
+        self._failure = error
+        self._on_failure(error)
 
     @property
     def devices(self) -> tuple[str, ...]:

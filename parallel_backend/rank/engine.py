@@ -47,7 +47,7 @@ class Engine:
         self._ops = stage_ops(stage.pipe.index, stage.pipe.size)
         self._block_watch = BlockWatch(stage.model, load.only, stage.traffic, slowdown)
         self._graphs = None
-        if load.cuda_graphs and not load.only and stage.computes_alone and device.type in CAPTURES:
+        if load.setup.cuda_graphs and not load.only and stage.computes_alone and device.type in CAPTURES:
             self._graphs = MicroStepGraphs(device, stage.blocks_done)
         self._forward = StageForward(stage, self._graphs)
         self._finite = FiniteWatch()

@@ -9,7 +9,6 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.checkpoints.fingerprint import check_fingerprint
 from parallel_backend.core.communicators import receives_early
-from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.rank.attention.context import AttentionContext
@@ -61,14 +60,15 @@ class LoadedStage:
         self.device, self._peers = device, peers
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        checkpoint = open_checkpoint(load.path)
+        setup = load.setup
+        checkpoint = open_checkpoint(setup.path)
         if load.fingerprint:
             check_fingerprint(checkpoint, load.fingerprint)
         checkpoint.check_unchanged(load.file_state)
         family, config = checkpoint.family, checkpoint.config
         self.family, self.hidden = family, family.sizes.hidden(config)
-        self.dtype = compute_dtype(load.dtype, device)
-        self._degrees = degrees = Degrees(*load.degrees, load.patch_mode)
+        self.dtype = compute_dtype(setup.dtype, device)
+        self._degrees = degrees = setup.degrees
         self.mesh = peers.enter_mesh(degrees)
         self.axes = axes = self.mesh.axes
         self.pipe, self.tensor = axes["pipe"], axes["tensor"]
@@ -91,12 +91,12 @@ class LoadedStage:
         resident = load.resident[rank] if load.resident else None
         self.store = store = WeightStore(copies or copies_of(device), host, self.traffic, resident)
         read = functools.partial(store.load, progress=progress)
-        stage = build_stage(checkpoint, span, device, load.dtype, plan, read, load.only)
+        stage = build_stage(checkpoint, span, device, setup.dtype, plan, read, load.only)
         self.model, self.flow, plan = stage.model, stage.flow, stage.plan
         plan.apply(self.model, self.traffic)
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype, store)
-        kernel = choose_kernel(load.attention, device, load.dtype, family.sizes.head_size(config), degrees.ring > 1)
-        codecs = {"codec": codec_for(load.transfer_dtype), "changes": changes_for(load.transfer_dtype)}
+        kernel = choose_kernel(setup.attention, device, setup.dtype, family.sizes.head_size(config), degrees.ring > 1)
+        codecs = {"codec": codec_for(setup.transfer_dtype), "changes": changes_for(setup.transfer_dtype)}
         sharing = family.sizes.heads(config) // (family.sizes.key_heads(config) or family.sizes.heads(config))
         self.attention = AttentionContext(
             degrees, axes, kernel, self.traffic, family.forward.drops_mask, sharing=sharing, **codecs
@@ -104,11 +104,11 @@ class LoadedStage:
         attention = [(module, over) for module, over, _ in stage.attention]
         install_parallel_attention(attention, self.attention)
         install_linear(attention, self.attention)
-        if not load.compile:  # inside a graph a layer cannot be called before its place
+        if not setup.compile:  # inside a graph a layer cannot be called before its place
             install_early_values(stage.attention, self.attention, family.sizes.head_size(config), family.blocks.text_first)
-        self.module_cache = ModuleCache(self.model, family.forward.cached_modules, steady=load.cuda_graphs)
+        self.module_cache = ModuleCache(self.model, family.forward.cached_modules, steady=setup.cuda_graphs)
         self.skippable = SkippableBlocks(self.model, family.blocks.lists, self.flow)
-        self.compiler = self._compile(checkpoint, degrees.world) if load.compile else None
+        self.compiler = self._compile(checkpoint, degrees.world) if setup.compile else None
         blocks = own_blocks(self.model, family.blocks.lists)
         store.watch(blocks)
         for block in blocks.values():

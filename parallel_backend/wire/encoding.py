@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -199,7 +200,11 @@ class Encoding:
         def read(value: Any, arriving: _Arriving) -> Any:
             if type(value) is not list or len(value) != len(reads):
                 raise BadMessage(f"{_short(value)} in the place of the {len(reads)} fields of {cls.__name__}")
-            return cls(*[each(item, arriving) for each, item in zip(reads, value, strict=True)])
+            items = [each(item, arriving) for each, item in zip(reads, value, strict=True)]
+            try:
+                return cls(*items)
+            except ValueError as error:  # a record that checks itself, such as Degrees
+                raise BadMessage(f"{cls.__name__}: {error}") from error
 
         return _Kind(pack, read)
 
@@ -319,11 +324,23 @@ def _read_span(value: Any, _arriving: _Arriving) -> Span:
     return Span(start, stop)
 
 
+def _pack_path(value: Any, _tensors: _Leaving) -> str:
+    assert isinstance(value, Path), _unfit(value)
+    return str(value)
+
+
+def _read_path(value: Any, _arriving: _Arriving) -> Path:
+    if type(value) is not str:
+        raise BadMessage(f"{_short(value)} is no path")
+    return Path(value)
+
+
 _PLAIN = {
     int: _Kind(_pack_int, _read_int),
     float: _Kind(_pack_float, _read_float),
     bool: _exactly(bool),
     str: _exactly(str),
+    Path: _Kind(_pack_path, _read_path),
     torch.Tensor: _Kind(_pack_tensor, _read_tensor),
     Span: _Kind(_pack_span, _read_span),
 }

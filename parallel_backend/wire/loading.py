@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 
 
@@ -11,24 +12,14 @@ from parallel_backend.core.spans import Span
 class Load:
     """Client -> rank: load the rank's part of a model, beside the models that the rank has."""
 
-    path: str
-    dtype: str
-    degrees: tuple[int, ...]
-    """Degrees.sizes."""
-    patch_mode: str
-    patch_shares: tuple[float, ...]
-    """Share of the tokens by patch rank."""
+    setup: Setup
     stage_blocks: tuple[Span, ...]
     """By stage, the blocks that it owns. Blocks are numbered through all block lists."""
-    attention: str
-    """The kernel, see core/attention_kernels.py."""
+    patch_shares: tuple[float, ...]
+    """Share of the tokens by patch rank."""
     only: tuple[str, ...] = ()
     """"<list>.<index>" of the blocks to load, for a rehearsal. Other blocks hand on what they are given. RunStats then has
     the costs of these blocks. Empty: all blocks."""
-    compile: bool = False
-    """Blocks are compiled, see rank/stage/compile.py."""
-    transfer_dtype: str = "full"
-    """One of degrees.TRANSFER_DTYPES."""
     fingerprint: str = ""
     """That the files must have, see checkpoints/fingerprint.py. Empty: the files are on the client's machine."""
     resident: tuple[int, ...] = ()
@@ -36,8 +27,6 @@ class Load:
     to the device block by block. Ranks with the same weights get the same number. Empty: all is on the device."""
     file_state: str = ""
     """That the files must be in, see checkpoints/file_state.py. Empty: they are on other machines."""
-    cuda_graphs: bool = False
-    """Micro-steps that come again are replayed where they can be, see rank/micro_step_graphs.py."""
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from parallel_backend.client.call import Conditioning, Residuals
+from parallel_backend.client.call import Conditioning, ModelCall, PostedCall, Residuals, TokenLayout
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import Computed, Forecast, StepCache
-from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.pipefusion_order import MicroStep, call_steps
 from parallel_backend.core.spans import Span, split_carrying
 from parallel_backend.families.base.patching import Latents, Patching, latents_of, like
@@ -48,24 +47,19 @@ def exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:
     return float(sigmas[warmup_steps]) * (1 + 1e-6)
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Request:
     band: int
-    x: torch.Tensor | Latents  # as it was given
-    latents: Latents  # on the CPU, as the timestep
-    timestep: torch.Tensor
-    tensors: dict[str, torch.Tensor]
+    call: ModelCall
     exact: bool
-    residuals: Residuals
-    may_forecast: bool
-    first_replica: int
-    changes: BlockChanges
+    latents: Latents  # the call's, on the CPU
+    timestep: torch.Tensor  # the call's, float32 on the CPU
     future: Future = field(default_factory=Future)
 
 
 class BandedRun:
     """One sampling run in bands. `rows`: each band's latent rows, or frames if `along` is "frames"; `shape`: of the whole
-    latent; `beside`: tokens of the one beside it, if there is such.
+    latent; `companion_tokens`: tokens of its companion, if there is one.
 
     With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes. So is
     the first one behind a timestep at which there was none: the keys are older than a step then.
@@ -87,14 +81,14 @@ class BandedRun:
         cache: StepCache | None = None,
         poll: Poll = lambda: None,
         along: str = "rows",
-        beside: int = 0,
+        companion_tokens: int = 0,
     ):
         assert cache is None or cache.bands == len(rows)
         assert len(rows) == 1 or not model.degrees.displaced
         self.model, self.rows, self.overlap = model, rows, overlap
         self.warm_up = warm_up or model.degrees.displaced
         self.patching = model.family.patching.cut(along)
-        self.grid, self.beside = self.patching.grid(shape), beside
+        self.layout = TokenLayout(self.patching.grid(shape), along, companion_tokens)
         self.run = model.open_run(extrapolate)
         try:
             model.watch_memory(self.run, len(rows), extrapolate, poll)
@@ -122,26 +116,20 @@ class BandedRun:
     def predict(
         self,
         band: int,
-        x: torch.Tensor | Latents,
-        timestep: torch.Tensor,
-        tensors: dict[str, torch.Tensor],
+        call: ModelCall,
         exact: bool,
         poll: Poll | None = None,
-        residuals: Residuals | None = None,
-        may_forecast: bool = True,
-        first_replica: int = 0,
         on_posted: Callable[[], None] = lambda: None,
-        changes: BlockChanges = UNCHANGED,
     ) -> torch.Tensor | Latents:
-        """The model's output for the band's latent `x`, or its latents (Patching.band). Blocks; raises what `abort` or
-        `poll` raised, or RankError.
+        """The model's output for a call with the band's latents (Patching.band). Blocks; raises what `abort` or `poll`
+        raised, or RankError.
 
         Bands need no `poll`: each of them waking up many times a second would take the cores that CPU ranks compute on, and
-        whoever looks for Cancel aborts them. `first_replica`, `on_posted`, `changes`: see RemoteTransformer.predict. All
-        bands give the same `first_replica` and `changes` in the same call.
+        whoever looks for Cancel aborts them. `on_posted`: see RemoteTransformer.predict. All bands give the same
+        `first_replica` and `changes` in the same call.
         """
-        here = x, tuple(latent.cpu() for latent in latents_of(x)), timestep.cpu()
-        request = _Request(band, *here, tensors, exact, residuals or {}, may_forecast, first_replica, changes)
+        latents = tuple(latent.cpu() for latent in latents_of(call.x))
+        request = _Request(band, call, exact, latents, call.timestep.cpu().float())
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -223,7 +211,7 @@ class BandedRun:
         self._known[conditioning.id] = self._times
         exact = request.exact or (self.warm_up and rested)
         if self.cache is not None:
-            allowed = request.may_forecast and not exact
+            allowed = request.call.may_forecast and not exact
             self._entry = self.cache.call(conditioning.id, time, allowed)
         if isinstance(self._entry, Forecast):
             self._forecasts[call] = (request.timestep, self._entry)
@@ -232,8 +220,7 @@ class BandedRun:
         return True
 
     def _conditioning(self, request: _Request) -> Conditioning:
-        along, beside = self.patching.along, self.beside
-        return self.model.conditioning(self.grid, request.tensors, request.first_replica, along, beside, request.changes)
+        return self.model.conditioning(request.call, self.layout)
 
     def _answer_forecasts(self) -> None:
         """Answer every band that asks for a call that is forecast: it waits for no other band, and no other for it."""
@@ -249,45 +236,46 @@ class BandedRun:
     def _post_exact(self, requests: list[_Request], conditioning: Conditioning) -> None:
         latents = self.patching.join([request.latents for request in requests])
         parts = list(zip(requests, self.rows, strict=True))
-        residuals = _side_by_side([request.residuals for request in requests])
-        self._post(latents, residuals, conditioning.token_order.span, True, False, parts, conditioning)
+        residuals = _side_by_side([request.call.residuals for request in requests])
+        tokens = self.patching.pack_all(latents)
+        call = PostedCall(
+            tokens,
+            requests[0].timestep,
+            conditioning,
+            conditioning.token_order.span,
+            run=self.run,
+            overlap=self.overlap,
+            residuals=residuals,
+        )
+        self._post(call, latents, parts)
         self.exact_calls += 1
 
     def _post_band(self, step: MicroStep, request: _Request, conditioning: Conditioning) -> None:
         patch, rows = self.patching.band_size, self.rows[request.band]
-        tokens = conditioning.token_order.of_rows(Span(rows.start // patch, -(-rows.stop // patch)))
-        stale, (x, *beside) = self.model.degrees.displaced, request.latents
+        x, *companion = request.latents
         if padding := -len(rows) % patch:
             # An odd height is padded circularly, as ComfyUI does: the last row's neighbour is the picture's first one.
             top = self.patching.rows(self._first.latents[0], Span(0, padding))
             x = torch.cat((x, top), dim=self.patching.band_dim)
-        latents, parts = (x, *beside), [(request, Span(0, len(rows)))]
-        self._post(latents, request.residuals, tokens, step.with_text, stale, parts, conditioning)
+        latents = (x, *companion)
+        call = PostedCall(
+            self.patching.pack_all(latents),
+            request.timestep,
+            conditioning,
+            conditioning.token_order.of_rows(Span(rows.start // patch, -(-rows.stop // patch))),
+            with_text=step.with_text,
+            run=self.run,
+            stale=self.model.degrees.displaced,
+            overlap=self.overlap,
+            residuals=request.call.residuals,
+        )
+        self._post(call, latents, [(request, Span(0, len(rows)))])
         self.banded_calls += step.with_text
 
-    def _post(
-        self,
-        latents: Latents,
-        residuals: Residuals,
-        tokens: Span,
-        text: bool,
-        stale: bool,
-        requests: list[tuple[_Request, Span]],
-        conditioning: Conditioning,
-    ) -> None:
-        """Post `latents` and give each request its rows of the answer, the first one what is beside it."""
-        patching, timestep, entry = self.patching, requests[0][0].timestep, self._entry
-        call = self.model.call(
-            patching.pack_all(latents),
-            timestep,
-            conditioning,
-            self.run,
-            tokens,
-            text,
-            stale=stale,
-            overlap=self.overlap,
-            residuals=residuals,
-        )
+    def _post(self, call: PostedCall, latents: Latents, requests: list[tuple[_Request, Span]]) -> None:
+        """Post the call, whose latents are `latents`, and give each request its rows of the answer; the first request gets
+        the companion too."""
+        patching, entry = self.patching, self._entry
 
         def share(done: Future) -> None:
             error = done.exception()
@@ -310,8 +298,8 @@ class BandedRun:
         if error is not None:
             request.future.set_exception(error)
         else:
-            device = latents_of(request.x)[0].device
-            request.future.set_result(like(request.x, tuple(part.to(device, non_blocking=True) for part in value)))
+            device = latents_of(request.call.x)[0].device
+            request.future.set_result(like(request.call.x, tuple(part.to(device, non_blocking=True) for part in value)))
 
 
 def _side_by_side(bands: list[Residuals]) -> Residuals:

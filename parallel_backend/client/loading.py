@@ -1,0 +1,108 @@
+"""A checkpoint is brought onto the ranks of a pool: room is made, blocks are shared out, and every rank loads its part."""
+
+import threading
+from collections.abc import Sequence
+from statistics import fmean
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.fingerprint import fingerprint
+from parallel_backend.core.devices import on_ray
+from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.core.setup import Setup
+from parallel_backend.core.validate import check_devices
+from parallel_backend.placement.balance import Balance, even_stages
+from parallel_backend.placement.memory_check import MemoryCheck, devices_for
+from parallel_backend.placement.memory_model import Request
+from parallel_backend.processes.model_ranks import ModelRanks
+from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
+from parallel_backend.wire import messages as m
+
+from .conditioning_cache import ConditioningCache
+from .lora import Adaptation
+from .measured_balance import balance
+from .memory_guard import MakeRoom, MemoryGuard, no_room
+from .not_finite import CauseSearch
+from .posting import Posting
+from .remote_transformer import RemoteTransformer
+from .scatter import Scatter
+
+
+def load_model(
+    pool: Pool,
+    checkpoint: Checkpoint,
+    setup: Setup,
+    poll: Poll,
+    progress: LoadProgress = lambda doing, fraction: None,
+    make_room: MakeRoom = no_room,
+    expected: Request | None = None,
+    keep_others: bool = False,
+    only: Sequence[str] = (),
+) -> RemoteTransformer:
+    """The model of `setup`, whose files are `checkpoint`, on the ranks of `pool`. Waits until every rank has its part.
+
+    `progress` is called with `poll`, on the same thread. `make_room` is asked for memory on the ranks' GPUs, before loading
+    and before runs. `expected`: the run that the model is loaded for; the cut goes by it, and stays for runs of other sizes.
+    `keep_others`: other models on the ranks stay. `only`: see wire.loading.Load.
+    Raises ValueError (naming the widget) where the model cannot be cut so, RankError when a rank fails.
+    """
+    degrees, family = setup.degrees, checkpoint.family
+    check_devices(degrees, pool.devices)
+    checkpoint.check_degrees(degrees)
+    ranks, lock = ModelRanks(pool, keep_others), threading.RLock()
+    if not pool.ready.done():
+        progress(f"starting {len(pool.devices)} ranks", 0.0)
+    wait_for(pool.ready, poll)
+    progress("loading", 0.0)
+    even = even_stages(family.blocks.total(checkpoint.config), degrees.pipe)
+    memory = MemoryGuard(ranks, MemoryCheck(checkpoint, setup, even, devices_for(pool.devices)), family, make_room, lock)
+    requests = () if expected is None else (expected,)
+    if not only:
+        memory.make_room_for(requests, poll)
+    cut = balance(pool, checkpoint, setup, poll, expected, memory.copy_rates)
+    memory.memory_check.spans = cut.stage_blocks
+    if not only:
+        memory.check_weights(requests, poll)
+    replies = _load(ranks, _message(pool, checkpoint, setup, cut, memory, only), memory, poll, progress)
+    memory.resident.loaded(replies)
+    held = f"{sum(memory.resident.device_bytes) / 1e9:.1f} GB of weights on {len(replies)} ranks"
+    streamed = memory.memory_check.said_of_streaming(memory.resident.limits)
+    progress(", ".join(filter(None, (held, streamed, *pool.notes))), 1.0)
+    adaptation = Adaptation(ranks, checkpoint, replies)
+    sequence = SequenceCut(cut.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
+    scatter = Scatter(checkpoint, degrees, cut.stage_blocks, sequence, ranks)
+    posting = Posting(
+        degrees,
+        family.patching.frames * family.patching.side**2,
+        scatter,
+        ConditioningCache(checkpoint, ranks, scatter, degrees.batch),
+        CauseSearch(ranks, setup, adaptation),
+        memory.resident.wake,
+        lock,
+    )
+    return RemoteTransformer(checkpoint, setup, cut, memory, posting, adaptation)
+
+
+def _message(
+    pool: Pool, checkpoint: Checkpoint, setup: Setup, cut: Balance, memory: MemoryGuard, only: Sequence[str]
+) -> m.Load:
+    elsewhere = any(map(on_ray, pool.devices))
+    return m.Load(
+        setup=setup,
+        stage_blocks=cut.stage_blocks,
+        patch_shares=cut.patch_shares,
+        only=tuple(only),
+        fingerprint=fingerprint(checkpoint) if elsewhere else "",
+        resident=memory.resident.for_loading,
+        file_state="" if elsewhere else checkpoint.file_state,
+    )
+
+
+def _load(ranks: ModelRanks, message: m.Load, memory: MemoryGuard, poll: Poll, progress: LoadProgress) -> list[m.Loaded]:
+    def look() -> None:
+        poll()
+        progress("loading", fmean(ranks.loaded))
+
+    try:
+        return wait_for(ranks.ask(message, m.Loaded), look)
+    except RankError as error:
+        raise memory.explained(error) from None
