@@ -67,7 +67,7 @@ class RemoteModelPatcher(RankMemory):
         super().pre_run()
         stub = self.model.diffusion_model
         stub.patches, stub.patches_uuid, stub.patcher = self.patches, self.patches_uuid, weakref.ref(self)
-        stub.beside, stub.hook_patches = bypass_patches(self.injections), self.hook_patches
+        stub.bypass_patches, stub.hook_patches = bypass_patches(self.injections), self.hook_patches
         stub.idle, stub.loaded, stub.turns = None, lambda: None, 0
         stub.cache = begin_cache(self)
         registry().begin_run()

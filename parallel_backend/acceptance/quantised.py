@@ -67,19 +67,19 @@ def weight_of(layer: Layer | None) -> tuple[torch.Tensor, Packing]:
         values = torch.randint(0, 256, (ROWS, COLUMNS // layer.per_byte), dtype=torch.uint8, generator=g)
     if layer is None:
         return values, Fp8(FP8, torch.full((1, 1), 0.02))
-    beside = {}
-    for name, ones in blank(layer, ROWS, COLUMNS, torch.device("cpu"))[1].beside.items():
+    scales = {}
+    for name, ones in blank(layer, ROWS, COLUMNS, torch.device("cpu"))[1].scales.items():
         spread = torch.rand(ones.shape, generator=g) + 0.5
         if ones.dtype != torch.uint8:  # of blocks in int8's range, of rows small
-            beside[name] = (8 * spread).to(ones.dtype) if ones.dtype.itemsize == 1 else 0.01 * spread
+            scales[name] = (8 * spread).to(ones.dtype) if ones.dtype.itemsize == 1 else 0.01 * spread
         elif layer.format == "mxfp8":  # exponents
-            beside[name] = (118 + 6 * spread).to(torch.uint8)
+            scales[name] = (118 + 6 * spread).to(torch.uint8)
         else:
-            beside[name] = spread.to(torch.float8_e4m3fn).view(torch.uint8)
-    return values, Quantised(layer, beside)
+            scales[name] = spread.to(torch.float8_e4m3fn).view(torch.uint8)
+    return values, Quantised(layer, scales)
 
 
 def _moved(packing: Packing, device: torch.device) -> Packing:
     if isinstance(packing, Fp8):
         return Fp8(packing.kind, packing.scale.to(device))
-    return Quantised(packing.layer, {name: tensor.to(device) for name, tensor in packing.beside.items()})
+    return Quantised(packing.layer, {name: tensor.to(device) for name, tensor in packing.scales.items()})

@@ -109,7 +109,7 @@ class Registry:
                 make_room=lambda device, missing: self._make_room(key, pool, make_room, device, missing),
                 expected=expected(),
                 offload=key.offload,
-                beside=True,
+                keep_others=True,
                 cuda_graphs=key.cuda_graphs,
             )
 
@@ -323,8 +323,8 @@ class Registry:
     def _start(self, devices: tuple[str, ...], self_test: SelfTest) -> Pool:
         threads = self.threads
         if threads is None and device_kind(devices[0]) == "cpu":  # with the CPU ranks that are there already
-            beside = [name for pool in self._pools.working for name in pool.devices if device_kind(name) == "cpu"]
-            threads = max(1, (os.cpu_count() or 1) // len((*devices, *beside)))
+            cpu_devices = [name for pool in self._pools.working for name in pool.devices if device_kind(name) == "cpu"]
+            threads = max(1, (os.cpu_count() or 1) // len((*devices, *cpu_devices)))
         return Pool(
             devices,
             threads=threads,

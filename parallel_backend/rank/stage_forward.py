@@ -87,7 +87,7 @@ class StageForward:
         stage.flow.begin_step(given.received, len(own_text), rows, self._residuals(step, conditioning, own_image))
         tensors = self._tensors(step, conditioning)
         self._guidance = tensors.get(GUIDANCE)
-        x, beside = self._latents(given.x, tensors, conditioning, own_image)
+        x, companion = self._latents(given.x, tensors, conditioning, own_image)
 
         def read_timestep() -> torch.Tensor:
             state.read_on_host = True
@@ -104,15 +104,15 @@ class StageForward:
             conditioning.text_tokens,
             stage.dtype,
             conditioning.kept[own_image],
-            beside,
-            conditioning.beside,
+            companion,
+            conditioning.companion_tokens,
             read_timestep,
         )
         self._timestep, stage.flow.inputs = inputs.times, inputs
         try:
             with stage.skippable.skipping(conditioning.changes.skipped):
                 out = self._family.run(stage.model, inputs)
-            return out if stage.cut.gives_beside(stage.place) else out[:, : len(token_order.images(own_image))]
+            return out if stage.cut.gives_companion(stage.place) else out[:, : len(token_order.images(own_image))]
         except StageDone as done:
             return stage.flow.outgoing(done)
         finally:
@@ -126,7 +126,7 @@ class StageForward:
     def _latents(
         self, x: torch.Tensor | None, tensors: dict[str, torch.Tensor], conditioning: RankConditioning, image: Span
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The rank's tokens of the picture, with those of references, and of the latent beside it. See StepInputs."""
+        """The rank's tokens of the picture, with those of references, and of the companion latent. See StepInputs."""
         if x is None:
             return None, None
         own = len(conditioning.token_order.images(image))

@@ -235,9 +235,9 @@ def test_every_family_has_a_problem_to_sample(case, tmp_path):
     """As many tokens as asked for, or as few as a square has; conditioning that the family itself takes for its own."""
     checkpoint = open_checkpoint(case.save(case.model(), tmp_path / "file.safetensors"))
     problem = model_file.problem_of(checkpoint, 64, 3)
-    noise, *beside = latents_of(problem.noise)
+    noise, *companion = latents_of(problem.noise)
     assert noise.shape[1] == checkpoint.family.sizes.latent_channels(checkpoint.config)
-    assert len(beside) == (checkpoint.family.patching.beside is not None)
+    assert len(companion) == (checkpoint.family.patching.companion is not None)
     assert 16 <= torch.Size(checkpoint.family.patching.grid(noise.shape)).numel() <= 64
     assert torch.equal(noise, latents_of(model_file.problem_of(checkpoint, 64, 3).noise)[0])
     assert problem.tensors

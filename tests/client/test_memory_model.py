@@ -93,7 +93,7 @@ def banded(model, case, extrapolate=True, bands=2, steps=2):
 
 def predicted(model: RemoteTransformer, x, tensors, kept: int, bands: int = 1) -> list[int]:
     patching, shapes = model.family.patching, [tuple(latent.shape) for latent in latents_of(x)]
-    conditioning = model.conditioning(patching.grid(shapes[0]), tensors, beside=patching.beside_tokens(shapes))
+    conditioning = model.conditioning(patching.grid(shapes[0]), tensors, companion_tokens=patching.companion_tokens(shapes))
     request = request_of(conditioning, model.family, kept, bands)
     return [memory.buffers for memory in model._memory.memory_check.memory((request,))]
 

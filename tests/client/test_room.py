@@ -16,7 +16,13 @@ from parallel_backend.client.placement.balance import divide, even_stages, timed
 from parallel_backend.client.placement.expected_request import expected_request
 from parallel_backend.client.placement.gpu_overheads import COMMUNICATOR, CONTEXT, WORKSPACES
 from parallel_backend.client.placement.memory_check import MemoryCheck
-from parallel_backend.client.placement.memory_model import KV_COPIES, USABLE_MEMORY, beside_blocks, bytes_by_block, memory_of
+from parallel_backend.client.placement.memory_model import (
+    KV_COPIES,
+    USABLE_MEMORY,
+    bytes_by_block,
+    bytes_outside_blocks,
+    memory_of,
+)
 from parallel_backend.client.placement.model_sizes import block_lists, model_sizes
 from parallel_backend.core.communicators import communicators
 from parallel_backend.core.degrees import Degrees
@@ -210,7 +216,7 @@ def test_a_stage_leaves_room_for_what_the_run_keeps(flux):
     kept = bytes_by_block(sizes, TWO, (expected,))
     found = {
         "weights": divide(TWO, lists, list(sizes.block_bytes), probes),
-        "the run": divide(TWO, lists, kept, probes, beside=beside_blocks(sizes, TWO, expected)),
+        "the run": divide(TWO, lists, kept, probes, other_bytes=bytes_outside_blocks(sizes, TWO, expected)),
     }
     needs = {name: memory_of(sizes, TWO, balance.stage_blocks, 1, (expected,)).total for name, balance in found.items()}
     assert needs["the run"] <= USABLE_MEMORY * 15 * 10**9 < needs["weights"]

@@ -41,8 +41,8 @@ def two(pools, flux_file, other_file):
     def load(first: Degrees, second: Degrees) -> list[RemoteTransformer]:
         pool = pools(first.world)
         return [
-            RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing, beside=beside)
-            for path, degrees, beside in ((flux_file, first, False), (other_file, second, True))
+            RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing, keep_others=keep_others)
+            for path, degrees, keep_others in ((flux_file, first, False), (other_file, second, True))
         ]
 
     yield load

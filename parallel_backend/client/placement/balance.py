@@ -14,7 +14,7 @@ from parallel_backend.processes.pool import Poll, Pool
 from parallel_backend.wire import messages as m
 
 from .measurements import measured_blocks
-from .memory_model import USABLE_MEMORY, WEIGHTS_SHARE, Request, beside_blocks, bytes_by_block
+from .memory_model import USABLE_MEMORY, WEIGHTS_SHARE, Request, bytes_by_block, bytes_outside_blocks
 from .model_sizes import block_bytes, block_lists, model_sizes
 from .pipeline_model import StageCost
 
@@ -127,12 +127,12 @@ def balance(
         return Balance(by_hand or even_stages(len(lists), degrees.pipe), even, None)
     rows = timed_rows(expected, degrees, on_gpus=all("cuda" in device for device in pool.devices))
     probes = measured_blocks(pool, m.Probe(str(checkpoint.path), dtype, rows), lists, poll)
-    sizes, beside = block_bytes(checkpoint, lists, dtype, degrees.tensor), None
+    sizes, other_bytes = block_bytes(checkpoint, lists, dtype, degrees.tensor), None
     if expected is not None:
         model = model_sizes(checkpoint, dtype, pool.devices[0])
         sizes = bytes_by_block(model, degrees, (expected,))
-        beside = beside_blocks(model, degrees, expected)
-    found = divide(degrees, lists, sizes, probes, beside=beside, spill=spill_seconds(copy_rates, expected))
+        other_bytes = bytes_outside_blocks(model, degrees, expected)
+    found = divide(degrees, lists, sizes, probes, other_bytes=other_bytes, spill=spill_seconds(copy_rates, expected))
     return replace(found, timed_tokens=rows[0] * m.PROBE_COLUMNS)
 
 
@@ -162,14 +162,14 @@ def divide(
     sizes: list[int],
     probes: Sequence[m.Probed],
     imagined: bool = False,
-    beside: int | None = None,
+    other_bytes: int | None = None,
     spill: Sequence[float] = (),
 ) -> Balance:
     """The cut for blocks of these lists, by what each rank (in rank order) measured.
 
-    `sizes`: bytes that each block takes on a rank. `beside`: bytes that a rank takes beside its blocks; None where no run is
-    known, and blocks may have WEIGHTS_SHARE of what is free. `spill`: see spill_seconds. `imagined`: nothing is about to be
-    loaded so, hence nobody is warned.
+    `sizes`: bytes that each block takes on a rank. `other_bytes`: bytes that a rank takes outside its blocks; None where no
+    run is known, and blocks may have WEIGHTS_SHARE of what is free. `spill`: see spill_seconds. `imagined`: nothing is about
+    to be loaded so, hence nobody is warned.
     """
     probes = without_noise(lists, probes)
 
@@ -184,7 +184,7 @@ def divide(
         costs[index][block] += stages[index].ends[0] / 2
     members = [[p.rank for p in probes if degrees.coordinate(p.rank).pipe == index] for index in range(degrees.pipe)]
     free = [[probes[rank].free_bytes for rank in own] for own in members]
-    room = [None if None in given else _room_for_blocks(min(given), beside) for given in free]
+    room = [None if None in given else _room_for_blocks(min(given), other_bytes) for given in free]
     blocks = cut_blocks(costs, sizes, room, [max(spill[rank] for rank in own) for own in members] if spill else ())
     if blocks is None:
         if not imagined:
@@ -211,8 +211,8 @@ def spill_seconds(rates: Sequence[float], request: Request | None) -> list[float
     return [passes / rate for rate in rates]
 
 
-def _room_for_blocks(free: int, beside: int | None) -> int:
-    return int(WEIGHTS_SHARE * free) if beside is None else int(USABLE_MEMORY * free) - beside
+def _room_for_blocks(free: int, other_bytes: int | None) -> int:
+    return int(WEIGHTS_SHARE * free) if other_bytes is None else int(USABLE_MEMORY * free) - other_bytes
 
 
 def _whole_model(lists: list[str], probed: m.Probed) -> float:

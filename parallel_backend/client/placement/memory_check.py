@@ -80,8 +80,8 @@ class MemoryCheck:
             return 0
         needed, there = self.memory(requests), room.free - self.offload.leave_free
         if resident is None:
-            beside = sum(needed[rank].total - needed[rank].weights for rank in room.ranks)
-            size = beside + self._together(room, {rank: needed[rank].weights for rank in room.ranks})
+            other_bytes = sum(needed[rank].total - needed[rank].weights for rank in room.ranks)
+            size = other_bytes + self._together(room, {rank: needed[rank].weights for rank in room.ranks})
             return max(0, math.ceil(size / USABLE_MEMORY) - there - room.held)
         away = sum(max(0, needed[rank].weights - resident[rank]) for rank in room.ranks)
         size = away + sum(needed[rank].run for rank in room.ranks)
@@ -199,10 +199,10 @@ class MemoryCheck:
         """`free`: with what weights can give up there, where they are streamed. Below 0 where not even weights fit."""
         size = sum(one.run for one in own)
         weights = sum(one.weights for one in own)
-        beside = "is free with weights streamed" if self.streams(room) else f"is free beside {_size(weights)} of weights"
+        free_text = "is free with weights streamed" if self.streams(room) else f"is free beside {_size(weights)} of weights"
         return (
             f"this run needs about {_size(size)} more on {room.name} ({self._parts(own)}), where {_size(max(0, free))}"
-            f"{_place(room)} {beside}."
+            f"{_place(room)} {free_text}."
         )
 
     def _parts(self, own: Sequence[MemoryNeed], loaded: bool = False) -> str:
