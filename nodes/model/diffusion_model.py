@@ -34,10 +34,10 @@ from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .controlnet import residuals
 from .fun_control import FunControl, fun_controls
 from .lora import PREFIX, NativeWeights, Patch
+from .make_room import make_room
 from .native_call import by_name, leaves_wrappers_to_parent, native_class, runs_wrappers, wrappers_of
 from .native_names import NativeNames
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
-from .room import make_room
 from .run_shapes import PART, Shapes, is_for_all
 from .step_cache import SamplingCache
 from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
@@ -93,7 +93,8 @@ class RemoteDiffusionModel(torch.nn.Module):
     share this module. `bypass_patches`: its LoRAs in bypass mode, as patches. `idle`: what was said in this sampling run
     about replicas that have nothing to do. `loaded`: what it was on ranks at its last call in this run. `turns`: how often
     that became another one, since another MODEL takes its ranks in between. `devices`: those that it may use. `key` has
-    the ones that it does use; degrees `auto` set it before a run. `elsewhere`: see RemoteModelPatcher.get_nested_additional_models.
+    the ones that it does use; degrees `auto` set it before a run. `elsewhere`: see
+    RemoteModelPatcher.get_nested_additional_models.
     """
 
     on_ranks = True
@@ -310,7 +311,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         along = "rows" if band is None else band.run.patching.along
         added = residuals(family, config, control, tuple(latents[0].shape), along)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
-        turn = {
+        call_options = {
             "first_replica": evaluation.first_replica(len(latents[0])),
             "on_posted": evaluation.start_next,
             "changes": changes,
@@ -322,10 +323,14 @@ class RemoteDiffusionModel(torch.nn.Module):
             words, shape = 1 if context is None else context.shape[1], tuple(latents[0].shape)
             model = self.transformer(lambda: expected_request(self.checkpoint, shape, shape[0], words))
             overlap = self.comm_overlap
-            outputs = model.predict(latents, timestep, tensors, check_cancelled, overlap, added, cache, allowed, **turn)
+            outputs = model.predict(
+                latents, timestep, tensors, check_cancelled, overlap, added, cache, allowed, **call_options
+            )
         else:
             exact = float(options["sigmas"].max()) > band.exact_above
-            outputs = band.run.predict(band.index, latents, timestep, tensors, exact, band.poll, added, allowed, **turn)
+            outputs = band.run.predict(
+                band.index, latents, timestep, tensors, exact, band.poll, added, allowed, **call_options
+            )
         outputs = finish(outputs)
         return list(outputs) if len(outputs) > 1 else outputs[0]
 

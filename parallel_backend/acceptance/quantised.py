@@ -9,7 +9,7 @@ from parallel_backend.core.dtypes import TORCH_DTYPES
 from parallel_backend.rank.stage.linear import RankLinear
 
 from .findings import Findings
-from .ground import Ground
+from .session import SelfTestSession
 from .tiny_flux import relative
 
 ROWS, COLUMNS, TOKENS = 384, 512, 40
@@ -28,15 +28,15 @@ MULTIPLIED = {"int8_tensorwise": 0.03, "asym_w4a8_int8": 0.03, FP8: 0.08, "mxfp8
 """Of a product for which the layer's input is rounded to the format. About twice what that rounding is."""
 
 
-def look_at_quantised(ground: Ground, findings: Findings) -> None:
+def look_at_quantised(session: SelfTestSession, findings: Findings) -> None:
     """In this process. On GPUs in half precision, in which files of these formats are computed there."""
-    half = ground.settings.half if ground.settings.on_gpus else None
+    half = session.settings.half if session.settings.on_gpus else None
     dtype = TORCH_DTYPES[half or "fp32"]
-    for device in dict.fromkeys(ground.settings.devices):
+    for device in dict.fromkeys(session.settings.devices):
         for layer in (None, *LAYERS):
             packed, packing = weight_of(layer)
             name = f"{FP8 if layer is None else layer.format}{', rotated' if layer and layer.rotation else ''} on {device}"
-            ground.poll()
+            session.poll()
             _look_at_one(findings, name, packed, packing, torch.device(device), dtype)
 
 

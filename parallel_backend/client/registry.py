@@ -165,12 +165,12 @@ class Registry:
         the least recently used one first, but for the one that is `asking`: it comes back from there."""
         if not nbytes:
             return True
-        room = host_memory()[0] - LEFT_FREE
+        free = host_memory()[0] - LEFT_FREE
         for each in self._models:
-            if room < nbytes and each.model.is_parked and each is not asking:
-                room += sum(each.model.resident.host_bytes)
+            if free < nbytes and each.model.is_parked and each is not asking:
+                free += sum(each.model.resident.host_bytes)
                 self._let_go(each)
-        return room >= nbytes
+        return free >= nbytes
 
     def planned(self, key: ModelKey) -> ModelKey | None:
         """Key of a model on ranks that differs from `key` in nothing but what the planner chose. None: there is none."""

@@ -80,7 +80,7 @@ class Scatter:
     def conditioning(self, conditioning: Conditioning) -> None:
         """To every rank what it needs of it: the text to the first stage, what modulates to all."""
         family, degrees = self._family, self._degrees
-        words = [own.after(conditioning.companion_tokens) for own in self._cut.text(conditioning.text_tokens)]
+        text_spans = [own.after(conditioning.companion_tokens) for own in self._cut.text(conditioning.text_tokens)]
         for replica, entries in enumerate(conditioning.shares(degrees.batch)):
             for stage in range(degrees.pipe):
                 for index in range(degrees.sequence):
@@ -90,7 +90,7 @@ class Scatter:
                         if stage > 0 and not everywhere:
                             continue
                         whole = everywhere or name == REFERENCES or family.whole_text
-                        tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, words[index].slice]
+                        tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, text_spans[index].slice]
                     message = m.PutConditioning(
                         conditioning.id,
                         conditioning.grid,

@@ -32,8 +32,8 @@ class SequenceCut:
         behind all those, of its companion, the `companion_tokens` first of `text` text tokens."""
         image = order.images(tokens)
         return [
-            (order.images(own).shift(-image.start), words.before(companion_tokens).shift(len(image)))
-            for own, words in zip(self.image(tokens), self.text(text), strict=True)
+            (order.images(own).shift(-image.start), text_span.before(companion_tokens).shift(len(image)))
+            for own, text_span in zip(self.image(tokens), self.text(text), strict=True)
         ]
 
     def gives_companion(self, index: int) -> bool:

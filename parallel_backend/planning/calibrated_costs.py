@@ -19,7 +19,7 @@ from .modes import Mode
 from .prediction import Sent, StepCost, StepKind
 from .workload import SUMS, Workload
 
-BEFORE = 0.75
+ULYSSES_INPUT_SHARE = 0.75
 """Part of Ulysses' bytes that travels before attention, as queries, keys and values in one message; the rest after it."""
 LEAST_GROWTH = 0.05
 """Part of the longer sequence's seconds that is taken to grow with the tokens, at least."""
@@ -218,7 +218,9 @@ class CalibratedCosts:
         waits = overlapped = 0.0
         if degrees.ulysses > 1:
             groups, sent = _groups(mode, "ulysses", members), self._bytes(mode, "ulysses", block, kind, entries) / layers
-            waits += layers * sum(links.exchange(groups, part * sent) for part in (BEFORE, 1 - BEFORE))
+            waits += layers * sum(
+                links.exchange(groups, part * sent) for part in (ULYSSES_INPUT_SHARE, 1 - ULYSSES_INPUT_SHARE)
+            )
         if degrees.ring > 1:
             steps, groups = layers * (degrees.ring - 1), _groups(mode, "ring", members)
             shift = links.shift(groups, self._bytes(mode, "ring", block, kind, entries) / steps)

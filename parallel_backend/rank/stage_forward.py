@@ -37,7 +37,7 @@ class StageForward:
     def received_shape(self, step: Step, conditioning: RankConditioning) -> tuple[int, ...]:
         """Shape of what the stage before sends for the micro-step, see StageIO.outgoing."""
         text, image = (shards[self._stage.place] for shards in self._shards(step, conditioning))
-        tensors = 1 + len(self._stage.flow.arriving)
+        tensors = 1 + len(self._stage.stage_io.arriving)
         return tensors * len(step.entries), len(text) + len(image), self._stage.hidden
 
     def compute(
@@ -84,7 +84,7 @@ class StageForward:
             guidance=conditioning.changes.guidance,
         )
         rows = self._rows(conditioning, own_image, own_text)
-        stage.flow.begin_step(given.received, len(own_text), rows, self._residuals(step, conditioning, own_image))
+        stage.stage_io.begin_step(given.received, len(own_text), rows, self._residuals(step, conditioning, own_image))
         tensors = self._tensors(step, conditioning)
         self._guidance = tensors.get(GUIDANCE)
         x, companion = self._latents(given.x, tensors, conditioning, own_image)
@@ -108,15 +108,15 @@ class StageForward:
             conditioning.companion_tokens,
             read_timestep,
         )
-        self._timestep, stage.flow.inputs = inputs.times, inputs
+        self._timestep, stage.stage_io.inputs = inputs.times, inputs
         try:
             with stage.skippable.skipping(conditioning.changes.skipped):
                 out = self._family.run(stage.model, inputs)
             return out if stage.cut.gives_companion(stage.place) else out[:, : len(token_order.images(own_image))]
         except StageDone as done:
-            return stage.flow.outgoing(done)
+            return stage.stage_io.outgoing(done)
         finally:
-            stage.attention.step = stage.attention.early_values = stage.flow.inputs = None
+            stage.attention.step = stage.attention.early_values = stage.stage_io.inputs = None
 
     def _shards(self, step: Step, conditioning: RankConditioning) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """The micro-step's text and image tokens by sequence rank."""

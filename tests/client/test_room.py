@@ -96,7 +96,7 @@ class Host:
         future: Future = Future()
         future.set_result(
             [
-                m.RankMemory(rank, device, self.cuda.free(rank), self.ranks[rank], 0, self.cuda.cards[rank].memory)
+                m.DeviceMemoryReport(rank, device, self.cuda.free(rank), self.ranks[rank], 0, self.cuda.cards[rank].memory)
                 for rank, device in enumerate(DEVICES)
             ]
         )
@@ -158,7 +158,7 @@ def test_cpu_ranks_ask_for_what_their_machine_lacks(flux, free, asked):
     found = []
     check = MemoryCheck(flux, TWO, even_stages(57, 2), "fp32", ("cpu", "cpu"), 2)
     answers: Future = Future()
-    answers.set_result([m.RankMemory(rank, "here", free, 0, 0, None) for rank in range(2)])
+    answers.set_result([m.DeviceMemoryReport(rank, "here", free, 0, 0, None) for rank in range(2)])
     pool = SimpleNamespace(devices=("cpu", "cpu"), ask=lambda *_: answers)
     MemoryGuard(pool, check, flux.family, lambda device, _missing: found.append(device) or 0).make_room_for((), nobody)
     assert found == asked

@@ -82,7 +82,7 @@ def test_what_is_added_to_one_model_or_ended_for_it_is_nothing_to_the_other(two,
     run = first.open_run()
     second.open_run()
     assert first.predict(*GIVEN, nothing).equal(before[0])
-    found = first.pool.ask(m.ReadMemory(), m.RankMemory).result(timeout=60)
+    found = first.pool.ask(m.ReadMemory(), m.DeviceMemoryReport).result(timeout=60)
     assert [each.held_bytes for each in found] == [0, 0]  # of no model
     second.unload().result(timeout=60)
     with pytest.raises(RuntimeError, match="unloaded from its ranks"):

@@ -184,12 +184,12 @@ def divide(
         costs[index][block] += stages[index].ends[0] / 2
     members = [[p.rank for p in probes if degrees.coordinate(p.rank).pipe == index] for index in range(degrees.pipe)]
     free = [[probes[rank].free_bytes for rank in own] for own in members]
-    room = [None if None in given else _room_for_blocks(min(given), other_bytes) for given in free]
-    blocks = cut_blocks(costs, sizes, room, [max(spill[rank] for rank in own) for own in members] if spill else ())
+    limits = [None if None in given else _room_for_blocks(min(given), other_bytes) for given in free]
+    blocks = cut_blocks(costs, sizes, limits, [max(spill[rank] for rank in own) for own in members] if spill else ())
     if blocks is None:
         if not imagined:
             log.warning("Parallel DiT: the model hardly fits the devices' free memory; stages are cut by memory alone.")
-        fullness = [[0.0 if limit is None else size / max(1, limit) for size in sizes] for limit in room]
+        fullness = [[0.0 if limit is None else size / max(1, limit) for size in sizes] for limit in limits]
         blocks = cut_blocks(fullness, sizes, [None] * degrees.pipe)
     speeds = [1 / _whole_model(lists, slowest("patch", index)) for index in range(degrees.patch)]
     return Balance(

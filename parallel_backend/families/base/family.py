@@ -207,8 +207,8 @@ class Inputs:
 
     def text_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Tokens of the text that runs through the blocks: of all `token_tensors`, with those that the class adds."""
-        words = [tensors[name].shape[1] for name in self.token_tensors if name in tensors]
-        return self.padded(sum(words)) if words else 0
+        lengths = [tensors[name].shape[1] for name in self.token_tensors if name in tensors]
+        return self.padded(sum(lengths)) if lengths else 0
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class StepInputs:
         return self.text.before(self.companion_tokens)
 
     @property
-    def words(self) -> Span:
+    def text_span(self) -> Span:
         """The rank's text tokens, counted without those of the companion latent."""
         return self.text.after(self.companion_tokens)
 
@@ -187,8 +187,8 @@ class Rows:
     def of_joint(self, value: torch.Tensor, dim: int) -> torch.Tensor:
         """`value`, which has the whole joint sequence along `dim`, cut down."""
         text_tokens = value.shape[dim] - self.image_tokens
-        words, image = (text_tokens, self.image_tokens) if self.text_first else (self.image_tokens, text_tokens)
-        first, second = value.split((words, image), dim)
+        text_length, image = (text_tokens, self.image_tokens) if self.text_first else (self.image_tokens, text_tokens)
+        first, second = value.split((text_length, image), dim)
         text, image = (first, second) if self.text_first else (second, first)
         own = self.text.before(text_tokens)
         parts = (text.narrow(dim, own.start, len(own)), self.of_image(image, dim))

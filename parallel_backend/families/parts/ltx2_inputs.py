@@ -145,7 +145,7 @@ def arguments(step: StepInputs, config: Config) -> dict[str, Any]:
         "marked": _marked(step) if config["use_keyframes_abs_pos_embedding"] else None,
         "guide_weights": _guide_weights(step, places),
         "seen": seen,
-        "voice_tokens": len(step.words),
+        "voice_tokens": len(step.text_span),
         "audio_to_video": step.companion_tokens > 0 and "apart_video" not in tensors,
         "video_to_audio": step.companion_tokens > 0 and "apart_sound" not in tensors,
         "perturbed": _perturbed(step),
@@ -231,7 +231,7 @@ def _sound_places(step: StepInputs) -> torch.Tensor:
 
     def middles(_image: Span) -> torch.Tensor:
         voice = step.text_tokens - step.companion_tokens
-        before = edges(_numbers(step.words)) - (float(seconds(torch.tensor(voice))) + column * hop / rate)
+        before = edges(_numbers(step.text_span)) - (float(seconds(torch.tensor(voice))) + column * hop / rate)
         return torch.cat((edges(_numbers(step.companion)), before), dim=1).sum(0) / 2
 
     return step.of_tokens("sound", middles).expand(len(step.timestep), 1, -1)

@@ -42,7 +42,7 @@ def _of_tokens(step: StepInputs, sound: torch.Tensor, words: torch.Tensor, image
     The video's come by frame, row and column.
     """
     places = to_device(step.token_order.places_in_class(step.grid, step.image), step.timestep.device)
-    return torch.cat((sound[step.companion.slice], words[step.words.slice], image[places]))
+    return torch.cat((sound[step.companion.slice], words[step.text_span.slice], image[places]))
 
 
 def _positions(step: StepInputs) -> torch.Tensor:
@@ -86,7 +86,7 @@ def arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
         "kinds": kinds,
         "position_ids": _once(step, "positions", lambda: _positions(step)),
         "sound": slice(0, sound),
-        "words": step.words.slice,
+        "text_span": step.text_span.slice,
         "video": slice(rest, None),
         "sound_references": references,
         "dtype": step.dtype,

@@ -599,8 +599,8 @@ CLIENT_MUTANTS = (
     Mutant(
         "what ranks hold does not count as usable",
         CLIENT + "placement/memory_check.py",
-        "USABLE_MEMORY * (room.free + room.held))",
-        "USABLE_MEMORY * room.free)",
+        "USABLE_MEMORY * (memory.free + memory.held))",
+        "USABLE_MEMORY * memory.free)",
         ("tests/client/test_memory_model.py",),
     ),
     Mutant(
