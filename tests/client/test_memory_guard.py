@@ -30,8 +30,8 @@ def nobody() -> None:
 
 class Guarded:
     """A guard over a rank that has as much memory as `room`, and what it had checked. `asked`: how often the rank was
-    asked for its memory. `told`: limits of weights that it was given. `host`: of its memory, see DeviceMemoryReport. `vae`: what
-    parts of VAEs have of `room`."""
+    asked for its memory. `told`: limits of weights that it was given. `host`: of its memory, see DeviceMemoryReport.
+    `vae`: what parts of VAEs have of `room`."""
 
     def __init__(self, path, room: int = 2 * GB, host: str = "", offload: Offload = ALLOWED):
         self.checked, self.asked, self.told, self.room, self.host, self.vae = [], 0, [], room, host, 0
