@@ -41,7 +41,7 @@ def memory_to_share(devices: tuple[str, ...]) -> HostFree:
 def advised_config(rehearsed: Plan, stub: RemoteDiffusionModel) -> ParallelConfig:
     """The advised mode's; one device's, where nothing fits."""
     as_before = ParallelConfig(
-        attention=stub.key.attention, comm_overlap=stub.comm_overlap, transfer_dtype=stub.key.transfer_dtype
+        attention=stub.setup.attention, comm_overlap=stub.comm_overlap, transfer_dtype=stub.setup.transfer_dtype
     )
     if rehearsed.best is None:
         return as_before
@@ -101,7 +101,7 @@ class ParallelDoctor:
 
     def examine(self, model, latent_image, steps, cfg, text_tokens, devices, positive=None):
         stub = remote_stub(model)
-        checkpoint, key = stub.checkpoint, stub.key
+        checkpoint, setup = stub.checkpoint, stub.setup
         chosen = doctor_devices(devices, stub)
         if positive is not None:
             text_tokens = max(cond[0].shape[1] for cond in positive)
@@ -109,21 +109,21 @@ class ParallelDoctor:
         if checkpoint.family.patching.video and len(shape) == 4:  # a picture for a model of videos, as samplers take it
             shape = (*shape[:2], 1, *shape[2:])
         entries = shape[0] * (1 if cfg == 1.0 else 2)
-        run = (shape, entries, steps, text_tokens, key.transfer_dtype)
-        workload = workload_of(checkpoint, key.dtype, chosen[0], *run)
+        run = (shape, entries, steps, text_tokens, setup.transfer_dtype)
+        workload = workload_of(checkpoint, setup.dtype, chosen[0], *run)
         progress = comfy.utils.ProgressBar(1)
         with registry().borrow(chosen, check_cancelled) as pool:
-            calibration = calibrated(chosen, checkpoint, key.dtype, key.attention, pool)
-            planned = plan(CalibratedCosts(calibration, workload), offload=key.offload)
+            calibration = calibrated(chosen, checkpoint, setup.dtype, setup.attention, pool)
+            planned = plan(CalibratedCosts(calibration, workload), offload=setup.offload)
             rehearsed = examine(
                 pool,
                 checkpoint,
                 workload,
-                key.attention,
+                setup.attention,
                 memory_to_share(chosen),
                 check_cancelled,
                 progress.update_absolute,
-                key.offload,
+                setup.offload,
             )
         text = f"{describe_rehearsed(rehearsed)}\n\n{compare(planned, rehearsed)}"
         if len(set(chosen)) == 1 and (hidden := why_hidden()):

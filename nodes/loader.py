@@ -2,20 +2,19 @@
 
 import contextlib
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import folder_paths
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.registry import ModelKey
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.degrees import DTYPES, Degrees
 from parallel_backend.core.devices import names_ray
 from parallel_backend.core.dtypes import resolve_dtype
+from parallel_backend.core.setup import Setup
 from parallel_backend.placement.balance import check_stage_split
-from parallel_backend.placement.residency import AUTO as STREAMED
 from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
@@ -25,7 +24,7 @@ from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, model_to_plan
 from .sampling.pipefusion import apply_pipefusion
 from .ui.attention import attention_for
 from .ui.devices import choose_devices, half_dtypes, possible_devices, why_hidden
-from .ui.input_checks import coerce, short, validate
+from .ui.input_checks import coerce, defaults, short, validate
 from .ui.node_text import say
 from .ui.widgets import CATEGORY, degree, offload
 
@@ -163,21 +162,8 @@ def widgets(name: str, chosen: tuple[Any, dict[str, Any]]) -> dict[str, dict[str
     }
 
 
-@dataclass(frozen=True)
-class LoadSettings:
-    """The values of `widgets`."""
-
-    weight_dtype: str
-    pipefusion_degree: int
-    tensor_parallel_degree: int
-    split_batch_degree: int
-    devices: str
-    parallel_config: ParallelConfig | None
-    stage_split: str
-    compile: bool
-    degrees: str
-    offload: str
-    cuda_graphs: bool
+AS_GIVEN = ("stage_split", "compile", "cuda_graphs")
+"""Widgets whose values are fields of Setup, by the same names."""
 
 
 @validate("model_name")
@@ -198,88 +184,71 @@ class ParallelDiTLoader:
         )
         return widgets("model_name", (model_names(), {"default": BUNDLED, "tooltip": tooltip}))
 
-    def load(
-        self,
-        model_name,
-        weight_dtype,
-        pipefusion_degree,
-        tensor_parallel_degree,
-        split_batch_degree,
-        devices,
-        parallel_config=None,
-        stage_split="auto",
-        compile=False,
-        degrees=AS_SET,
-        offload=STREAMED,
-        cuda_graphs=False,
-    ):
+    def load(self, model_name, **values):
         path = model_path(coerce("model_name", model_name, "STRING", {}))
-        settings = LoadSettings(
-            weight_dtype=weight_dtype,
-            pipefusion_degree=pipefusion_degree,
-            tensor_parallel_degree=tensor_parallel_degree,
-            split_batch_degree=split_batch_degree,
-            devices=devices,
-            parallel_config=parallel_config,
-            stage_split=stage_split,
-            compile=compile,
-            degrees=degrees,
-            offload=offload,
-            cuda_graphs=cuda_graphs,
-        )
-        return (load_model(path, settings),)
+        return (load_model(path, values),)
 
 
-def load_model(path: Path, settings: LoadSettings) -> RemoteModelPatcher:
-    """The MODEL of a file or folder. ValueError, beginning with the input's name, for what cannot be loaded so."""
-    config = ParallelConfig() if settings.parallel_config is None else settings.parallel_config
+def load_model(path: Path, given: Mapping[str, Any]) -> RemoteModelPatcher:
+    """The MODEL of a file or folder. `given`: values of `widgets`, which have their defaults where they are not given.
+
+    ValueError, beginning with the input's name, for what cannot be loaded so.
+    """
+    values = {"parallel_config": None} | defaults(widgets("", ("", {}))) | given
+    config = ParallelConfig() if values["parallel_config"] is None else values["parallel_config"]
     if not isinstance(config, ParallelConfig):
         raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
-    planned = settings.degrees == AUTO
-    if planned:
-        if names_ray(settings.devices):
-            raise ValueError(
-                "degrees is auto, but what a Ray cluster's machines are is not known before they run. Set degrees to "
-                "'as set'; Parallel Doctor says which are fastest there."
-            )
-        degrees, chosen = Degrees(), possible_devices(settings.devices)
-        if len(set(chosen)) == 1 and (hidden := why_hidden()):
-            say(f"Parallel DiT: degrees auto has one device only.{hidden}")
-    else:
-        degrees = Degrees(
-            batch=settings.split_batch_degree,
-            pipe=settings.pipefusion_degree,
-            patch=config.patch_degree,
-            patch_mode=config.patch_mode,
-            ring=config.ring_degree,
-            ulysses=config.ulysses_degree,
-            tensor=settings.tensor_parallel_degree,
-        )
-        chosen = choose_devices(settings.devices, degrees)
+    planned = values["degrees"] == AUTO
+    degrees, devices = _to_plan(values["devices"]) if planned else _as_set(values, config)
     checkpoint = open_checkpoint(path)
     checkpoint.check_degrees(degrees)
     halves = checkpoint.family.half_dtypes(checkpoint.config)
-    dtype = resolve_dtype(settings.weight_dtype, checkpoint.dtype, chosen, halves, half_dtypes(chosen))
-    attention = attention_for(config.attention, chosen, dtype)
-    if settings.compile:
-        check_compile(chosen)
-    key = ModelKey(
-        checkpoint.path,
-        dtype,
-        chosen,
-        degrees,
-        attention,
-        settings.stage_split,
-        settings.compile,
-        config.transfer_dtype,
-        offload_of(settings.offload),
-        cuda_graphs=settings.cuda_graphs,
+    dtype = resolve_dtype(values["weight_dtype"], checkpoint.dtype, devices, halves, half_dtypes(devices))
+    attention = attention_for(config.attention, devices, dtype)
+    if values["compile"]:
+        check_compile(devices)
+    setup = Setup(
+        path=checkpoint.path,
+        dtype=dtype,
+        devices=devices,
+        degrees=degrees,
+        attention=attention,
+        transfer_dtype=config.transfer_dtype,
+        offload=offload_of(values["offload"]),
+        **{name: values[name] for name in AS_GIVEN},
     )
     if planned:
-        return model_to_plan(checkpoint, key, config.comm_overlap)
-    check_stage_split(settings.stage_split, degrees.pipe, checkpoint.family.blocks.total(checkpoint.config))
-    model = make_model(checkpoint, key, config.comm_overlap)
+        return model_to_plan(checkpoint, setup, config.comm_overlap)
+    check_stage_split(setup.stage_split, degrees.pipe, checkpoint.family.blocks.total(checkpoint.config))
+    model = make_model(checkpoint, setup, config.comm_overlap)
     if degrees.displaced:
         # Keys of the step before need a sampler's run around them; PipeFusion Sampler replaces this one by its own.
         model, _ = apply_pipefusion(model, 1, config.patch_warmup_steps, config.comm_overlap, True)
     return model
+
+
+def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:
+    """One rank until the planner has chosen, and the devices that it may choose from."""
+    if names_ray(devices):
+        raise ValueError(
+            "degrees is auto, but what a Ray cluster's machines are is not known before they run. Set degrees to 'as set'; "
+            "Parallel Doctor says which are fastest there."
+        )
+    possible = possible_devices(devices)
+    if len(set(possible)) == 1 and (hidden := why_hidden()):
+        say(f"Parallel DiT: degrees auto has one device only.{hidden}")
+    return Degrees(), possible
+
+
+def _as_set(values: Mapping[str, Any], config: ParallelConfig) -> tuple[Degrees, tuple[str, ...]]:
+    """The degrees of the widgets and of Ulysses Config, and a device for each rank."""
+    degrees = Degrees(
+        batch=values["split_batch_degree"],
+        pipe=values["pipefusion_degree"],
+        patch=config.patch_degree,
+        patch_mode=config.patch_mode,
+        ring=config.ring_degree,
+        ulysses=config.ulysses_degree,
+        tensor=values["tensor_parallel_degree"],
+    )
+    return degrees, choose_devices(values["devices"], degrees)

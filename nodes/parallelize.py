@@ -1,6 +1,7 @@
 """Parallelize Model: the MODEL of any loader -> the same one on several GPUs, with all that nodes have put on it."""
 
 from dataclasses import replace
+from typing import Any
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
@@ -8,7 +9,7 @@ from parallel_backend.core.dtypes import storage_name
 from parallel_backend.placement.residency import AUTO as STREAMED
 from parallel_backend.planning.named_modes import AUTO, MODES, degrees_of, ranks_of
 
-from .loader import LoadSettings, load_model
+from .loader import AS_GIVEN, load_model
 from .model.carry_over import carry_over
 from .model.concurrent_conds import WRAPPER_KEY as CONDS_KEY
 from .model.diffusion_model import RemoteDiffusionModel
@@ -84,15 +85,15 @@ class ParallelizeModel:
             unload(model)
             check_not_rewritten(model)
         else:
-            source = NativeSource(ours.checkpoint.path, storage_name(ours.key.dtype))
+            source = NativeSource(ours.checkpoint.path, storage_name(ours.setup.dtype))
         config = parallel_config if parallel_config is not None else _config_of(ours)
         try:
-            parallel, degrees = _parallel(source, gpus, mode, config, _settings_on_ranks(ours), offload)
+            parallel, degrees = _parallel(source, gpus, mode, config, _computed_so(ours), offload)
         except ValueError as error:  # as Parallel DiT Loader words it, by the name of its own input
             if not str(error).startswith("model_name: "):
                 raise
             raise ValueError(str(error).replace("model_name: ", "model: ", 1)) from error
-        displaced = ours is not None and ours.key.degrees.displaced  # its run in one band is no choice of the user's
+        displaced = ours is not None and ours.setup.degrees.displaced  # its run in one band is no choice of the user's
         stays = (AUTO_KEY, CONDS_KEY, *([PIPEFUSION_KEY] if displaced else []))
         carry_over(model, parallel, stays)
         if ours is None:
@@ -100,7 +101,7 @@ class ParallelizeModel:
         if degrees is not None:
             if degrees.pipe > 1 and not has_pipefusion(parallel):
                 parallel, _ = apply_pipefusion(parallel, 0, 1, True, True)
-            say(f"Parallel DiT: {degrees} on {', '.join(parallel.model.diffusion_model.key.devices)}")
+            say(f"Parallel DiT: {degrees} on {', '.join(parallel.model.diffusion_model.setup.devices)}")
         return (parallel,)
 
 
@@ -109,17 +110,18 @@ def _config_of(ours: RemoteDiffusionModel | None) -> ParallelConfig:
     if ours is None:
         return ParallelConfig()
     return ParallelConfig(
-        attention=ours.key.attention, comm_overlap=ours.comm_overlap, transfer_dtype=ours.key.transfer_dtype
+        attention=ours.setup.attention, comm_overlap=ours.comm_overlap, transfer_dtype=ours.setup.transfer_dtype
     )
 
 
-def _settings_on_ranks(ours: RemoteDiffusionModel | None) -> dict[str, bool]:
-    """How a MODEL that is parallel already computes on its ranks."""
-    names = "compile", "cuda_graphs"
-    return {name: ours is not None and getattr(ours.key, name) for name in names}
+def _computed_so(ours: RemoteDiffusionModel | None) -> dict[str, Any]:
+    """How a MODEL that is parallel already computes on its ranks, by the loader's widgets."""
+    if ours is None:
+        return {}
+    return {name: getattr(ours.setup, name) for name in AS_GIVEN if name != "stage_split"}  # which is of other stages
 
 
-def _parallel(source: NativeSource, gpus: int, mode: str, config: ParallelConfig, on_ranks: dict[str, bool], offload: str):
+def _parallel(source: NativeSource, gpus: int, mode: str, config: ParallelConfig, on_ranks: dict[str, Any], offload: str):
     """The MODEL of the file on its ranks, and its degrees; None where they are worked out at the first picture."""
     if not isinstance(config, ParallelConfig):
         raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
@@ -145,16 +147,14 @@ def _parallel(source: NativeSource, gpus: int, mode: str, config: ParallelConfig
     elif given.world > 1:
         degrees = given
     set_degrees = degrees or Degrees()
-    settings = LoadSettings(
-        weight_dtype=source.weight_dtype,
-        pipefusion_degree=set_degrees.pipe,
-        tensor_parallel_degree=set_degrees.tensor,
-        split_batch_degree=set_degrees.batch,
-        devices=",".join(devices),
-        parallel_config=replace(config, ring_degree=set_degrees.ring, ulysses_degree=set_degrees.ulysses),
-        stage_split="auto",
-        degrees=AUTO if degrees is None else AS_SET,
-        offload=offload,
-        **on_ranks,
-    )
-    return load_model(source.path, settings), degrees
+    values = {
+        "weight_dtype": source.weight_dtype,
+        "pipefusion_degree": set_degrees.pipe,
+        "tensor_parallel_degree": set_degrees.tensor,
+        "split_batch_degree": set_degrees.batch,
+        "devices": ",".join(devices),
+        "parallel_config": replace(config, ring_degree=set_degrees.ring, ulysses_degree=set_degrees.ulysses),
+        "degrees": AUTO if degrees is None else AS_SET,
+        "offload": offload,
+    }
+    return load_model(source.path, on_ranks | values), degrees

@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint  # noqa: E402
-from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
+from parallel_backend.client.loading import load_model  # noqa: E402
 from parallel_backend.client.sampling import digit_prompts, linear_sigmas, sample_in_bands, sample_whole  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
 from parallel_backend.core.dtypes import resolve_dtype  # noqa: E402
+from parallel_backend.core.setup import Setup  # noqa: E402
 from parallel_backend.processes.pool import Pool  # noqa: E402
 from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
 from parallel_backend.quickstart.model import WEIGHTS  # noqa: E402
@@ -61,7 +62,8 @@ def run(pool: Pool, mode: Mode, steps: int, cfg: float) -> Result:
     """Sample the four prompts once, after two steps that warm the ranks up."""
     checkpoint = open_checkpoint(WEIGHTS)
     dtype = resolve_dtype("default", checkpoint.dtype, pool.devices, checkpoint.family.half_dtypes(checkpoint.config))
-    model = RemoteTransformer(pool, checkpoint, mode.degrees, dtype, "auto", lambda: None)
+    setup = Setup(checkpoint.path, dtype, pool.devices, mode.degrees, "auto", "even")
+    model = load_model(pool, checkpoint, setup, lambda: None)
     prompt = digit_prompts(torch.tensor(PROMPTS), cfg)
     noise = torch.randn(len(PROMPTS), 16, 32, 32, generator=torch.Generator().manual_seed(0))
 

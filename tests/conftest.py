@@ -23,6 +23,7 @@ from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.models import on_ranks
 from tests.families.cases.case import Case
 from tests.support import tiny
 from tests.support.fork_server import fork_server, started_by
@@ -180,7 +181,7 @@ class Pools:
         pool, key = self(degrees.world), (path, degrees, dtype)
         known, model = self._models.get(degrees.world, (None, None))
         if fresh or known != key or model.pool is not pool:
-            model = RemoteTransformer(pool, open_checkpoint(path), degrees, dtype, "sdpa", lambda: None)
+            model = on_ranks(pool, open_checkpoint(path), degrees, dtype, "sdpa", lambda: None)
             self._models[degrees.world] = key, model
         return model
 

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.harness import mini_model as mini
 from benchmarks.harness.mini_model import CHUNK, judge, load, sample
+from parallel_backend.client.call import PostedCall
 from parallel_backend.client.pipefusion.banded_run import cut_rows
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas
@@ -28,6 +29,7 @@ from parallel_backend.core.pipefusion_order import MicroStep
 from parallel_backend.core.spans import Span
 from parallel_backend.placement.pipeline_model import StageCost, by_share, simulate
 from parallel_backend.processes.pool import wait_for
+from testing.models import conditioning_of
 
 STAGES = [StageCost(0.0, 0.5)] * 2
 
@@ -79,14 +81,15 @@ def run(
     patching, shape = model.family.patching, (2 * len(noise), *noise.shape[1:])
     text = model.family.text_tokens(patching.grid(shape), 0, prompt.positive)
     rows = cut_rows(tuple(noise.shape), bands, patching, text)
-    conditioning = model.conditioning(patching.grid(shape), prompt.tensors())
+    conditioning = conditioning_of(model, patching.grid(shape), prompt.tensors())
+    whole = conditioning.token_order.span
     number, steps = model.open_run(), len(sigmas) - 1
     x = noise.clone()
     for step in range(steps):
         timestep = sigmas[step].repeat(2 * len(x))
-        todo: Sequence[tuple[Span, Span | None]]
+        todo: Sequence[tuple[Span, Span]]
         if step in variant.exact:
-            todo = [(Span(0, shape[patching.band_dim]), None)]
+            todo = [(Span(0, shape[patching.band_dim]), whole)]
         else:
             patch = patching.band_size
             order = [rows[band] for band in ORDERS[variant.order](step, len(rows))]
@@ -96,8 +99,8 @@ def run(
         posted = []
         for place, (span, tokens) in enumerate(todo):
             own = patching.rows(x, span)
-            call = model.call(
-                patching.pack(torch.cat((own, own))), timestep, conditioning, number, tokens, with_text=place == 0
+            call = PostedCall(
+                patching.pack(torch.cat((own, own))), timestep, conditioning, tokens, with_text=place == 0, run=number
             )
             model.post(call)
             posted.append((span, call))

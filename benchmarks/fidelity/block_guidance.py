@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.harness import mini_model as mini
 from benchmarks.harness.mini_model import CHUNK, closeness, judge, load, pictures
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -73,14 +74,16 @@ def sample(
         return lambda x, timestep, tensors: method(ask, x, timestep, tensors, prompt.cfg)
 
     if not bands:
-        return euler(guided(lambda *given: model.predict(*given[:3], nothing, changes=given[3])), noise, sigmas, prompt)
+        return euler(
+            guided(lambda *given: model.predict(ModelCall(*given[:3], changes=given[3]), nothing)), noise, sigmas, prompt
+        )
     shape, family = tuple(noise.shape), model.family
     rows = cut_rows(shape, bands, family.patching, family.text_tokens(family.patching.grid(shape), 0, prompt.positive))
     run, limit = BandedRun(model, rows, tuple(noise.shape), warm_up=True), exact_above(sigmas, 1)
 
     def sample_band(band: int) -> torch.Tensor:
         def ask(x, timestep, tensors, changes):
-            return run.predict(band, x, timestep, tensors, float(timestep[0]) > limit, changes=changes)
+            return run.predict(band, ModelCall(x, timestep, tensors, changes=changes), float(timestep[0]) > limit)
 
         return euler(guided(ask), noise[:, :, rows[band].slice], sigmas, prompt)
 

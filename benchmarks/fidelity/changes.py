@@ -26,6 +26,7 @@ from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.parallel_attention import ParallelAttention
 from parallel_backend.rank.comm.change_codec import ChangeCodec
 from parallel_backend.rank.comm.collectives import start_gather
+from testing.models import on_ranks
 from tests.support.thread_ranks import thread_ranks
 
 DISPLACED = Degrees(patch=2, patch_mode="displaced")
@@ -103,7 +104,7 @@ def main() -> None:
         pools = [Pool(("cpu",) * count, start=start, silence=3600) for count in (1, 2)]
         for name, (weights, asked, noise, cfg, judge) in table.items():
             exact, full = {}, {}
-            model = RemoteTransformer(pools[0], open_checkpoint(weights), Degrees(), "fp32", "auto", lambda: None)
+            model = on_ranks(pools[0], open_checkpoint(weights), Degrees(), "fp32", "auto", lambda: None)
             for steps in options.steps:
                 exact[steps] = draw(name, model, asked, noise, steps, 0, cfg)
                 fewer = draw(name, model, asked, noise, steps - 1, 0, cfg)

@@ -19,11 +19,11 @@ import torch
 from benchmarks.harness import measuring
 from benchmarks.harness.mini_model import CHUNK, judge, requests, sample
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.rank.comm.transfer_codec import KINDS, Codec
+from testing.models import on_ranks
 
 TOKENS, HEADS, SIZE = 4096 + 512, 24, 128  # Flux at 1024 x 1024
 LINKS = (1, 3, 6, 12, 25)  # GB/s
@@ -34,7 +34,7 @@ def pictures(count: int, steps: int, ranks: int) -> list[dict]:
     pool = Pool(("cpu",) * ranks, threads=1)
     rows, exact = [], None
     for kind in ("full", *KINDS):
-        model = RemoteTransformer(
+        model = on_ranks(
             pool, open_checkpoint(WEIGHTS), Degrees(ulysses=ranks), "fp32", "auto", lambda: None, transfer_dtype=kind
         )
         images = sample(model, symbols, noise, steps, 0, 3.0)

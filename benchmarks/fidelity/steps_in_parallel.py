@@ -23,6 +23,7 @@ from types import ModuleType
 import torch
 
 from benchmarks.harness import mini_model, mini_video, moving_digits
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.pipeline_model import StageCost, finish_times
@@ -141,7 +142,9 @@ class Bench:
             prompt = self.subject.prompt_of(prompts, 1.0)
 
             def velocity(x: torch.Tensor, sigma: torch.Tensor, prompt=prompt) -> torch.Tensor:
-                return self.model.predict(x, prompt.timestep * sigma.repeat(len(x)), prompt.tensors(), lambda: None)
+                return self.model.predict(
+                    ModelCall(x, prompt.timestep * sigma.repeat(len(x)), prompt.tensors()), lambda: None
+                )
 
             latents.append(sample(velocity, x, self.subject.start * linear_sigmas(steps), SAMPLERS[sampler], **given))
         return self.subject.decode(torch.cat(latents))

@@ -91,7 +91,7 @@ def measure(
             model = boot.parallel(file, **degrees, devices=",".join(map(str, CARDS)), stage_split="even")
         encoder, rows = Encoder(CARDS[0], layers), []
 
-        def held(card: torch.device, key: Any = model.model.diffusion_model.key) -> int:
+        def held(card: torch.device, key: Any = model.model.diffusion_model.setup) -> int:
             return registry().bytes_on(key, str(card))
 
         with cards(size, lambda card, own=encoder: held(card) + own.bytes_on(card)), ExitStack() as later:

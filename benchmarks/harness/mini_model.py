@@ -20,13 +20,14 @@ from parallel_backend.quickstart.codec import decode, process_out
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.quickstart.prompt import CELLS
 from scripts.digits import read_digits
+from testing.models import on_ranks
 
 CHUNK = 20  # pictures per request
 
 
 def load(degrees: Degrees) -> RemoteTransformer:
     pool = Pool(("cpu",) * degrees.world, threads=1)
-    return RemoteTransformer(pool, open_checkpoint(WEIGHTS), degrees, "fp32", "auto", lambda: None)
+    return on_ranks(pool, open_checkpoint(WEIGHTS), degrees, "fp32", "auto", lambda: None)
 
 
 def requests(count: int) -> tuple[torch.Tensor, torch.Tensor]:

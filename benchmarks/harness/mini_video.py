@@ -11,6 +11,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing.models import on_ranks
 
 WEIGHTS = Path(__file__).parents[1] / "assets" / "moving-digits.safetensors"
 TIMESTEP = 1000.0
@@ -23,7 +24,7 @@ but not on one path: it was not trained for long enough to agree with itself ove
 def load(degrees: Degrees, transfer_dtype: str = "full") -> RemoteTransformer:
     pool = Pool(("cpu",) * degrees.world, threads=1)
     checkpoint = open_checkpoint(WEIGHTS)
-    return RemoteTransformer(pool, checkpoint, degrees, "fp32", "auto", lambda: None, transfer_dtype=transfer_dtype)
+    return on_ranks(pool, checkpoint, degrees, "fp32", "auto", lambda: None, transfer_dtype=transfer_dtype)
 
 
 def requests(count: int) -> tuple[torch.Tensor, torch.Tensor]:

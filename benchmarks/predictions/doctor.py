@@ -21,12 +21,12 @@ from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Outcome, Outcomes
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.planning.doctor import examine
 from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.planner import Plan
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
+from testing.models import on_ranks
 
 WORLD = 2
 WITHIN = 0.25
@@ -63,7 +63,7 @@ class Bench:
 
     def measure(self, problem: Problem, mode: Mode) -> Outcome:
         pool = self.pool if mode.device is None else self.single
-        model = RemoteTransformer(pool, self.checkpoint, mode.degrees, "fp32", "auto", lambda: None, stage_split="auto")
+        model = on_ranks(pool, self.checkpoint, mode.degrees, "fp32", "auto", lambda: None, stage_split="auto")
         bands = 0 if mode.exact else mode.bands
         subject = DEEPEST_FLUX_LIKE.at(side=problem.side, steps=problem.steps)
         return measuring.run_ranks(model, subject, problem.batch, bands)

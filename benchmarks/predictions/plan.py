@@ -11,8 +11,9 @@ import sys
 from dataclasses import replace
 
 from benchmarks.predictions.presets import GB, HARDWARE, MODELS
+from parallel_backend.core.setup import ALLOWED, Offload
 from parallel_backend.placement.links import Link
-from parallel_backend.placement.residency import ALLOWED, Offload, offload_of
+from parallel_backend.placement.residency import offload_of
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.planner import plan
 from parallel_backend.planning.report import describe_planned

@@ -20,9 +20,9 @@ from benchmarks.harness.pools import Pools
 from benchmarks.harness.subjects import FLUX_SCHNELL, PIXART_XL, Subject
 from benchmarks.speed.two_ranks import EXACT, Mode
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing.models import on_ranks
 from tests.support import tiny
 
 SUBJECTS = {"field-pixart": PIXART_XL, "field-flux": FLUX_SCHNELL}
@@ -105,7 +105,7 @@ def run(
         pools = pools or stack.enter_context(Pools(device, kept=0))
 
         def once(mode: Mode) -> Outcome:
-            model = RemoteTransformer(pools(mode.degrees.world), checkpoint, mode.degrees, own.dtype, "auto", lambda: None)
+            model = on_ranks(pools(mode.degrees.world), checkpoint, mode.degrees, own.dtype, "auto", lambda: None)
             return measuring.run_ranks(model, own, bands=mode.bands)
 
         cases = {name: functools.partial(once, mode) for name, mode in modes.items() if name not in left_out}

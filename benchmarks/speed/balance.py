@@ -16,9 +16,9 @@ from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Outcome, Outcomes
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE, Subject
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing.models import on_ranks
 
 SLOWDOWN = (1.0, 2.0)
 MODES = {"pipefusion": (Degrees(pipe=2), 4), "displaced": (Degrees(patch=2, patch_mode="displaced"), 1)}
@@ -42,7 +42,7 @@ def measure(subject: Subject, rounds: int) -> tuple[Outcomes, Cuts]:
         def case(mode: str, split: str) -> Callable[[], Outcome]:
             def run() -> Outcome:
                 degrees, bands = MODES[mode]
-                model = RemoteTransformer(pool, checkpoint, degrees, "fp32", "auto", lambda: None, stage_split=split)
+                model = on_ranks(pool, checkpoint, degrees, "fp32", "auto", lambda: None, stage_split=split)
                 cuts[case_name(mode, split)].append(
                     {
                         "blocks": [len(span) for span in model.stage_blocks],

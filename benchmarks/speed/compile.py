@@ -23,10 +23,10 @@ import torch
 from benchmarks.harness import measuring
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE, FLUX_SCHNELL, Subject
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing.models import on_ranks
 from tests.support import tiny
 
 BLOCKS = 12
@@ -89,7 +89,7 @@ def ranks(
 ) -> Callable[[], Run]:
     """Ours: a stage on each device."""
     pool = stack.enter_context(closing(Pool(devices, threads=1)))
-    model = RemoteTransformer(
+    model = on_ranks(
         pool, open_checkpoint(folder), Degrees(pipe=len(devices)), subject.dtype, "auto", lambda: None, compile=compiled
     )
     x, prompt = subject.problem()

@@ -23,6 +23,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing.models import on_ranks
 from tests.support import tiny
 from tests.support.vaes import OnRanks, decoder_of
 
@@ -72,7 +73,7 @@ class Lap:
         self.seconds[name], self._last = now - (self.began if since_begin else self._last), now
 
 
-def on_ranks(subject: Subject, folder: Path, with_vae: bool, mode: Mode) -> Seconds:
+def ranks_seconds(subject: Subject, folder: Path, with_vae: bool, mode: Mode) -> Seconds:
     x, prompt = subject.problem()
     sigmas, lap = linear_sigmas(subject.steps), Lap()
 
@@ -84,7 +85,7 @@ def on_ranks(subject: Subject, folder: Path, with_vae: bool, mode: Mode) -> Seco
     with closing(Pool(("cpu",) * mode.degrees.world, threads=1)) as pool:
         pool.ready.result()
         lap("start")
-        model = RemoteTransformer(pool, open_checkpoint(folder), mode.degrees, "fp32", "auto", lambda: None)
+        model = on_ranks(pool, open_checkpoint(folder), mode.degrees, "fp32", "auto", lambda: None)
         lap("load")
         latent = sample(model)
         lap("first picture, from nothing", since_begin=True)
@@ -147,7 +148,7 @@ def run(
     with TemporaryDirectory() as directory:
         folder = subject.save(Path(directory))
         cases = {PLAIN: partial(in_a_process, subject, folder, with_vae)}
-        cases |= {name: partial(on_ranks, subject, folder, with_vae, mode) for name, mode in modes.items()}
+        cases |= {name: partial(ranks_seconds, subject, folder, with_vae, mode) for name, mode in modes.items()}
         for turn in range(rounds):
             for name, case in cases.items():
                 seconds = case()

@@ -14,9 +14,9 @@ from benchmarks.harness.measuring import Outcome
 from benchmarks.harness.pools import Pools
 from benchmarks.harness.subjects import DEEPER_FLUX_LIKE, Subject
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing.models import on_ranks
 
 from .two_ranks import Mode
 
@@ -68,7 +68,7 @@ def run(
         def case(own: Subject, mode: Mode) -> Callable[[], Outcome]:
             def once() -> Outcome:
                 degrees = mode.degrees
-                model = RemoteTransformer(pools(degrees.world), checkpoint, degrees, "fp32", "auto", lambda: None)
+                model = on_ranks(pools(degrees.world), checkpoint, degrees, "fp32", "auto", lambda: None)
                 return measuring.run_ranks(model, own, bands=mode.bands)
 
             return once

@@ -42,7 +42,6 @@ from benchmarks.predictions.presets import HARDWARE, MODELS
 from benchmarks.rivals.peers import DiffusersRanks, XditRanks, xdit_version
 from benchmarks.speed.two_ranks import EXACT
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.calibration import calibrate
@@ -51,6 +50,7 @@ from parallel_backend.planning.planner import advise
 from parallel_backend.planning.prediction import Prediction, predict
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
+from testing.models import on_ranks
 from tests.support import tiny
 
 WORLD, STEPS = 2, 6
@@ -145,9 +145,7 @@ class Bench:
         return self._run(self._pool, mode)
 
     def _run(self, pool: Pool, mode: Mode) -> Outcome:
-        model = RemoteTransformer(
-            pool, self._checkpoint, mode.degrees, "fp32", "auto", lambda: None, transfer_dtype=mode.transfers
-        )
+        model = on_ranks(pool, self._checkpoint, mode.degrees, "fp32", "auto", lambda: None, transfer_dtype=mode.transfers)
         return measuring.run_ranks(model, self._subject, bands=mode.bands)
 
     def planned(self, modes: dict[str, Mode]) -> dict[str, Prediction]:

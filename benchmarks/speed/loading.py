@@ -33,12 +33,12 @@ from safetensors.torch import load_file, save_file
 from benchmarks.harness import measuring
 from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, WEIGHTS, Subject
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import TORCH_DTYPES
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.models import on_ranks
 from tests.support.host_memory import held_bytes, mapped_bytes
 from tests.support.quantised import quantise_blocks
 
@@ -175,7 +175,7 @@ def measure(
     pool.ask(Unload(), Unloaded).result(timeout=120)
     with Peak((*pool.pids, os.getpid())) as peak:
         started = time.perf_counter()
-        model = RemoteTransformer(pool, open_checkpoint(path), degrees, dtype, "sdpa", lambda: None)
+        model = on_ranks(pool, open_checkpoint(path), degrees, dtype, "sdpa", lambda: None)
         seconds = time.perf_counter() - started
     held, mapped = peak.extra
     on_devices = sum(model.resident.device_bytes) if emulated else 0
@@ -211,7 +211,7 @@ def by_format(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
         for mode, degrees in FORMAT_MODES.items():
             with closing(Pool(("cpu",) * degrees.world, threads=1)) as pool:
                 pool.ready.result()
-                RemoteTransformer(pool, open_checkpoint(small), degrees, dtype, "sdpa", lambda: None)
+                on_ranks(pool, open_checkpoint(small), degrees, dtype, "sdpa", lambda: None)
                 runs = [measure(pool, path, size, degrees, dtype) for _ in range(given.rounds)]
             found[f"{format}, {mode}"] = {"file_MB": round(size / 1e6, 1), **summary(runs)}
             print(f"{format}, {mode}: {found[f'{format}, {mode}']}", flush=True)
@@ -241,7 +241,7 @@ def by_mode(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     for emulated, modes in ((None, MODES), (EmulatedDevice(round(ROOM * size), RATE), streamed)):
         with closing(Pool(("cpu",) * RANKS, threads=1, emulated=emulated)) as pool:
             pool.ready.result()
-            RemoteTransformer(pool, open_checkpoint(small), MODES["tensor 4"], "fp32", "sdpa", lambda: None)
+            on_ranks(pool, open_checkpoint(small), MODES["tensor 4"], "fp32", "sdpa", lambda: None)
             for turn in range(given.rounds):
                 for name, degrees in modes.items():
                     found[name].append(measure(pool, path, size, degrees, emulated=emulated is not None))

@@ -51,7 +51,7 @@ def measure(subject: Subject, folder: Path, rounds: int) -> tuple[Outcomes, dict
         return Outcome(time.perf_counter() - started, torch.empty(0))
 
     def load(mode: str) -> None:
-        models[mode] = RemoteTransformer(pool, checkpoint, MODES[mode], "fp32", "sdpa", lambda: None)
+        models[mode] = on_ranks(pool, checkpoint, MODES[mode], "fp32", "sdpa", lambda: None)
 
     def adapt(mode: str) -> None:
         models[mode].adapt("a LoRA", factors, lambda: None)

@@ -32,8 +32,8 @@ from benchmarks.harness.subjects import Subject
 from benchmarks.predictions.presets import BF16, HARDWARE, MODELS, PCIE_4
 from benchmarks.speed.loading import large
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.model_sizes import RankWeights
@@ -42,6 +42,7 @@ from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.models import on_ranks
 
 MODES = {
     "ulysses": (Degrees(ulysses=2), 0),
@@ -114,7 +115,8 @@ def block_by_block(
 def weights_of(path: Path, mode: str) -> list[RankWeights]:
     checkpoint, degrees = open_checkpoint(path), MODES[mode][0]
     stages = even_stages(checkpoint.family.blocks.total(checkpoint.config), degrees.pipe)
-    return MemoryCheck(checkpoint, degrees, stages, "fp32", ("cpu",) * degrees.world, 1).weights()
+    setup = Setup(path, "fp32", ("cpu",) * degrees.world, degrees, "auto")
+    return MemoryCheck(checkpoint, setup, stages, 1).weights()
 
 
 @contextmanager
@@ -127,7 +129,7 @@ def weights_alone(budget: int) -> Iterator[None]:
 
 def sample(pool: Pool, path: Path, subject: Subject, mode: str) -> Run:
     degrees, bands = MODES[mode]
-    model = RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
+    model = on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
     outcome = measuring.run_ranks(model, subject, bands=bands)
     pool.ask(Unload(), Unloaded).result(timeout=120)
     return Run(outcome, (1, subject.steps - 1) if bands else (subject.steps, 0), bands)

@@ -26,6 +26,7 @@ from parallel_backend.client.sampling import linear_sigmas, sample_in_bands, sam
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.timeline_kinds import WORK
+from testing.models import on_ranks
 from tests.support import tiny
 
 SIDES = (128, 256)
@@ -152,7 +153,7 @@ def run(
             model.compile_repeated_blocks(fullgraph=True)
         pool = (pools or stack.enter_context(Pools(device)))(1)
         checkpoint = open_checkpoint(folder)
-        remote = RemoteTransformer(pool, checkpoint, Degrees(), whole.dtype, "auto", lambda: None, compile=compiled)
+        remote = on_ranks(pool, checkpoint, Degrees(), whole.dtype, "auto", lambda: None, compile=compiled)
         sizes = [_rounds(replace(whole, side=side, steps=steps), model, remote, device, rounds, say) for side in sides]
     return measuring.head(
         "one_device", replace(whole, side=sides[0], steps=steps), rounds, devices=("cuda:0" if device == "cuda" else device,)

@@ -19,12 +19,14 @@ from benchmarks.harness.measuring import figure
 from benchmarks.harness.pools import Pools
 from benchmarks.harness.subjects import FLUX_LIKE, Subject
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.diagnosis import Timeline
 from parallel_backend.wire.timeline_kinds import WORK
+from testing.models import on_ranks
 
 CALLS = 200
 PROMPTS = 12
@@ -53,7 +55,7 @@ def request_ms(model: RemoteTransformer, subject: Subject, calls: int) -> list[f
     times = []
     for _ in range(calls):
         started = time.perf_counter()
-        model.predict(x, torch.ones(1), prompt.tensors(), lambda: None)
+        model.predict(ModelCall(x, torch.ones(1), prompt.tensors()), lambda: None)
         times.append(time.perf_counter() - started)
     spans = [work(timeline) for timeline in model.timeline(lambda: None)]
     began = torch.stack([span[:, 0] for span in spans]).amin(0)
@@ -126,7 +128,7 @@ def run(
         pools = pools or stack.enter_context(Pools())
 
         def load(checkpoint: Checkpoint, degrees: Degrees) -> RemoteTransformer:
-            return RemoteTransformer(pools(degrees.world), checkpoint, degrees, "fp32", "auto", lambda: None)
+            return on_ranks(pools(degrees.world), checkpoint, degrees, "fp32", "auto", lambda: None)
 
         for _ in range(rounds):
             for name, degrees in DEGREES.items():

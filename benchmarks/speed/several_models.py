@@ -20,8 +20,10 @@ import torch
 
 from benchmarks.harness import measuring
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE, Subject
-from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.wire.rank_settings import EmulatedDevice
 
 SUBJECT = replace(DEEPEST_FLUX_LIKE, side=16)
@@ -37,11 +39,11 @@ CALLS = 3
 def measure(subject: Subject, files: list[Path], degrees: Degrees, rounds: int) -> dict[str, list[float]]:
     """Seconds by turn, from the second of each model on."""
     x, prompt = subject.problem(1)
-    keys = [ModelKey(path, "fp32", ("cpu:0", "cpu:1"), degrees, "sdpa", "even") for path in files]
+    keys = [Setup(path, "fp32", ("cpu:0", "cpu:1"), degrees, "sdpa", "even") for path in files]
 
-    def call(registry: Registry, key: ModelKey) -> float:
+    def call(registry: Registry, key: Setup) -> float:
         started = time.perf_counter()
-        registry.model(key, lambda: None).predict(x, torch.tensor([0.5]), prompt.positive, lambda: None)
+        registry.model(key, lambda: None).predict(ModelCall(x, torch.tensor([0.5]), prompt.positive), lambda: None)
         return time.perf_counter() - started
 
     with contextlib.closing(Registry()) as plain:

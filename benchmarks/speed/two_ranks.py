@@ -13,9 +13,9 @@ from benchmarks.harness.pools import Pools
 from benchmarks.harness.subjects import Subject
 from benchmarks.rivals.peers import APART, PLAIN, DiffusersRanks, PeerFailed, XditRanks, xdit_version
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing.models import on_ranks
 from tests.support import tiny
 
 WHAT = "two_ranks"
@@ -104,7 +104,7 @@ class Bench:
             return ranks
 
         def ours(mode: Mode) -> Outcome:
-            model = RemoteTransformer(pools(mode.degrees.world), checkpoint, mode.degrees, "fp32", "auto", lambda: None)
+            model = on_ranks(pools(mode.degrees.world), checkpoint, mode.degrees, "fp32", "auto", lambda: None)
             return measuring.run_ranks(model, subject, mode.pictures, mode.bands)
 
         self.start_xdit = xdit

@@ -17,9 +17,10 @@ from benchmarks.harness.measuring import Outcome, TimedLog, figure, interleave, 
 from benchmarks.harness.slow_link import FULL_SPEED
 from benchmarks.harness.subjects import FLUX_LIKE, Subject
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import euler, linear_sigmas
 from parallel_backend.core.degrees import Degrees
+from testing.models import on_ranks
 
 SPEEDS = (FULL_SPEED, 1e9, 5e8, 2e8, 1e8, 5e7)
 """Bytes a second of each direction."""
@@ -30,12 +31,12 @@ FIRST, TOGETHER = "values first", "together"
 def run(subject: Subject, rounds: int, say: Callable[[str], None]) -> dict:
     rows = {}
     with subject.saved() as folder, slow_pool(2) as (pool, switch):
-        model = RemoteTransformer(pool, open_checkpoint(folder), Degrees(ulysses=2), "fp32", "auto", lambda: None)
+        model = on_ranks(pool, open_checkpoint(folder), Degrees(ulysses=2), "fp32", "auto", lambda: None)
         x, prompt = subject.problem()
 
         def case(overlap: bool) -> Outcome:
             def predict(x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-                return model.predict(x, timestep, tensors, lambda: None, overlap=overlap)
+                return model.predict(ModelCall(x, timestep, tensors), lambda: None, overlap=overlap)
 
             euler(predict, x, linear_sigmas(1), prompt)
             model.close_run(model.open_run(), lambda: None)

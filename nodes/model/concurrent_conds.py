@@ -66,7 +66,7 @@ def evaluate_concurrently(
     """ComfyUI's CALC_COND_BATCH wrapper: same arguments and result as `calc_cond_batch`."""
     if not getattr(model.diffusion_model, "on_ranks", False):  # Dual Model CFG Guider hands these options to another MODEL
         return executor(model, conds, x_in, timestep, model_options)
-    degrees = model.diffusion_model.key.degrees
+    degrees = model.diffusion_model.setup.degrees
     if degrees.batch * degrees.pipe == 1:  # one call after the other is as good
         return executor(model, conds, x_in, timestep, model_options)
     others = [wrapper for wrapper in executor.wrappers[executor.idx + 1 :] if wrapper is not evaluate_concurrently]
@@ -150,7 +150,7 @@ def independent_parts(calls: list[list[int]], count: int) -> list[set[int]]:
 
 def tell_if_together(stub) -> None:
     """Tell the user, once in a sampling run, that a call's prompts look at each other, so that one replica has them all."""
-    replicas = stub.key.degrees.batch
+    replicas = stub.setup.degrees.batch
     if stub.idle is None and replicas > 1:
         stub.idle = (
             f"split_batch_degree {replicas}, but NAG looks at both prompts at once, so 1 of {replicas} copies of the model "
@@ -162,7 +162,7 @@ def tell_if_together(stub) -> None:
 
 def tell_if_idle(stub, busy: int, reason: str | None) -> None:
     """Tell the user, once in a sampling run, that a step has work for only `busy` replicas of more."""
-    replicas = stub.key.degrees.batch
+    replicas = stub.setup.degrees.batch
     if stub.idle is not None or not 0 < busy < replicas:
         return
     stub.idle = (

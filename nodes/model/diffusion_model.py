@@ -11,12 +11,14 @@ import comfy.model_patcher
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal
-from parallel_backend.client.registry import ModelKey, registry
+from parallel_backend.client.registry import registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.core.setup import Setup
 from parallel_backend.families import Family
 from parallel_backend.families.base.family import Inputs
 from parallel_backend.families.base.patching import Latents, latents_of
@@ -103,10 +105,10 @@ class RemoteDiffusionModel(torch.nn.Module):
     native_kind: str  # set by make_model: the class of ComfyUI's supported_models
     unet_config: dict[str, Any]  # set by make_model: arguments of the native model's class
 
-    def __init__(self, checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool):
+    def __init__(self, checkpoint: Checkpoint, setup: Setup, comm_overlap: bool):
         super().__init__()
-        self.checkpoint, self.key, self.comm_overlap = checkpoint, key, comm_overlap
-        self.devices = key.devices
+        self.checkpoint, self.setup, self.comm_overlap = checkpoint, setup, comm_overlap
+        self.devices = setup.devices
         self.patches: dict[str, list[Patch]] = {}
         self.bypass_patches: dict[str, list[Patch]] = {}
         self.hook_patches: dict[Any, dict[str, list[Patch]]] = {}
@@ -117,7 +119,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.loaded: Callable[[], RemoteTransformer | None] = lambda: None
         self.turns = 0
         self.elsewhere: dict[torch.device, comfy.model_patcher.ModelPatcher] = {}
-        self.dtype = compute_dtype(key.dtype, torch.device(device_kind(key.devices[0])))
+        self.dtype = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0])))
         values = checkpoint.family.native_values(checkpoint.config)
         self.patch_size = values.get("patch_size", checkpoint.family.patching.side)
         if "in_channels" in checkpoint.config:  # RenormCFG reads it
@@ -140,7 +142,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         super().__delattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
-        copy = RemoteDiffusionModel(self.checkpoint, self.key, self.comm_overlap)
+        copy = RemoteDiffusionModel(self.checkpoint, self.setup, self.comm_overlap)
         copy.devices = self.devices
         copy.weights, copy.native_kind, copy.unet_config = self.weights, self.native_kind, self.unet_config
         return copy
@@ -190,7 +192,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def transformer(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """The model on its ranks, patched. At first use they are started and loaded, for a run like `expected()`."""
-        model = registry().model(self.key, check_cancelled, LoadingBar(), self.patcher(), make_room, expected)
+        model = registry().model(self.setup, check_cancelled, LoadingBar(), self.patcher(), make_room, expected)
         kinds = {(each.family.name, repr(each.config)) for each in (self.checkpoint, model.checkpoint)}
         if len(kinds) > 1:
             raise ValueError(
@@ -224,7 +226,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     @functools.cached_property
     def whole_bytes(self) -> int:
         """Bytes of all weights, as they are stored on ranks."""
-        return sum(self.checkpoint.nbytes(target, self.key.dtype) for target in self.checkpoint.key_map)
+        return sum(self.checkpoint.nbytes(target, self.setup.dtype) for target in self.checkpoint.key_map)
 
     @torch.compiler.disable  # whoever compiles what calls this: sending has no graph
     def forward(
@@ -284,7 +286,7 @@ class RemoteDiffusionModel(torch.nn.Module):
             band = None
         changes, patches = block_changes(family, config, options, len(latents[0]))
         unknown = [name for name in given if name not in family.inputs.accepts]
-        refuse_what_does_not_reach_the_ranks(options | patches, unknown, family, self.key.attention)
+        refuse_what_does_not_reach_the_ranks(options | patches, unknown, family, self.setup.attention)
         check_latents(family, config, latents)
         if not isinstance(timestep, torch.Tensor):
             timestep = torch.cat([each.reshape(len(each), -1) for each in timestep], dim=1)
@@ -293,7 +295,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         allowed = self.cache is not None and self.cache.may_forecast(options)
         given |= {name: options[name] for name in family.inputs.options if name in options}
         if GUIDANCE_KEY in options:
-            if self.key.degrees.tensor > 1:
+            if self.setup.degrees.tensor > 1:
                 refuse("guidance of the look at the text (WanVideoNAG)", "It needs a tensor_parallel_degree of 1.")
             given[TEXT_GUIDANCE] = options[GUIDANCE_KEY].of(len(latents[0]))
         if family.patching.companion is not None:
@@ -311,33 +313,32 @@ class RemoteDiffusionModel(torch.nn.Module):
         along = "rows" if band is None else band.run.patching.along
         added = residuals(family, config, control, tuple(latents[0].shape), along)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
-        call_options = {
-            "first_replica": evaluation.first_replica(len(latents[0])),
-            "on_posted": evaluation.start_next,
-            "changes": changes,
-        }
+        call = ModelCall(
+            x=latents,
+            timestep=timestep,
+            tensors=tensors,
+            residuals=added,
+            changes=changes,
+            first_replica=evaluation.first_replica(len(latents[0])),
+            may_forecast=allowed,
+        )
         if changes.together:
             tell_if_together(self)
         if band is None:
             cache = None if self.cache is None else self.cache.for_calls
             words, shape = 1 if context is None else context.shape[1], tuple(latents[0].shape)
             model = self.transformer(lambda: expected_request(self.checkpoint, shape, shape[0], words))
-            overlap = self.comm_overlap
-            outputs = model.predict(
-                latents, timestep, tensors, check_cancelled, overlap, added, cache, allowed, **call_options
-            )
+            outputs = model.predict(call, check_cancelled, self.comm_overlap, cache, evaluation.start_next)
         else:
             exact = float(options["sigmas"].max()) > band.exact_above
-            outputs = band.run.predict(
-                band.index, latents, timestep, tensors, exact, band.poll, added, allowed, **call_options
-            )
+            outputs = band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
         outputs = finish(outputs)
         return list(outputs) if len(outputs) > 1 else outputs[0]
 
     def _sizes(self, latents: Latents, band: "Band | None") -> dict[str, Any]:
         """What `Inputs.conditioning` gets of a call's latents, the same in every band."""
         if band is not None:
-            return {"grid": band.run.grid, "companion_tokens": band.run.companion_tokens}
+            return {"grid": band.run.layout.grid, "companion_tokens": band.run.layout.companion_tokens}
         patching, shapes = self.checkpoint.family.patching, [tuple(latent.shape) for latent in latents]
         return {"grid": patching.grid(shapes[0]), "companion_tokens": patching.companion_tokens(shapes)}
 

@@ -9,7 +9,8 @@ import comfy.model_detection
 import comfy.model_management
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.client.registry import ModelKey, registry
+from parallel_backend.client.registry import registry
+from parallel_backend.core.setup import Setup
 
 from ..ui.host import refuse
 from ..ui.node_text import say
@@ -103,7 +104,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
     def get_nested_additional_models(self):
         """As ComfyUI's, which loads them with this one; and the ranks' memory on other GPUs that ComfyUI uses too."""
         places = self.stub.elsewhere
-        devices = other_gpus(self.load_device, self.stub.key.devices)
+        devices = other_gpus(self.load_device, self.stub.setup.devices)
         for device in devices:
             if device not in places:
                 places[device] = OnAnotherGPU.of(self.stub, device)
@@ -193,9 +194,9 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return patched_weight(weights, key, self.patches[key], stored.dtype)
 
 
-def make_model(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:
+def make_model(checkpoint: Checkpoint, setup: Setup, comm_overlap: bool) -> RemoteModelPatcher:
     """The MODEL for this checkpoint. Starts nothing and loads nothing."""
-    stub = RemoteDiffusionModel(checkpoint, key, comm_overlap)
+    stub = RemoteDiffusionModel(checkpoint, setup, comm_overlap)
     if not checkpoint.family.native_classes:  # ComfyUI takes it for one with similar keys
         raise ValueError(
             f"model_name: {checkpoint.path.name} is a model of the kind {checkpoint.family.name}, which ComfyUI itself does "

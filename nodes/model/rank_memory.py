@@ -53,7 +53,7 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         """Have the ranks on this GPU hand over so many bytes. Bytes that came free; ComfyUI unloads where they are less."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
-        return registry().give_back(stub.key, str(self.load_device), memory_to_free)
+        return registry().give_back(stub.setup, str(self.load_device), memory_to_free)
 
     def detach(self, unpatch_all=True):
         """As ComfyUI's. With `unpatch_all` the ranks give up all that they have on this GPU; without it another clone takes
@@ -65,28 +65,28 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         if unpatch_all and (stub := self.stub) is not None:
             asked_by_a_node = not self._on_cpu() and get_executing_context() is not None
             if asked_by_a_node:
-                registry().give_back(stub.key, str(self.load_device), ALL)
+                registry().give_back(stub.setup, str(self.load_device), ALL)
             if not asked_by_a_node or self.rank_bytes():
-                registry().unload(stub.key)
+                registry().unload(stub.setup)
         return super().detach(unpatch_all)
 
     def rank_bytes(self) -> int:
         """Bytes of weights and adapters that ranks have on this GPU now."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
-        return registry().bytes_on(stub.key, str(self.load_device))
+        return registry().bytes_on(stub.setup, str(self.load_device))
 
     def _wanted_bytes(self) -> int:
         """Of weights and adapters, if nobody needs room. Before loading: equal shares of the weights (stage_split may
         differ), and the ranks' processes where they have not started yet."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
-        key, device = stub.key, str(self.load_device)
-        if (wanted := registry().wanted_on(key, device)) is not None:
+        setup, device = stub.setup, str(self.load_device)
+        if (wanted := registry().wanted_on(setup, device)) is not None:
             return wanted
-        process = 0 if registry().runs_on(key.devices) else context_bytes(device)
-        share = stub.whole_bytes // (key.degrees.pipe * key.degrees.tensor)
-        return key.devices.count(device) * (share + process)
+        process = 0 if registry().runs_on(setup.devices) else context_bytes(device)
+        share = stub.whole_bytes // (setup.degrees.pipe * setup.degrees.tensor)
+        return setup.devices.count(device) * (share + process)
 
     def _on_cpu(self) -> bool:
         return comfy.model_management.is_device_cpu(self.load_device)

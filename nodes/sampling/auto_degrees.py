@@ -10,10 +10,11 @@ import folder_paths
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.client.registry import ModelKey, registry
+from parallel_backend.client.registry import registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import on_ray
 from parallel_backend.core.host_memory import host_memory
+from parallel_backend.core.setup import Setup
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
 from parallel_backend.planning.calibration import calibrate, calibration_key
 from parallel_backend.planning.calibration_file import cached
@@ -72,37 +73,37 @@ def calibrated(
 
 @dataclass(frozen=True)
 class AutoDegrees:
-    """ComfyUI's outermost SAMPLER_SAMPLE wrapper: sets the model's key before the sampler asks for the ranks."""
+    """ComfyUI's outermost SAMPLER_SAMPLE wrapper: sets the model's setup before the sampler asks for the ranks."""
 
     checkpoint: Checkpoint
-    key: ModelKey
+    setup: Setup
     """Has all devices that may be used. Its degrees are ignored."""
 
     def __call__(self, executor, *arguments) -> torch.Tensor:
         sampling = Sampling(executor.class_obj, *arguments)
-        sampling.guider.inner_model.diffusion_model.key = self.settled(sampling)
+        sampling.guider.inner_model.diffusion_model.setup = self.settled(sampling)
         return executor(*arguments)
 
-    def settled(self, sampling: Sampling) -> ModelKey:
-        """The key with planned degrees and devices: those of the loaded model, or a new plan for this run."""
+    def settled(self, sampling: Sampling) -> Setup:
+        """The setup with planned degrees and devices: those of the loaded model, or a new plan for this run."""
         options = sampling.extra_args["model_options"]
         pipelines = comfy.patcher_extension.get_wrappers_with_key(KIND, WRAPPER_KEY, options, is_model_options=True)
         # A plan made for PipeFusion does not suit a run without it, nor the other way round: `planned` tells them apart.
-        key = replace(self.key, planned=f"{','.join(self.key.devices)}{' pipelined' if pipelines else ''}")
-        if (present := registry().planned(key)) is not None:
+        setup = replace(self.setup, planned=f"{','.join(self.setup.devices)}{' pipelined' if pipelines else ''}")
+        if (present := registry().planned(setup)) is not None:
             return present
         warm_up = pipelines[-1].warmup_steps if pipelines else sampling.steps
-        return self._planned(key, sampling, warm_up)
+        return self._planned(setup, sampling, warm_up)
 
-    def _planned(self, key: ModelKey, sampling: Sampling, warm_up: int) -> ModelKey:
-        shape, devices, steps = sampling.shapes[0], key.devices, max(1, sampling.steps)
-        run = (shape, sampling.entries, steps, sampling.text_tokens, key.transfer_dtype)
-        workload = workload_of(self.checkpoint, key.dtype, devices[0], *run)
+    def _planned(self, setup: Setup, sampling: Sampling, warm_up: int) -> Setup:
+        shape, devices, steps = sampling.shapes[0], setup.devices, max(1, sampling.steps)
+        run = (shape, sampling.entries, steps, sampling.text_tokens, setup.transfer_dtype)
+        workload = workload_of(self.checkpoint, setup.dtype, devices[0], *run)
         if len(devices) == 1:
-            return replace(key, degrees=Degrees())
-        calibration = calibrated(devices, self.checkpoint, key.dtype, key.attention)
+            return replace(setup, degrees=Degrees())
+        calibration = calibrated(devices, self.checkpoint, setup.dtype, setup.attention)
         costs = CalibratedCosts(calibration, replace(workload, warm_up=warm_up))
-        found = choose(plan(costs, range(1, len(devices) + 1), key.offload))
+        found = choose(plan(costs, range(1, len(devices) + 1), setup.offload))
         if found.lacks:
             log.warning("Parallel DiT: degrees auto: nothing fits these devices by its estimate; trying what needs least.")
         text = f"Parallel DiT: degrees auto: {choice(found, costs.machine)}"
@@ -110,17 +111,17 @@ class AutoDegrees:
         log.info("%s", text)
         mode = found.mode
         used = tuple(devices[device] for device in mode.devices)
-        return replace(key, devices=used, degrees=mode.degrees)
+        return replace(setup, devices=used, degrees=mode.degrees)
 
 
-def model_to_plan(checkpoint: Checkpoint, key: ModelKey, comm_overlap: bool) -> RemoteModelPatcher:
-    """A MODEL that plans its degrees on the devices of `key` at its first run. Before that it counts as one rank."""
-    if key.stage_split.strip().lower() not in ("auto", "even"):
+def model_to_plan(checkpoint: Checkpoint, setup: Setup, comm_overlap: bool) -> RemoteModelPatcher:
+    """A MODEL that plans its degrees on the devices of `setup` at its first run. Before that it counts as one rank."""
+    if setup.stage_split.strip().lower() not in ("auto", "even"):
         raise ValueError(
-            f"stage_split is '{key.stage_split}', for stages that are not known while degrees is auto. Set stage_split to "
+            f"stage_split is '{setup.stage_split}', for stages that are not known while degrees is auto. Set stage_split to "
             "auto, or degrees to 'as set'."
         )
-    model = make_model(checkpoint, replace(key, devices=key.devices[:1]), comm_overlap)
-    model.model.diffusion_model.devices = key.devices
-    model.add_wrapper_with_key(KIND, AUTO_KEY, AutoDegrees(checkpoint, key))
+    model = make_model(checkpoint, replace(setup, devices=setup.devices[:1]), comm_overlap)
+    model.model.diffusion_model.devices = setup.devices
+    model.add_wrapper_with_key(KIND, AUTO_KEY, AutoDegrees(checkpoint, setup))
     return model

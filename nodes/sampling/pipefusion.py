@@ -156,7 +156,7 @@ class PipeFusion:
 
     def _expected(self, stub: RemoteDiffusionModel, sampling: Sampling) -> Request | None:
         """What a model that is loaded now has to have room for. None: the latent is not one for this model."""
-        checkpoint, degrees, shape = stub.checkpoint, stub.key.degrees, sampling.shapes[0]
+        checkpoint, degrees, shape = stub.checkpoint, stub.setup.degrees, sampling.shapes[0]
         if 0 in shape or len(shape) != (5 if checkpoint.family.patching.video else 4):
             return None
         kept = 0 if degrees.pipe == 1 and not degrees.displaced else KV_COPIES if self.extrapolate else 1
@@ -171,7 +171,7 @@ class PipeFusion:
         grid = patching.grid(shape)
         if len(shape) == 5:  # else the model call refuses it, or it is a picture
             patching = patching.cut(patching.best_axis(grid))
-        planned = sampling.guider.inner_model.diffusion_model.key.planned
+        planned = sampling.guider.inner_model.diffusion_model.setup.planned
         if model.degrees.patch > 1 or (planned and model.degrees.pipe == 1):  # degrees auto took an exact mode over bands
             return patching, (Span(0, shape[patching.band_dim]),)
         bands = self.num_pipeline_patch or choose_bands(

@@ -23,30 +23,45 @@ def validate(*others: str) -> Callable[[Node], Node]:
     def adopt(node: Node) -> Node:
         function = getattr(node, node.FUNCTION)
         signature = inspect.signature(function)
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
 
         @functools.cache
         def inputs() -> dict[str, tuple]:
-            groups = node.INPUT_TYPES()
-            return {
-                name: (*spec, {})[:2]
-                for group in ("required", "optional")
-                for name, spec in groups.get(group, {}).items()
-                if name not in others
-            }
+            return {name: spec for name, spec in _specs(node.INPUT_TYPES()).items() if name not in others}
+
+        @functools.cache
+        def optional() -> frozenset[str]:
+            """Inputs that may be absent, and then are None."""
+            if takes_any:
+                return frozenset(name for name, (_, options) in inputs().items() if "default" not in options)
+            return frozenset(name for name, each in signature.parameters.items() if each.default is None)
 
         @functools.wraps(function)
         def call(*arguments, **named):
             bound = signature.bind(*arguments, **named)
+            values = dict(zip(list(signature.parameters)[1:], bound.args[1:], strict=False)) | bound.kwargs
+            if takes_any and (unknown := values.keys() - inputs().keys() - set(others)):
+                raise TypeError(f"{node.__name__} has no input named {', '.join(sorted(unknown))}")
             for name, (kind, options) in inputs().items():
-                if name in bound.arguments:
-                    absent = bound.arguments[name] is None and signature.parameters[name].default is None
-                    bound.arguments[name] = None if absent else coerce(name, bound.arguments[name], kind, options)
-            return function(*bound.args, **bound.kwargs)
+                if name in values and not (values[name] is None and name in optional()):
+                    values[name] = coerce(name, values[name], kind, options)
+            return function(bound.args[0], **values)
 
         setattr(node, node.FUNCTION, call)
         return node
 
     return adopt
+
+
+def _specs(types: dict[str, dict[str, tuple]]) -> dict[str, tuple]:
+    """The inputs of INPUT_TYPES, required and optional ones: name -> (type, options)."""
+    groups = (types.get(group, {}) for group in ("required", "optional"))
+    return {name: (*spec, {})[:2] for group in groups for name, spec in group.items()}
+
+
+def defaults(types: dict[str, dict[str, tuple]]) -> dict[str, Any]:
+    """The default of each input of INPUT_TYPES that has one."""
+    return {name: options["default"] for name, (_, options) in _specs(types).items() if "default" in options}
 
 
 def coerce(name: str, value: Any, kind: Any, options: dict[str, Any]) -> Any:

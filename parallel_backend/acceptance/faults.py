@@ -9,6 +9,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.loading import load_model
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.failure_text import OUT_OF_MEMORY
@@ -100,7 +102,8 @@ def _degrees(session: SelfTestSession) -> Degrees:
 
 
 def _tiny_on(session: SelfTestSession, pool: Pool) -> RemoteTransformer:
-    return RemoteTransformer(pool, open_checkpoint(session.tiny_file), _degrees(session), "fp32", "auto", session.poll)
+    setup = session.setup(session.tiny_file, _degrees(session))
+    return load_model(pool, open_checkpoint(session.tiny_file), setup, session.poll)
 
 
 def _kill(pid: int) -> None:
@@ -121,7 +124,7 @@ def _error_of(session: SelfTestSession, model: RemoteTransformer, act: Poll = la
     try:
         for _ in range(CALLS):
             poll()
-            model.predict(x, timestep, tensors, poll)
+            model.predict(ModelCall(x, timestep, tensors), poll)
     except RankError as error:
         return str(error)
     return None
@@ -138,6 +141,6 @@ def _expect(findings: Findings, error: str | None, words: str) -> None:
 
 def _works_again(session: SelfTestSession, findings: Findings) -> None:
     """New ranks, and a call that equals one rank's."""
-    output = session.load(_degrees(session), "fp32").predict(*tiny_flux.call(), session.poll)
+    output = session.load(_degrees(session), "fp32").predict(ModelCall(*tiny_flux.call()), session.poll)
     expected = tiny_flux.reference(session.tiny_model, *tiny_flux.call())
     findings.at_most("the next call, from diffusers on a CPU", tiny_flux.relative(output, expected), OTHER_KERNELS)

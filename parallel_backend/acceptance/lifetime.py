@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, wait_for
 from parallel_backend.quickstart.model import WEIGHTS
@@ -36,7 +37,7 @@ def look_at_lifetime(session: SelfTestSession, findings: Findings) -> None:
         model = session.load(degrees, "fp32", path)
         example = model.family.inputs.example(model.checkpoint.config, 4)
         x, timestep, _ = tiny_flux.inputs(batch=1)
-        model.predict(x, timestep, example, session.poll)
+        model.predict(ModelCall(x, timestep, example), session.poll)
         session.unload()
         held.append(held_bytes(pool, session))
         threads.append([thread_count(pid) for pid in pool.pids])

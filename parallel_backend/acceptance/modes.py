@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import sample_in_bands
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.validate import factors
@@ -49,7 +50,7 @@ def look_at_modes(session: SelfTestSession, findings: Findings) -> None:
             continue
         with findings.of(f"{degrees}, {dtype}"):
             model = session.load(degrees, dtype)
-            outputs = [model.predict(*call, session.poll).float() for _ in range(2)]
+            outputs = [model.predict(ModelCall(*call), session.poll).float() for _ in range(2)]
             error = max(tiny_flux.relative(output, one.calls[dtype]) for output in outputs)
             findings.at_most(f"{degrees}, {dtype}", error, limit)
 

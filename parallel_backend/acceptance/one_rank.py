@@ -2,6 +2,7 @@
 
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import native_halves
@@ -39,7 +40,7 @@ def look_at_one_rank(session: SelfTestSession, findings: Findings) -> None:
     call = tiny_flux.call()
     expected = tiny_flux.reference(session.tiny_model, *call)
     model = session.load(Degrees(), "fp32")
-    whole = model.predict(*call, session.poll)
+    whole = model.predict(ModelCall(*call), session.poll)
     limit = OTHER_KERNELS if session.settings.on_gpus else SAME_KERNELS
     findings.at_most("fp32 from diffusers on a CPU", tiny_flux.relative(whole, expected), limit)
     exact = sample_whole(model, *run_arguments(), session.poll)
@@ -51,10 +52,10 @@ def look_at_one_rank(session: SelfTestSession, findings: Findings) -> None:
         if session.settings.on_gpus and dtype not in native_halves(session.settings.devices[0]):
             findings.leave_out(dtype, "this GPU does not compute in it, so that nothing is loaded in it by default")
             continue
-        calls[dtype] = session.load(Degrees(), dtype).predict(*call, session.poll).float()
+        calls[dtype] = session.load(Degrees(), dtype).predict(ModelCall(*call), session.poll).float()
         findings.at_most(f"{dtype} from fp32", tiny_flux.relative(calls[dtype], whole), limit)
     if session.settings.on_gpus:
-        stored = session.load(Degrees(), "fp8_e4m3fn/fp32").predict(*call, session.poll).float()
+        stored = session.load(Degrees(), "fp8_e4m3fn/fp32").predict(ModelCall(*call), session.poll).float()
         findings.at_most("fp8 weights, computed in fp32, from fp32", tiny_flux.relative(stored, whole), FP8)
     else:
         findings.leave_out("fp8 weights", "CPU ranks expand them to fp32 when they load them")

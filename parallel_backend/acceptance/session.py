@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Predict
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.dtypes import HALVES, native_halves
+from parallel_backend.core.setup import Setup
 from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest
@@ -107,7 +108,7 @@ class SelfTestSession:
     one_rank: OneRank | None = None
     """What the others are compared with, once that check has been made."""
     _registry: Registry = field(default_factory=Registry)
-    _loaded: ModelKey | None = None
+    _loaded: Setup | None = None
 
     def __post_init__(self):
         self._registry.threads = max(1, (os.cpu_count() or 1) // self.world)
@@ -146,11 +147,15 @@ class SelfTestSession:
         """
         path = path or self.tiny_file
         open_checkpoint(path).check_degrees(degrees)  # before ranks are asked, which a refusal ends
-        key = ModelKey(path, dtype, self.settings.devices[: degrees.world], degrees, attention, "even")
-        if key != self._loaded:
+        setup = self.setup(path, degrees, dtype, attention)
+        if setup != self._loaded:
             self._registry.unload()
-            self._loaded = key
-        return self._registry.model(key, self.poll)
+            self._loaded = setup
+        return self._registry.model(setup, self.poll)
+
+    def setup(self, path: Path, degrees: Degrees, dtype: str = "fp32", attention: str = "auto") -> Setup:
+        """A model on the first ranks, cut evenly."""
+        return Setup(path, dtype, self.settings.devices[: degrees.world], degrees, attention, "even")
 
     def unload(self) -> None:
         """Free what the ranks hold; they stay."""

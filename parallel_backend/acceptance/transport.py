@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.measurements import measured_links
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.links import SIZES, links_of
@@ -51,7 +52,7 @@ def look_at_hop(session: SelfTestSession, findings: Findings) -> None:
         model, call, hops = session.load(degrees, "fp32"), tiny_flux.inputs(batch=1), []
         for number in range(WARM_UP + HOP_CALLS):
             started = time.perf_counter()
-            model.predict(*call, session.poll)
+            model.predict(ModelCall(*call), session.poll)
             whole = time.perf_counter() - started
             stages = model.close_run(0, session.poll)
             if number >= WARM_UP:  # the last stage waits for the first from the call's beginning on

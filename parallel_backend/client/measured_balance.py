@@ -22,7 +22,8 @@ def balance(
     expected: Request | None = None,
     copy_rates: Sequence[float] = (),
 ) -> Balance:
-    """Cut the model. Where the setup's `stage_split` is auto and there is something to cut, ranks time its blocks and lose their model.
+    """Cut the model. Where the setup's `stage_split` is auto and there is something to cut, ranks time its blocks and lose
+    their model.
 
     `expected`: the run that the model is loaded for. Blocks are timed with its number of tokens, and stages leave room for
     what it keeps and computes. `copy_rates`: by rank, see spill_seconds.

@@ -177,11 +177,15 @@ class MemoryGuard:
         """`found`, with what parts of VAEs and then `make_room` have freed there. `resident`: see MemoryCheck.missing."""
         if any(memory.vae and self.memory_check.missing(requests, memory, resident) for memory in found):
             self.ranks.tell(DropVAE())  # nobody waits: ranks do it before what they are sent from now on
-            found = tuple(memory if memory.free is None else replace(memory, free=memory.free + memory.vae, vae=0) for memory in found)
+            found = tuple(
+                memory if memory.free is None else replace(memory, free=memory.free + memory.vae, vae=0) for memory in found
+            )
         memories = []
         for memory in found:
             missing = self.memory_check.missing(requests, memory, resident)
-            memories.append(replace(memory, free=memory.free + self.make_room(memory.device, missing)) if missing else memory)
+            memories.append(
+                replace(memory, free=memory.free + self.make_room(memory.device, missing)) if missing else memory
+            )
         return tuple(memories)
 
     def _device_memories(self, poll: Poll) -> tuple[DeviceMemory, ...]:

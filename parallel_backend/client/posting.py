@@ -63,7 +63,7 @@ class Posting:
             raise again(self._error)
 
     def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
-        """The ranks' own copy of the call's conditioning, sent only if it is not there yet. Errors: see ConditioningCache."""
+        """The ranks' own copy of the call's conditioning, sent if it is not there yet. Errors: see ConditioningCache."""
         self._conditionings.check_size(layout.grid, call.tensors)
         with self.in_order():
             return self._conditionings.find(call, layout)

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.band_cut import BandCut, packed, unpacked
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
@@ -86,7 +87,8 @@ def sample_whole(
 
     def predict(x, timestep, tensors):
         time, allowed = prompt.timestep * timestep, may_forecast(timestep, sigmas)
-        return packed(model.predict(unpacked(x, shapes), time, tensors, poll, cache=cache, may_forecast=allowed))
+        call = ModelCall(unpacked(x, shapes), time, tensors, may_forecast=allowed)
+        return packed(model.predict(call, poll, cache=cache))
 
     return like(noise, unpacked(euler(predict, packed(latents_of(noise)), sigmas, prompt), shapes))
 
@@ -121,7 +123,8 @@ def sample_in_bands(
         def predict(x, timestep, tensors):
             exact, allowed = float(timestep[0]) > limit, may_forecast(timestep, sigmas)
             own = unpacked(x, cut.shapes_of(band))
-            return packed(run.predict(band, own, prompt.timestep * timestep, tensors, exact, may_forecast=allowed))
+            call = ModelCall(own, prompt.timestep * timestep, tensors, may_forecast=allowed)
+            return packed(run.predict(band, call, exact))
 
         return euler(predict, cut.band(packed(latents), band), sigmas, prompt)
 

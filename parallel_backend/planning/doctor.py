@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.measurements import measured_links
+from parallel_backend.core.setup import ALLOWED, Offload
 from parallel_backend.placement.balance import ALIKE
 from parallel_backend.placement.links import SIZES
-from parallel_backend.placement.residency import ALLOWED, Offload
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 from parallel_backend.wire.lifecycle import Unload, Unloaded

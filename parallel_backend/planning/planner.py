@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.placement.residency import ALLOWED, Offload
+from parallel_backend.core.setup import ALLOWED, Offload
 
 from .modes import Mode, possible
 from .prediction import Costs, Prediction, predict

@@ -11,10 +11,13 @@ from statistics import fmean, median
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.loading import load_model
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind
+from parallel_backend.core.setup import Setup
 from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.processes.pool import Poll, Pool
 from parallel_backend.wire.sampling import RunStats
@@ -96,18 +99,16 @@ def rehearse(
     """
     degrees = kinds[0].degrees
     replicas = len(pool.devices) // degrees.world
-    split = "auto" if measured_shares and degrees.patch > 1 else "even"
-    model = RemoteTransformer(
-        pool,
-        checkpoint,
-        replace(degrees, batch=replicas),
-        workload.dtype,
-        attention,
-        poll,
-        split,
-        only=workload.kept,
+    setup = Setup(
+        path=checkpoint.path,
+        dtype=workload.dtype,
+        devices=pool.devices,
+        degrees=replace(degrees, batch=replicas),
+        attention=attention,
+        stage_split="auto" if measured_shares and degrees.patch > 1 else "even",
         transfer_dtype=workload.sizes.transfer_dtype,
     )
+    model = load_model(pool, checkpoint, setup, poll, only=workload.kept)
     found = {}
     for kind in kinds:
         assert kind.degrees == degrees
@@ -124,7 +125,7 @@ def _whole(model: RemoteTransformer, kind: CallKind, x: torch.Tensor | Latents, 
     timestep = torch.full((len(latents_of(x)[0]),), 0.5)
 
     def call(_number: int) -> list[_MicroStep]:
-        return [_timed(model, lambda: model.predict(x, timestep, tensors, poll), poll)]
+        return [_timed(model, lambda: model.predict(ModelCall(x, timestep, tensors), poll), poll)]
 
     return _sum_up(model, _calls(call))
 
@@ -143,7 +144,8 @@ def _in_a_run(model: RemoteTransformer, kind: CallKind, x: torch.Tensor | Latent
         timestep = torch.full((len(latents[0]),), 1 - number / 100)
 
         def band(index: int) -> Callable[[], object]:
-            return lambda: run.predict(index, patching.band(latents, rows[index]), timestep, tensors, not kind.stale, poll)
+            call = ModelCall(patching.band(latents, rows[index]), timestep, tensors)
+            return lambda: run.predict(index, call, not kind.stale, poll)
 
         return [_timed(model, band(index), poll) for index in range(len(rows))]
 

@@ -120,8 +120,8 @@ class Pool:
     def enter(self, model: Listener, keep_others: bool = False) -> int:
         """The number of one more model, which is told of its own as long as it lives.
 
-        Not `keep_others`: the models that are there are let go, and the ranks free what they hold before anything that is sent
-        from now on.
+        Not `keep_others`: the models that are there are let go, and the ranks free what they hold before anything that is
+        sent from now on.
         """
         if not keep_others:
             self.clear(RuntimeError("Parallel DiT: another model has been loaded on these ranks"))

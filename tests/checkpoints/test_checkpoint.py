@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families import FAMILIES
 from parallel_backend.rank.stage.build import build_stage
@@ -286,5 +287,5 @@ def test_fp8_on_ranks(pools, files, flux_model, stages):
     whole = sum(p.nbytes for p in flux_model.parameters())
     assert sum(model.weight_bytes) < 0.35 * whole
     given = tiny.inputs(tiny.FLUX)
-    error = tiny.relative(model.predict(*given, lambda: None), tiny.reference(flux_model, *given))
+    error = tiny.relative(model.predict(ModelCall(*given), lambda: None), tiny.reference(flux_model, *given))
     assert 1e-4 < error < 0.1

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.packed_formats import CHUNK_VALUES, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half
 from parallel_backend.checkpoints.reader import reading
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.spans import Shard, Span
@@ -312,7 +313,7 @@ def test_quantised_files_hold_other_values_than_the_model_they_were_made_from(fi
 def test_on_ranks(pools, files, expected, measured, what, degrees):
     path, _ = files(what)
     model = pools.load(path, degrees, dtype=dtype_of(what))
-    error = tiny.relative(model.predict(*tiny.inputs(CONFIG), lambda: None), expected(what)[1])
+    error = tiny.relative(model.predict(ModelCall(*tiny.inputs(CONFIG)), lambda: None), expected(what)[1])
     measured("relative difference of a packed model on 2 ranks", error)
     assert error < LIMIT
     # A half of the heads is half a block of the K types, which is expanded when it is loaded.

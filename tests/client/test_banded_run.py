@@ -12,11 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_backend.client.call import Call, Conditioning
+from parallel_backend.client.call import Conditioning, ModelCall, PostedCall, TokenLayout
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.step_cache import StepCache
-from parallel_backend.core.block_changes import UNCHANGED
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.spans import Span
@@ -51,7 +50,7 @@ class FakeModel:
         self.mute = False  # never answer
         self._known: list[Conditioning] = []
         self._random, self._delay = random.Random(seed), delay
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[PostedCall | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._answer, daemon=True)
         self._thread.start()
 
@@ -61,25 +60,17 @@ class FakeModel:
     def watch_memory(self, run, bands, extrapolate, poll) -> None:
         pass
 
-    def conditioning(
-        self, grid, tensors, first_replica=0, along="rows", companion_tokens=0, changes=UNCHANGED
-    ) -> Conditioning:
+    def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
         for known in self._known:
-            if known.matches(grid, tensors, companion_tokens=companion_tokens):
+            if known.matches(call, layout, call.tensors.keys()):
                 return known
-        order = self.family.token_order(grid)
-        self._known.append(
-            Conditioning(
-                len(self._known) + 1, grid, order, 3 + companion_tokens, 1, tensors, companion_tokens=companion_tokens
-            )
-        )
+        order = self.family.token_order(layout.grid)
+        number, text_tokens = len(self._known) + 1, 3 + layout.companion_tokens
+        self._known.append(Conditioning(number, layout, order, text_tokens, 1, call.tensors))
         return self._known[-1]
 
-    def call(self, x, timestep, conditioning, run, tokens, with_text, stale, overlap, residuals) -> Call:
-        assert x.shape[1] == len(tokens) + conditioning.companion_tokens * with_text
-        return Call(x, timestep, conditioning, tokens, with_text, run, stale, overlap, residuals)
-
-    def post(self, call: Call) -> None:
+    def post(self, call: PostedCall) -> None:
+        assert call.x.shape[1] == len(call.tokens) + call.companion_tokens
         self.posted.append(Posted(call.tokens, call.with_text, float(call.timestep[0]), call.run, call.conditioning.id))
         self._calls.put(call)
 
@@ -151,7 +142,7 @@ def shuffled(run, exact, seed=0, conditionings=1):
         for call, whole in enumerate(exact):
             time.sleep(randoms[band].random() * 0.003)
             for number in range(conditionings):
-                x = run.predict(band, x, torch.tensor([1.0 - call / 10]), text(number), whole)
+                x = run.predict(band, ModelCall(x, torch.tensor([1.0 - call / 10]), text(number)), whole)
         return x
 
     return sample
@@ -189,7 +180,9 @@ def test_an_answer_does_not_wait_for_a_call_that_is_being_made(model):
 
     model.call, model.post = call, lambda made: post(made) if calls else calls.append(made)
     run = start(model, 2)
-    run_all(run, lambda band: run.predict(band, noise()[:, :, run.rows[band].slice], torch.ones(1), text(), False))
+    run_all(
+        run, lambda band: run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.ones(1), text()), False)
+    )
     assert waited == [False]
 
 
@@ -202,7 +195,7 @@ def test_odd_sizes_get_their_own_rows_back(seed):
         run = BandedRun(model, cut_rows(shape, 4, PATCHING), shape, warm_up=False)
 
         def sample(band, run=run, exact=exact):
-            return run.predict(band, x[:, :, run.rows[band].slice], torch.ones(1), text(), exact)
+            return run.predict(band, ModelCall(x[:, :, run.rows[band].slice], torch.ones(1), text()), exact)
 
         assert torch.equal(torch.cat(run_all(run, sample), dim=2), 2 * x + 1)
     model.close()
@@ -226,7 +219,10 @@ def test_a_companion_latent_goes_with_the_first_band(model, exact):
 
     def sample(band):
         own = patching.band((x, sound), rows[band])
-        return [run.predict(band, own, torch.tensor([1.0 - call / 10]), text(), exact and call == 0) for call in range(5)]
+        return [
+            run.predict(band, ModelCall(own, torch.tensor([1.0 - call / 10]), text()), exact and call == 0)
+            for call in range(5)
+        ]
 
     results = run_all(run, sample)
     assert cache.forecast
@@ -254,7 +250,7 @@ def test_conditioning_that_had_no_call_at_a_timestep_is_exact_again(model):
     def sample(band):
         for time_, number in calls:
             own = noise()[:, :, run.rows[band].slice]
-            run.predict(band, own, torch.tensor([time_]), text(number), False)
+            run.predict(band, ModelCall(own, torch.tensor([time_]), text(number)), False)
 
     run_all(run, sample)
     exact = [(round(p.timestep, 1), p.conditioning - 1) for p in model.posted if len(p.tokens) == 12]
@@ -270,7 +266,7 @@ def test_bands_that_make_different_numbers_of_calls_are_not_local(model, short, 
 
     def sample(band):
         for call in range(2 + (0 if band == short else extra)):
-            run.predict(band, noise()[:, :, run.rows[band].slice], torch.tensor([1.0 - call / 10]), text(), exact)
+            run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.tensor([1.0 - call / 10]), text()), exact)
 
     with pytest.raises(NotLocal, match="number of model calls"):
         run_all(run, sample)
@@ -284,7 +280,7 @@ def test_bands_at_different_timesteps_are_not_local(model, other, exact):
     def sample(band):
         for call in range(3):
             timestep = 1.0 - call / 10 - (0.01 if call == 1 and band == other else 0)
-            run.predict(band, noise()[:, :, run.rows[band].slice], torch.tensor([timestep]), text(), exact)
+            run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.tensor([timestep]), text()), exact)
 
     with pytest.raises(NotLocal, match="different timesteps"):
         run_all(run, sample)
@@ -299,7 +295,7 @@ def test_abort_unblocks_every_band_and_refuses_later_calls(model, exact):
 
     def work(band):
         try:
-            run.predict(band, noise()[:, :, run.rows[band].slice], torch.ones(1), text(), exact)
+            run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.ones(1), text()), exact)
         except KeyError as error:
             errors.append(error)
 
@@ -314,7 +310,7 @@ def test_abort_unblocks_every_band_and_refuses_later_calls(model, exact):
         thread.join(PATIENCE)
     assert len(errors) == 3
     with pytest.raises(KeyError):
-        run.predict(0, noise()[:, :, run.rows[0].slice], torch.ones(1), text(), exact)
+        run.predict(0, ModelCall(noise()[:, :, run.rows[0].slice], torch.ones(1), text()), exact)
     assert model.abandoned == [1]
 
 
@@ -326,7 +322,7 @@ def test_a_late_answer_after_abort_is_dropped(model):
 
     def work():
         with pytest.raises(KeyError):
-            run.predict(0, noise()[:, :, :4], torch.ones(1), text(), False)
+            run.predict(0, ModelCall(noise()[:, :, :4], torch.ones(1), text()), False)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -348,7 +344,7 @@ def test_an_exception_in_one_band_ends_all(model, band, exact):
         for call in range(50):
             if (me, call) == (band, 2):
                 raise KeyError("the sampler's own")
-            run.predict(me, noise()[:, :, run.rows[me].slice], torch.tensor([1.0 - call / 100]), text(), exact)
+            run.predict(me, ModelCall(noise()[:, :, run.rows[me].slice], torch.tensor([1.0 - call / 100]), text()), exact)
 
     with pytest.raises(KeyError, match="the sampler's own"):
         run_all(run, sample)

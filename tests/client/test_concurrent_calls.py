@@ -6,10 +6,12 @@ import itertools
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.sampling import linear_sigmas
 from parallel_backend.core.degrees import Degrees
+from testing.models import conditioning_of
 from tests.support import tiny
 
 pytestmark = pytest.mark.threads
@@ -33,9 +35,9 @@ def test_a_call_begins_on_its_home_replica(remote, flux_model, batch, first_repl
     model = remote(Degrees(batch=2))
     micro_steps(model)
     x, timestep, (tensors, _) = prompts(batch)
-    output = model.predict(x, timestep, tensors, lambda: None, first_replica=first_replica)
+    output = model.predict(ModelCall(x, timestep, tensors, first_replica=first_replica), lambda: None)
     assert micro_steps(model) == expected
-    assert torch.equal(output, model.predict(x, timestep, tensors, lambda: None))
+    assert torch.equal(output, model.predict(ModelCall(x, timestep, tensors), lambda: None))
     assert tiny.relative(output, tiny.reference(flux_model, x, timestep, tensors)) <= 1e-5
 
 
@@ -43,20 +45,20 @@ def test_a_call_begins_on_its_home_replica(remote, flux_model, batch, first_repl
 def test_the_larger_share_goes_to_the_home_replica(remote, first_replica, shares):
     model = remote(Degrees(batch=2))
     x, _, (tensors, _) = prompts(3)
-    conditioning = model.conditioning(model.family.patching.grid(x.shape), tensors, first_replica)
+    conditioning = conditioning_of(model, model.family.patching.grid(x.shape), tensors, first_replica)
     assert [len(entries) for entries in conditioning.shares(2)] == shares
 
 
 def test_a_call_made_meanwhile_is_under_way_before_the_first_is_waited_for(remote):
     model = remote(Degrees(batch=2))
     x, timestep, (short, long) = prompts()
-    apart = [model.predict(x, timestep, tensors, lambda: None) for tensors in (short, long)]
+    apart = [model.predict(ModelCall(x, timestep, tensors), lambda: None) for tensors in (short, long)]
     micro_steps(model)
     posted, outputs, post = [], [], model.post
 
     def second() -> None:
         assert len(posted) == 1
-        outputs.append(model.predict(x, timestep, long, lambda: None, first_replica=1))
+        outputs.append(model.predict(ModelCall(x, timestep, long, first_replica=1), lambda: None))
 
     def hold_back(call) -> None:
         """The first call reaches the ranks with the second one: whoever waited for it first would wait for ever."""
@@ -67,7 +69,7 @@ def test_a_call_made_meanwhile_is_under_way_before_the_first_is_waited_for(remot
 
     model.post = hold_back
     try:
-        first = model.predict(x, timestep, short, lambda: None, on_posted=second)
+        first = model.predict(ModelCall(x, timestep, short), lambda: None, on_posted=second)
     finally:
         del model.post
     assert torch.equal(first, apart[0])
@@ -78,7 +80,7 @@ def test_a_call_made_meanwhile_is_under_way_before_the_first_is_waited_for(remot
 def test_what_is_raised_meanwhile_ends_the_call(remote):
     model = remote(Degrees(batch=2))
     x, timestep, (short, long) = prompts()
-    expected = model.predict(x, timestep, long, lambda: None)
+    expected = model.predict(ModelCall(x, timestep, long), lambda: None)
 
     class Cancelled(BaseException):
         pass
@@ -87,8 +89,8 @@ def test_what_is_raised_meanwhile_ends_the_call(remote):
         raise Cancelled
 
     with pytest.raises(Cancelled):
-        model.predict(x, timestep, short, lambda: None, on_posted=cancel)
-    assert torch.equal(model.predict(x, timestep, long, lambda: None, first_replica=1), expected)
+        model.predict(ModelCall(x, timestep, short), lambda: None, on_posted=cancel)
+    assert torch.equal(model.predict(ModelCall(x, timestep, long, first_replica=1), lambda: None), expected)
 
 
 def guided_in_bands(model, together: bool, warm_up: int, steps: int = 4, bands: int = 2) -> tuple[torch.Tensor, list[int]]:
@@ -109,7 +111,10 @@ def guided_in_bands(model, together: bool, warm_up: int, steps: int = 4, bands: 
                 tensors, exact = (short, long)[index], float(sigma) > limit
                 first_replica = index if together else 0
                 found[index] = run.predict(
-                    band, latent, sigma.repeat(1), tensors, exact, first_replica=first_replica, on_posted=on_posted
+                    band,
+                    ModelCall(latent, sigma.repeat(1), tensors, first_replica=first_replica),
+                    exact,
+                    on_posted=on_posted,
                 )
 
             if together:
@@ -161,10 +166,10 @@ def test_ending_a_run_with_two_calls_of_a_band_unanswered(remote, monkeypatch):
         def second() -> None:
             calls.append(band)
             with contextlib.suppress(Cancelled):
-                run.predict(band, latent, timestep, long, True)
+                run.predict(band, ModelCall(latent, timestep, long), True)
             ends.append(band)
 
-        run.predict(band, latent, timestep, short, True, on_posted=second)
+        run.predict(band, ModelCall(latent, timestep, short), True, on_posted=second)
 
     with pytest.raises(Cancelled):
         run_bands(run, sample, lambda: None, poll)

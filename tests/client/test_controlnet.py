@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.reader import original_values
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.sampling import Prompt, euler, linear_sigmas
@@ -156,10 +157,10 @@ def test_residuals_give_diffusers_forward_with_them(case, degrees, pools, made, 
         given = case.inputs(latent=latent)
         residuals = random_residuals(case, given[0], blocks(case))
         expected = reference(case, model, *given, residuals)
-        error = tiny.relative(remote.predict(*given, nothing, residuals=residuals), expected)
+        error = tiny.relative(remote.predict(ModelCall(*given, residuals=residuals), nothing), expected)
         measured(f"relative error with residuals, {case.name}", error)
         assert error <= TOLERANCE
-        assert tiny.relative(remote.predict(*given, nothing), expected) > 0.05  # the control: they do something
+        assert tiny.relative(remote.predict(ModelCall(*given), nothing), expected) > 0.05  # the control: they do something
 
 
 @every_case
@@ -168,9 +169,9 @@ def test_each_blocks_residual_is_added_once_whatever_the_stage(case, pools, made
     model, file = made(case)
     given = case.inputs()
     remote = pools.load(file, Degrees(pipe=3))
-    plain = remote.predict(*given, nothing)
+    plain = remote.predict(ModelCall(*given), nothing)
     for name, residual in random_residuals(case, given[0], blocks(case)).items():
-        found = remote.predict(*given, nothing, residuals={name: residual})
+        found = remote.predict(ModelCall(*given, residuals={name: residual}), nothing)
         assert tiny.relative(found, reference(case, model, *given, {name: residual})) <= TOLERANCE, name
         assert tiny.relative(found, plain) > 1e-3, name
 
@@ -207,7 +208,7 @@ def test_a_tensor_of_several_blocks_is_sent_once_and_to_its_stages_only(degrees,
     for given_as, added in {"once": residuals, "apart": apart}.items():
         with monkeypatch.context() as patched:
             steps = Steps(patched, remote)
-            output = remote.predict(*given, nothing, residuals=added)
+            output = remote.predict(ModelCall(*given, residuals=added), nothing)
             assert tiny.relative(output, reference(case, model, *given, residuals)) <= TOLERANCE
         found[given_as] = steps.bytes()
         for rank, sent in steps.by_rank.items():
@@ -224,7 +225,7 @@ def test_without_a_controlnet_nothing_is_sent(pools, made, monkeypatch):
     case = named("flux-dev")
     remote = pools.load(made(case)[1], Degrees(pipe=2))
     steps = Steps(monkeypatch, remote)
-    remote.predict(*case.inputs(), nothing)
+    remote.predict(ModelCall(*case.inputs()), nothing)
     assert len(steps.by_rank) == 2
     assert steps.bytes() == 0
     assert not any(step.residuals for sent in steps.by_rank.values() for step in sent)
@@ -244,7 +245,7 @@ def in_bands(remote, case, x, sigmas, tensors, residuals, exact_steps) -> torch.
 
         def predict(x, timestep, tensors):
             exact = bool(timestep[0] > sigmas[exact_steps])
-            return run.predict(band, x, timestep * scale_of(case), tensors, exact, residuals=added)
+            return run.predict(band, ModelCall(x, timestep * scale_of(case), tensors, residuals=added), exact)
 
         return euler(predict, patching.rows(x, rows[band]), sigmas, Prompt(tensors, {}, 1.0))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
@@ -16,6 +17,7 @@ from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.prediction import predict
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.models import on_ranks
 from tests.conftest import Pools
 from tests.support import tiny
 
@@ -40,9 +42,7 @@ def load(pools: Pools, path, degrees: Degrees, offload: str = "auto") -> RemoteT
     """Always anew: how it is placed goes by what is free."""
     pool = pools(degrees.world)
     pools.forget(degrees.world)
-    return RemoteTransformer(
-        pool, open_checkpoint(path), degrees, "fp32", "sdpa", nobody, "even", offload=offload_of(offload)
-    )
+    return on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nobody, "even", offload=offload_of(offload))
 
 
 def results(model: RemoteTransformer) -> list[torch.Tensor]:
@@ -51,7 +51,7 @@ def results(model: RemoteTransformer) -> list[torch.Tensor]:
     for height, width in ((16, 12), (48, 32), (16, 12)):
         model.begin_timeline()
         x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=1, height=height, width=width)
-        found.append(model.predict(x, timestep, tensors, nobody))
+        found.append(model.predict(ModelCall(x, timestep, tensors), nobody))
     if model.degrees.pipe > 1:
         model.begin_timeline()
         found.append(sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), 2, 1)[0])

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.call import Conditioning
+from parallel_backend.client.call import Conditioning, TokenLayout
 from parallel_backend.client.memory_guard import MemoryGuard
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import ALLOWED, Offload, Setup
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families import FAMILIES
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
-from parallel_backend.placement.residency import ALL, ALLOWED, Offload
+from parallel_backend.placement.residency import ALL
 from parallel_backend.wire import messages as m
 
 GB = 10**9
@@ -35,7 +36,8 @@ class Guarded:
 
     def __init__(self, path, room: int = 2 * GB, host: str = "", offload: Offload = ALLOWED):
         self.checked, self.asked, self.told, self.room, self.host, self.vae = [], 0, [], room, host, 0
-        self.check = MemoryCheck(open_checkpoint(path), Degrees(), even_stages(8, 1), "fp32", ("cpu",), 1, offload)
+        setup = Setup(path, "fp32", ("cpu",), Degrees(), "auto", offload=offload)
+        self.check = MemoryCheck(open_checkpoint(path), setup, even_stages(8, 1), 1)
         check, self.check.check = self.check.check, self._checked
         self._check = check
         ranks = SimpleNamespace(devices=("cpu",), ask=self._ask, tell=self._tell)
@@ -82,7 +84,7 @@ class Guarded:
 
 
 def conditioning(number: int, rows: int = 4) -> Conditioning:
-    return Conditioning(number, (rows, 6), TokenOrder(6 * rows, 6), 7, 2, {"context": torch.zeros(2, 7, 8)})
+    return Conditioning(number, TokenLayout((rows, 6)), TokenOrder(6 * rows, 6), 7, 2, {"context": torch.zeros(2, 7, 8)})
 
 
 @pytest.mark.parametrize(("extrapolate", "kept"), [(True, KV_COPIES), (False, 1)])

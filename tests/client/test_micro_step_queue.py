@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel_backend.client.call import Call, Conditioning
+from parallel_backend.client.call import Conditioning, PostedCall, TokenLayout
 from parallel_backend.client.micro_step_queue import MicroSteps
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span, split
@@ -32,11 +32,11 @@ class Queue:
         return self.steps.accept(Output(rank, seq, torch.full((entries, len(rows), WIDTH), value)), finite)
 
 
-def call(batch: int, first_replica: int = 0, run: int = 0) -> Call:
+def call(batch: int, first_replica: int = 0, run: int = 0) -> PostedCall:
     order = TokenOrder(TOKENS, 3)
-    conditioning = Conditioning(1, (2, 3), order, 0, batch, {}, first_replica)
+    conditioning = Conditioning(1, TokenLayout((2, 3)), order, 0, batch, {}, first_replica)
     x = torch.zeros(batch, TOKENS, WIDTH)
-    return Call(x, torch.zeros(batch), conditioning, Span(0, TOKENS), True, run, False, True, {})
+    return PostedCall(x, torch.zeros(batch), conditioning, Span(0, TOKENS), True, run, False, True, {})
 
 
 def test_entries_of_an_exact_call_fill_a_pipeline_in_order_a_window_at_a_time():

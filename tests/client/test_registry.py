@@ -10,8 +10,9 @@ import pytest
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.memory_guard import no_room
 from parallel_backend.client.models_on_ranks import MOST_MODELS
-from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.processes.pool import LinksDown, RankError
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import SELF_TEST
@@ -114,7 +115,7 @@ def loaded(registry, monkeypatch):
 
     def load(name, *devices, make_room=no_room):
         devices = devices or DEVICES
-        key = ModelKey(Path(name), "fp32", devices, Degrees(pipe=len(devices)), "sdpa")
+        key = Setup(Path(name), "fp32", devices, Degrees(pipe=len(devices)), "sdpa")
         return key, registry.model(key, nobody, make_room=make_room)
 
     return load
@@ -344,7 +345,7 @@ def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begi
 
 def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkeypatch):
     """ComfyUI then unloads a MODEL that the ranks had before, on the thread that loads."""
-    keys = [ModelKey(Path(name), "fp32", DEVICES, Degrees(pipe=2), "sdpa") for name in ("before", "now")]
+    keys = [Setup(Path(name), "fp32", DEVICES, Degrees(pipe=2), "sdpa") for name in ("before", "now")]
 
     class Loading:
         def __init__(self, *_arguments, make_room, **_named):

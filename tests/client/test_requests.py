@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.wire import channel
@@ -41,7 +42,7 @@ def test_calls_of_any_size_in_any_order_without_a_restart(remote, flux_model, de
     expected = [tiny.reference(flux_model, *given(size)) for size in SIZES]
     for order in (range(len(SIZES)), reversed(range(len(SIZES)))):
         for index in order:
-            output = model.predict(*given(SIZES[index]), lambda: None)
+            output = model.predict(ModelCall(*given(SIZES[index])), lambda: None)
             assert tiny.relative(output, expected[index]) <= 1e-5, SIZES[index]
     assert remote(degrees).pool is model.pool
 
@@ -51,7 +52,7 @@ def test_a_call_that_cannot_be_sent_costs_the_next_one_nothing(remote, flux_mode
     model, bytes_of = remote(Degrees(batch=2)), channel._bytes
     x, timestep, tensors = given(SIZES[0])
     expected = tiny.reference(flux_model, x, timestep, tensors)
-    model.predict(x, timestep, tensors, lambda: None)  # the ranks have its conditioning
+    model.predict(ModelCall(x, timestep, tensors), lambda: None)  # the ranks have its conditioning
 
     def bytes_but_of_large_values(tensor):
         here = threading.current_thread() is threading.main_thread()  # the ranks are other threads
@@ -63,8 +64,8 @@ def test_a_call_that_cannot_be_sent_costs_the_next_one_nothing(remote, flux_mode
     unsendable = x.clone()
     unsendable[1] = 1e7
     with pytest.raises(RuntimeError, match="no storage"):
-        model.predict(unsendable, timestep, tensors, lambda: None)
-    assert tiny.relative(model.predict(x, timestep, tensors, lambda: None), expected) <= 1e-5
+        model.predict(ModelCall(unsendable, timestep, tensors), lambda: None)
+    assert tiny.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected) <= 1e-5
 
 
 @pytest.mark.slow
@@ -122,7 +123,7 @@ def test_buffers_are_of_this_run_only(remote, degrees, extrapolate, copies):
         assert sum(rank.buffer_bytes for rank in stats) == copies * layers * layer_bytes(size)
         assert {rank.run for rank in stats} == {stats[0].run}
     x, timestep, tensors = given(SIZES[0])
-    model.predict(x, timestep, tensors, lambda: None)
+    model.predict(ModelCall(x, timestep, tensors), lambda: None)
     number = model.open_run()
     assert [rank.buffer_bytes for rank in model.close_run(number, lambda: None)] == [0] * degrees.world
 
@@ -135,7 +136,7 @@ def test_more_prompts_than_the_ranks_keep(remote, flux_model):
     size = SIZES[5]
     for seed in (*range(CONDITIONINGS_KEPT + 3), 0, 1):
         x, timestep, tensors = given(size, seed)
-        output = model.predict(x, timestep, tensors, lambda: None)
+        output = model.predict(ModelCall(x, timestep, tensors), lambda: None)
         assert tiny.relative(output, tiny.reference(flux_model, x, timestep, tensors)) <= 1e-5, seed
 
 
@@ -143,9 +144,9 @@ def test_a_tensor_changed_in_place_is_sent_again(remote, flux_model):
     """A host may reuse a buffer: what the ranks hold is compared with values, so the client must hold values too."""
     model = remote(Degrees(pipe=2), fresh=True)
     x, timestep, tensors = given(SIZES[0])
-    model.predict(x, timestep, tensors, lambda: None)
+    model.predict(ModelCall(x, timestep, tensors), lambda: None)
     tensors["pooled"] += 1.0
-    output = model.predict(x, timestep, tensors, lambda: None)
+    output = model.predict(ModelCall(x, timestep, tensors), lambda: None)
     assert tiny.relative(output, tiny.reference(flux_model, x, timestep, tensors)) <= 1e-5
 
 
@@ -159,7 +160,7 @@ def test_another_model_and_other_degrees_on_the_same_ranks(pools, remote, flux_m
             (functools.partial(pools.load, path), other_config, other),
         ):
             given = tiny.inputs(config)
-            output = load(degrees).predict(*given, lambda: None)
+            output = load(degrees).predict(ModelCall(*given), lambda: None)
             assert tiny.relative(output, tiny.reference(reference, *given)) <= 1e-5
 
 
@@ -171,11 +172,11 @@ def test_what_a_cancelled_call_leaves_is_nothing_to_the_next_model(remote):
     """Its output arrives when another model listens already, which has sent nothing yet."""
     large = given({"batch": 4, "height": 32, "width": 32, "text": 7})
     model = remote(Degrees(pipe=2), fresh=True)
-    expected = model.predict(*large, lambda: None)
+    expected = model.predict(ModelCall(*large), lambda: None)
 
     def poll() -> None:
         raise Cancelled
 
     with pytest.raises(Cancelled):
-        model.predict(*large, poll)
-    assert torch.equal(remote(Degrees(pipe=2), fresh=True).predict(*large, lambda: None), expected)
+        model.predict(ModelCall(*large), poll)
+    assert torch.equal(remote(Degrees(pipe=2), fresh=True).predict(ModelCall(*large), lambda: None), expected)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.call import Conditioning
+from parallel_backend.client.call import Conditioning, TokenLayout
 from parallel_backend.client.memory_guard import MemoryGuard
 from parallel_backend.core.communicators import communicators
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.placement.balance import divide, even_stages, timed_rows
 from parallel_backend.placement.expected_request import expected_request
@@ -52,7 +53,7 @@ class Host:
         for device in range(2):
             cuda.hold_elsewhere(CONTEXT + COMMUNICATOR, device)  # the rank's, and the world's
         spans = even_stages(57, 2)
-        self.check = MemoryCheck(flux, TWO, spans, "bf16", DEVICES, 2)
+        self.check = MemoryCheck(flux, Setup(flux.path, "bf16", DEVICES, TWO, "auto"), spans, 2)
         pool = SimpleNamespace(devices=DEVICES, ask=self._ask)
         self.guard = MemoryGuard(pool, self.check, flux.family, self.make_room)
 
@@ -65,7 +66,7 @@ class Host:
     def run(self, number: int = 1) -> None:
         """A PipeFusion run, until its first call."""
         conditioning = Conditioning(
-            number, (64, 64), TokenOrder(4096, 64), PROMPT, 1, {"context": torch.zeros(1, PROMPT, 1)}
+            number, TokenLayout((64, 64)), TokenOrder(4096, 64), PROMPT, 1, {"context": torch.zeros(1, PROMPT, 1)}
         )
         self.guard.watch(1, 4, True, nobody)
         self.guard.check(1, conditioning)
@@ -150,7 +151,7 @@ def test_room_is_asked_for_the_whole_run_where_it_is_known_at_loading(flux):
 @pytest.mark.parametrize(("free", "asked"), [(10**12, []), (40 * 10**9, ["cpu"])])
 def test_cpu_ranks_ask_for_what_their_machine_lacks(flux, free, asked):
     found = []
-    check = MemoryCheck(flux, TWO, even_stages(57, 2), "fp32", ("cpu", "cpu"), 2)
+    check = MemoryCheck(flux, Setup(flux.path, "fp32", ("cpu", "cpu"), TWO, "auto"), even_stages(57, 2), 2)
     answers: Future = Future()
     answers.set_result([m.DeviceMemoryReport(rank, "here", free, 0, 0, None) for rank in range(2)])
     pool = SimpleNamespace(devices=("cpu", "cpu"), ask=lambda *_: answers)

@@ -8,13 +8,16 @@ import torch
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.reader import Reader
 from parallel_backend.client import registry as registry_module
-from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.processes.pool import RankError
 from parallel_backend.rank.comm import peers
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.models import on_ranks, whole_call
 from tests.support import tiny
 
 pytestmark = pytest.mark.threads
@@ -41,7 +44,7 @@ def two(pools, flux_file, other_file):
     def load(first: Degrees, second: Degrees) -> list[RemoteTransformer]:
         pool = pools(first.world)
         return [
-            RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing, keep_others=keep_others)
+            on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing, keep_others=keep_others)
             for path, degrees, keep_others in ((flux_file, first, False), (other_file, second, True))
         ]
 
@@ -64,11 +67,10 @@ def test_models_take_turns_and_answer_as_alone(two, remote, pools, flux_model, o
     models = two(PIPE, second)
     for _ in range(2):
         for model, reference in zip(models, references, strict=True):
-            assert tiny.relative(model.predict(*GIVEN, nothing), reference) <= 1e-5
+            assert tiny.relative(model.predict(ModelCall(*GIVEN), nothing), reference) <= 1e-5
     posted = []
     for model in (*models, *models):  # none is waited for: their micro-steps mix
-        conditioning = model.conditioning(model.family.patching.grid(GIVEN[0].shape), GIVEN[2])
-        posted.append(model.call(model.family.patching.pack(GIVEN[0]), GIVEN[1], conditioning, run=0))
+        posted.append(whole_call(model, *GIVEN))
         model.post(posted[-1])
     first, other, *again = [call.future.result(timeout=60) for call in posted]
     assert first.equal(again[0]) and other.equal(again[1]) and not first.equal(other)
@@ -76,29 +78,29 @@ def test_models_take_turns_and_answer_as_alone(two, remote, pools, flux_model, o
 
 def test_what_is_added_to_one_model_or_ended_for_it_is_nothing_to_the_other(two, pools):
     first, second = two(PIPE, PIPE)
-    before = [model.predict(*GIVEN, nothing) for model in (first, second)]
+    before = [model.predict(ModelCall(*GIVEN), nothing) for model in (first, second)]
     second.adapt("a LoRA", [delta(second)], nothing)
-    assert not second.predict(*GIVEN, nothing).equal(before[1])
+    assert not second.predict(ModelCall(*GIVEN), nothing).equal(before[1])
     run = first.open_run()
     second.open_run()
-    assert first.predict(*GIVEN, nothing).equal(before[0])
+    assert first.predict(ModelCall(*GIVEN), nothing).equal(before[0])
     found = first.pool.ask(m.ReadMemory(), m.DeviceMemoryReport).result(timeout=60)
     assert [each.held_bytes for each in found] == [0, 0]  # of no model
     second.unload().result(timeout=60)
     with pytest.raises(RuntimeError, match="unloaded from its ranks"):
-        second.predict(*GIVEN, nothing)
+        second.predict(ModelCall(*GIVEN), nothing)
     assert first.on_ranks
     first.close_run(run, nothing)
-    assert first.predict(*GIVEN, nothing).equal(before[0])
+    assert first.predict(ModelCall(*GIVEN), nothing).equal(before[0])
 
 
 def test_a_model_that_is_not_beside_the_others_takes_their_place(two, pools, flux_file):
     models = two(PIPE, PIPE)
-    third = RemoteTransformer(models[0].pool, open_checkpoint(flux_file), PIPE, "fp32", "sdpa", nothing)
+    third = on_ranks(models[0].pool, open_checkpoint(flux_file), PIPE, "fp32", "sdpa", nothing)
     for model in models:
         with pytest.raises(RuntimeError, match="another model has been loaded"):
-            model.predict(*GIVEN, nothing)
-    assert third.predict(*GIVEN, nothing).isfinite().all()
+            model.predict(ModelCall(*GIVEN), nothing)
+    assert third.predict(ModelCall(*GIVEN), nothing).isfinite().all()
 
 
 def test_models_of_equal_degrees_share_their_groups(two, monkeypatch):
@@ -110,7 +112,7 @@ def test_models_of_equal_degrees_share_their_groups(two, monkeypatch):
     ended.clear()  # what earlier tests left
     first.unload().result(timeout=60)
     assert not ended
-    assert second.predict(*GIVEN, nothing).isfinite().all()
+    assert second.predict(ModelCall(*GIVEN), nothing).isfinite().all()
     second.unload().result(timeout=60)
     assert len(ended) == 2
 
@@ -161,16 +163,16 @@ def opened(monkeypatch):
     return found
 
 
-def key_of(file, degrees: Degrees, devices=("cpu:0", "cpu:1")) -> ModelKey:
-    return ModelKey(file, "fp32", devices, degrees, "sdpa", "even")
+def key_of(file, degrees: Degrees, devices=("cpu:0", "cpu:1")) -> Setup:
+    return Setup(file, "fp32", devices, degrees, "sdpa", "even")
 
 
-def sampled(registry: Registry, *keys: ModelKey, steps: int = 2) -> list[torch.Tensor]:
+def sampled(registry: Registry, *keys: Setup, steps: int = 2) -> list[torch.Tensor]:
     """A sampling run of each model, one behind the other."""
     given, found = tiny.inputs(SIZES), []
     for key in keys:
         registry.begin_run()
-        found.append([registry.model(key, nothing).predict(*given, nothing) for _ in range(steps)][-1])
+        found.append([registry.model(key, nothing).predict(ModelCall(*given), nothing) for _ in range(steps)][-1])
     return found
 
 
@@ -207,7 +209,7 @@ def test_two_models_that_take_turns_at_each_step_move_their_weights_once(registr
         registry.begin_run()
         for step in range(4):
             moved.clear()
-            found = [registry.model(key, nothing).predict(*given, nothing) for key in keys]
+            found = [registry.model(key, nothing).predict(ModelCall(*given), nothing) for key in keys]
             assert all(map(torch.equal, found, expected))
             assert bool(moved) <= (step < 2)
     assert not opened

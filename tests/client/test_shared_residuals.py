@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from parallel_backend.client import shared_residuals
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.shared_residuals import SharedResiduals
 from parallel_backend.core.degrees import Degrees
@@ -61,7 +62,7 @@ def residuals(x: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
 def outputs(model: RemoteTransformer) -> list[torch.Tensor]:
     """Of calls that differ in their residuals."""
     x, timestep, tensors = tiny.inputs(tiny.FLUX)
-    return [model.predict(x, timestep, tensors, nothing, residuals=residuals(x, seed)) for seed in range(4)]
+    return [model.predict(ModelCall(x, timestep, tensors, residuals=residuals(x, seed)), nothing) for seed in range(4)]
 
 
 @pytest.mark.parametrize("degrees", MODES, ids=str)
@@ -256,7 +257,7 @@ def test_a_rank_lets_a_segment_go_between_its_messages(remote, monkeypatch):
     monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
     for height in (8, 16):  # the second call needs a larger segment in the place of the first one's
         x, timestep, tensors = tiny.inputs(tiny.FLUX, height=height)
-        model.predict(x, timestep, tensors, nothing, residuals=residuals(x, 0))
+        model.predict(ModelCall(x, timestep, tensors, residuals=residuals(x, 0)), nothing)
     model.close_run(0, nothing)  # the ranks have come so far
     assert let_go
     assert all(let_go)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from parallel_backend.client import step_cache
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
@@ -202,7 +203,7 @@ def cached(model, bands: int, seed: int, steps: int = 12, threshold: float = 0.2
         x = noise()[:, :, run.rows[band].slice] / 100
         for step in range(steps):
             time.sleep(randoms[band].random() * 0.003)
-            x = x - 0.1 * run.predict(band, x, torch.tensor([1 - step / 20]), text(), step < warm_up)
+            x = x - 0.1 * run.predict(band, ModelCall(x, torch.tensor([1 - step / 20]), text()), step < warm_up)
         return x
 
     parts = run_all(run, sample)
@@ -239,7 +240,7 @@ def test_a_band_does_not_wait_for_another_at_a_forecast_call():
         for step in range(BANDED_FIRST + LONGEST_ROW + 1):
             if step == BANDED_FIRST and band == 1:
                 assert beyond.wait(PATIENCE)
-            run.predict(band, x, torch.tensor([1 - step / 20]), text(), False)
+            run.predict(band, ModelCall(x, torch.tensor([1 - step / 20]), text()), False)
             if step == BANDED_FIRST + LONGEST_ROW and band == 0:
                 beyond.set()
 
@@ -256,7 +257,7 @@ def test_bands_that_make_different_numbers_of_forecast_calls_are_not_local(short
 
     def sample(band):
         for step in range(BANDED_FIRST + (1 if band == short else 2)):
-            run.predict(band, noise()[:, :, run.rows[band].slice], torch.tensor([1 - step / 20]), text(), False)
+            run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.tensor([1 - step / 20]), text()), False)
 
     with pytest.raises(NotLocal, match="number of model calls"):
         run_all(run, sample)
@@ -271,7 +272,7 @@ def test_bands_at_different_times_at_a_forecast_call_are_not_local():
     def sample(band):
         for step in range(BANDED_FIRST + 1):
             at = 1 - step / 20 - (0.01 if band == 2 and step == BANDED_FIRST else 0)
-            run.predict(band, noise()[:, :, run.rows[band].slice], torch.tensor([at]), text(), False)
+            run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.tensor([at]), text()), False)
 
     with pytest.raises(NotLocal, match="different timesteps"):
         run_all(run, sample)

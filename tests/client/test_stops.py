@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from parallel_backend.client.call import same_values
+from parallel_backend.client.call import ModelCall, same_values
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.core.degrees import Degrees
 from tests.support import pretend_device, tiny
@@ -32,13 +32,13 @@ def on_device(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_a_whole_call_stops_for_latent_timestep_and_a_comparison(remote):
     model = remote(Degrees(ulysses=2))
     x, timestep, tensors = tiny.inputs(tiny.FLUX)
-    expected = model.predict(x, timestep, tensors, nothing)
+    expected = model.predict(ModelCall(x, timestep, tensors), nothing)
     device = pretend_device.device()
     given = x.to(device), timestep.to(device)
-    model.predict(*given, on_device(tensors), nothing)  # the first sends the conditioning
+    model.predict(ModelCall(*given), on_device(tensors), nothing)  # the first sends the conditioning
     again = on_device(tensors)
     with pretend_device.stops() as stops:
-        output = model.predict(*given, again, nothing)
+        output = model.predict(ModelCall(*given), again, nothing)
     copies = [stop for stop in stops if "a copy to the host" in stop]
     assert (len(copies), len(stops)) == (2, 3), stops
     assert sum("call.py" in stop for stop in stops) == 1, stops
@@ -81,10 +81,10 @@ def test_what_was_written_over_is_compared_again(remote, flux_model):
     with torch.inference_mode():
         kept_in_inference = {name: tensor.clone() for name, tensor in tensors.items()}
     for given in (tensors, kept_in_inference):
-        model.predict(x, timestep, given, nothing)
+        model.predict(ModelCall(x, timestep, given), nothing)
         with torch.inference_mode():
             given["context"].mul_(-1.0)
-        output = model.predict(x, timestep, given, nothing)
+        output = model.predict(ModelCall(x, timestep, given), nothing)
         assert tiny.relative(output, tiny.reference(flux_model, x, timestep, given)) <= 1e-5
 
 

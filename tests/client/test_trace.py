@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.reports.run_report import RunReport
 from parallel_backend.client.reports.trace import SPAN, RankTrace, Trace, lanes, read_trace, total, write_chrome_trace
@@ -161,7 +162,7 @@ def test_where_nothing_has_run_it_says_so(remote):
     with pytest.raises(ValueError, match=r"^after: nothing has run .* Run a sampler"):
         read_trace(model, poll)
     x, timestep, tensors = tiny.inputs(tiny.FLUX)
-    model.predict(x, timestep, tensors, poll)
+    model.predict(ModelCall(x, timestep, tensors), poll)
     assert len(read_trace(model, poll).ranks) == 2
     model.begin_timeline()
     with pytest.raises(ValueError, match=r"^after: "):

@@ -8,11 +8,14 @@ import weakref
 import psutil
 import pytest
 
-from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.processes import pool as pool_module
 from parallel_backend.processes.pool import RankError
+from testing.models import conditioning_of, whole_call
 from tests.support import tiny
 from tests.support.host_memory import held_bytes
 from tests.system.test_memory import CONFIG, write_random
@@ -55,33 +58,31 @@ def registry():
 
 @pytest.fixture
 def key(large):
-    return ModelKey(large[0], "fp32", CPUS, Degrees(pipe=2), "sdpa", "even")
+    return Setup(large[0], "fp32", CPUS, Degrees(pipe=2), "sdpa", "even")
 
 
 @pytest.fixture
 def small(flux_file):
-    return ModelKey(flux_file, "fp32", CPUS, Degrees(pipe=2), "sdpa", "even")
+    return Setup(flux_file, "fp32", CPUS, Degrees(pipe=2), "sdpa", "even")
 
 
 def leave_buffers(model: RemoteTransformer, x, timestep, tensors) -> None:
     """K/V buffers of an open run and conditioning, which unloading has to find."""
-    patching = model.family.patching
-    conditioning = model.conditioning(patching.grid(x.shape), tensors)
-    call = model.call(patching.pack(x), timestep, conditioning, run=model.open_run())
+    call = whole_call(model, x, timestep, tensors, model.open_run())
     model.post(call)
     call.future.result(timeout=120)
 
 
 def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, key, small, measured):
     given = tiny.inputs(LARGE, batch=1, height=48, width=48)
-    registry.model(small, nobody).predict(*tiny.inputs(tiny.FLUX), nobody)  # what is imported at first use
+    registry.model(small, nobody).predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody)  # what is imported at first use
     registry.unload()
     pids = registry.model(small, nobody).pool.pids
     registry.unload()
     before = held_bytes(pids)
 
     model = registry.model(key, nobody)
-    first = model.predict(*given, nobody)
+    first = model.predict(ModelCall(*given), nobody)
     leave_buffers(model, *given)
     weights = sum(model.weight_bytes)
     loaded = held_bytes(pids) - before
@@ -101,18 +102,18 @@ def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, ke
     again = registry.model(key, nobody)
     assert again.pool.pids == pids
     assert held_bytes(pids) - before >= 0.95 * weights
-    assert again.predict(*given, nobody).equal(first)
+    assert again.predict(ModelCall(*given), nobody).equal(first)
 
 
 def test_what_is_left_of_an_unloaded_model_says_so_and_harms_no_rank(registry, small):
     given = tiny.inputs(tiny.FLUX)
     model = registry.model(small, nobody)
-    expected = model.predict(*given, nobody)
+    expected = model.predict(ModelCall(*given), nobody)
     run = model.open_run()
     registry.unload()
     uses = (
-        lambda: model.predict(*given, nobody),
-        lambda: model.conditioning((8, 6), given[2]),
+        lambda: model.predict(ModelCall(*given), nobody),
+        lambda: conditioning_of(model, (8, 6), given[2]),
         lambda: model.adapt("a LoRA", (), nobody),
         model.open_run,
         lambda: model.close_run(run, nobody),
@@ -124,7 +125,7 @@ def test_what_is_left_of_an_unloaded_model_says_so_and_harms_no_rank(registry, s
     again = registry.model(small, nobody)
     assert again is not model
     assert again.pool is model.pool
-    assert again.predict(*given, nobody).equal(expected)
+    assert again.predict(ModelCall(*given), nobody).equal(expected)
 
 
 def test_only_the_model_of_the_key_is_unloaded(registry, key, small):
@@ -136,7 +137,7 @@ def test_only_the_model_of_the_key_is_unloaded(registry, key, small):
 
 
 def test_the_owner_lives_as_long_as_the_weights_or_until_another_takes_its_place(registry, key, small):
-    def owned(by: ModelKey):
+    def owned(by: Setup):
         owner = Owner()
         registry.model(by, nobody, owner=owner)
         return weakref.ref(owner)
@@ -197,17 +198,17 @@ def test_cancel_before_the_first_call_ends_ranks_that_do_not_listen(registry, la
     gone, alive = psutil.wait_procs(children, timeout=5)
     assert (len(gone), alive) == (2, [])
     given = tiny.inputs(tiny.FLUX)
-    assert registry.model(small, nobody).predict(*given, nobody).isfinite().all()
+    assert registry.model(small, nobody).predict(ModelCall(*given), nobody).isfinite().all()
 
 
 def test_a_rank_that_fails_while_it_unloads_is_replaced(registry, small):
     given = tiny.inputs(tiny.FLUX)
     model = registry.model(small, nobody)
-    expected = model.predict(*given, nobody)
+    expected = model.predict(ModelCall(*given), nobody)
     psutil.Process(model.pool.pids[0]).kill()
     registry.unload()
     with pytest.raises(RankError):
         model.pool.send(0, None)
     again = registry.model(small, nobody)
     assert again.pool is not model.pool
-    assert again.predict(*given, nobody).equal(expected)
+    assert again.predict(ModelCall(*given), nobody).equal(expected)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.band_cut import packed, unpacked
 from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
@@ -167,7 +168,7 @@ def test_the_original_layout_is_that_of_diffusers_converter(case, made):
 
 def compare(case, pools, made, given_and_expected, degrees, latent, measured):
     given, expected = given_and_expected(case, latent)
-    output = pools.load(made(case)[1], degrees).predict(*given, lambda: None)
+    output = pools.load(made(case)[1], degrees).predict(ModelCall(*given), lambda: None)
     for part, wanted in zip(latents_of(output), latents_of(expected), strict=True):
         assert part.shape == wanted.shape
         assert wanted.std() > 0.01
@@ -206,7 +207,7 @@ def test_the_comparison_sees_every_input(case, pools, made):
         if value.is_floating_point() and not torch.equal(value, value.flip(0))
     ]
     for given in changes:
-        assert tiny.relative(remote.predict(*given, lambda: None), expected) > 10 * TOLERANCE
+        assert tiny.relative(remote.predict(ModelCall(*given), lambda: None), expected) > 10 * TOLERANCE
 
 
 @cases_with("degrees", lambda case: modes_of_two(case)[0], lambda case: modes_of_two(case)[1])
@@ -255,7 +256,7 @@ def test_bf16_rounds_neither_timestep_nor_guidance(case, pools, made, measured):
     timestep = timestep * 1.0028  # halfway between two of bf16
     embedding = case.row.forward.time_embed
     factor = 1.0 if embedding is None else embedding.factor
-    output = pools.load(file, Degrees(), "bf16").predict(x, timestep, tensors, lambda: None)
+    output = pools.load(file, Degrees(), "bf16").predict(ModelCall(x, timestep, tensors), lambda: None)
     with torch.inference_mode():
         expected = case.reference(model, x, timestep, tensors)
         rounded = case.reference(model, x, (timestep * factor).bfloat16() / factor, tensors)

@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from tests.families.cases import cogvideox, hunyuan_video
 from tests.support import tiny
@@ -51,7 +52,7 @@ def test_a_rank_without_text_computes_its_picture(hunyuan, pools, degrees):
     model, file = hunyuan
     x, timestep, tensors = HUNYUAN.inputs()
     one = tensors | {"context": tensors["context"][:, :1]}
-    found = pools.load(file, degrees).predict(x, timestep, one, lambda: None)
+    found = pools.load(file, degrees).predict(ModelCall(x, timestep, one), lambda: None)
     with torch.inference_mode():
         expected, other = (HUNYUAN.reference(model, x, timestep, given) for given in (one, tensors))
     assert tiny.relative(found, expected) <= 1e-5

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES, kandinsky5
 from parallel_backend.families.base.step_inputs import TEXT_MASK
@@ -68,4 +69,4 @@ def test_first_pictures_of_another_size_than_the_videos_are_refused(pools, tmp_p
     x, timestep, tensors = case.inputs()
     tensors["start"] = tensors["start"][..., :-2]
     with pytest.raises(ValueError, match="positive, negative: the first pictures' latent has another size"):
-        pools.load(path, Degrees()).predict(x, timestep, tensors, lambda: None)
+        pools.load(path, Degrees()).predict(ModelCall(x, timestep, tensors), lambda: None)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES
@@ -135,7 +136,7 @@ def test_shards_of_any_length_see_their_neighbours(files, pools, measured, sizes
     model, given = case.model(), case.inputs(latent=(6, *sizes))
     with torch.inference_mode():
         expected = case.reference(model, *given)
-    found = pools.load(files["sana"], Degrees(ring=2, ulysses=2)).predict(*given, lambda: None)
+    found = pools.load(files["sana"], Degrees(ring=2, ulysses=2)).predict(ModelCall(*given), lambda: None)
     error = tiny.relative(found, expected)
     measured(f"relative error of Sana on four ranks, {sizes[0]} x {sizes[1]}", error)
     assert error <= 1e-5

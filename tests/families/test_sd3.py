@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
@@ -57,7 +58,7 @@ def test_a_stage_holds_its_own_part(file, model, edges):
 def test_masked_text_is_as_if_it_were_not_there(pools, file, model, degrees):
     x, timestep, tensors = inputs(batch=1, text=9)
     mask = torch.arange(9)[None] < 4
-    output = pools.load(file, degrees).predict(x, timestep, tensors | {"text_mask": mask}, lambda: None)
+    output = pools.load(file, degrees).predict(ModelCall(x, timestep, tensors | {"text_mask": mask}), lambda: None)
     shorter = tensors | {"context": tensors["context"][:, :4]}
     assert tiny.relative(output, tiny.sd3_reference(model, x, timestep, shorter)) <= TOLERANCE
     assert tiny.relative(output, tiny.sd3_reference(model, x, timestep, tensors)) > 100 * TOLERANCE
@@ -69,7 +70,9 @@ def test_the_comparison_sees_positions(pools, model, file, tmp_path):
     state = load_file(file)
     state["pos_embed"] = state["pos_embed"].roll(1, dims=1)
     save_file(state, tmp_path / "moved.safetensors")
-    moved = pools.load(tmp_path / "moved.safetensors", Degrees(ulysses=2)).predict(x, timestep, tensors, lambda: None)
+    moved = pools.load(tmp_path / "moved.safetensors", Degrees(ulysses=2)).predict(
+        ModelCall(x, timestep, tensors), lambda: None
+    )
     assert tiny.relative(moved, tiny.sd3_reference(model, x, timestep, tensors)) > 100 * TOLERANCE
 
 
@@ -77,7 +80,7 @@ def test_the_comparison_sees_positions(pools, model, file, tmp_path):
 def test_fp8_is_close_to_fp32(pools, file, model, stages):
     given = inputs()
     remote = pools.load(file, Degrees(pipe=stages), dtype="fp8_e4m3fn")
-    assert 1e-4 < tiny.relative(remote.predict(*given, lambda: None), tiny.sd3_reference(model, *given)) < 0.1
+    assert 1e-4 < tiny.relative(remote.predict(ModelCall(*given), lambda: None), tiny.sd3_reference(model, *given)) < 0.1
 
 
 def test_block_costs_can_be_measured(file):
@@ -98,4 +101,4 @@ def test_conditioning_of_another_model_is_refused():
 def test_a_picture_beyond_the_table_of_positions_is_refused(pools, file):
     given = inputs(height=82)
     with pytest.raises(Exception, match="latent_image: 12 x 82 is too large"):
-        pools.load(file, Degrees()).predict(*given, lambda: None)
+        pools.load(file, Degrees()).predict(ModelCall(*given), lambda: None)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.core.degrees import Degrees
@@ -46,8 +47,8 @@ def calls_in_bands(model, patching, given, changed):
 
     def sample(band):
         own = patching.rows(x, rows[band])
-        run.predict(band, own, timestep, tensors, exact=True)
-        return run.predict(band, own * changed, timestep, tensors, exact=False)
+        run.predict(band, ModelCall(own, timestep, tensors), exact=True)
+        return run.predict(band, ModelCall(own * changed, timestep, tensors), exact=False)
 
     parts = run_bands(run, sample, lambda: None, lambda: None)
     model.close_run(run.run, lambda: None)
@@ -83,9 +84,9 @@ def test_every_frame_has_its_own_time(name, pools, saved):
     _, file = saved(case)
     x, timestep, tensors = case.inputs()
     remote = pools.load(file, Degrees())
-    own = remote.predict(x, timestep, tensors, lambda: None)
-    one = remote.predict(x, timestep.flatten(1).amax(1), tensors, lambda: None)
-    other = remote.predict(x, timestep.flip(1), tensors, lambda: None)
+    own = remote.predict(ModelCall(x, timestep, tensors), lambda: None)
+    one = remote.predict(ModelCall(x, timestep.flatten(1).amax(1), tensors), lambda: None)
+    other = remote.predict(ModelCall(x, timestep.flip(1), tensors), lambda: None)
     assert min(tiny.relative(one, own), tiny.relative(other, own)) > 1e-3
 
 

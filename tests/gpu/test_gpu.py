@@ -18,18 +18,20 @@ from parallel_backend.acceptance.kit import FAILED, NOT_LOOKED_AT, run
 from parallel_backend.acceptance.session import Settings
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.packed_formats import GGUF_BLOCKS, GgufBlocks
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.client.vae import TooLittleMemory
 from parallel_backend.core.attention_kernels import KERNELS, SDPA
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.placement.residency import Offload
+from parallel_backend.core.setup import Offload
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.attention.kernel_choice import trial
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.comm.staging import from_staging, host_buffer, to_staging
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from parallel_backend.wire.sampling import RunStats
+from testing.models import on_ranks
 from tests.checkpoints.test_formats import encode
 from tests.families.cases import all_cases
 from tests.rank import test_vae
@@ -89,7 +91,7 @@ class Ranks:
         path: Path | None = None,
     ) -> RemoteTransformer:
         checkpoint = open_checkpoint(path or self.path)
-        return RemoteTransformer(self(devices), checkpoint, degrees, dtype, attention, lambda: None)
+        return on_ranks(self(devices), checkpoint, degrees, dtype, attention, lambda: None)
 
     def close(self) -> None:
         while self._pools:
@@ -147,7 +149,7 @@ def test_one_rank_equals_diffusers(ranks, flux_model, given, expected, measured)
     smallest change of an input there moves the output by more than 1e-3. Rounding in fp32 is far below it (3e-7 between
     this model in fp32 and in fp64), TF32 in the linear layers just so (4e-4). On the same device kernels are the same.
     """
-    output = ranks.load(ALONE, Degrees()).predict(*given, lambda: None)
+    output = ranks.load(ALONE, Degrees()).predict(ModelCall(*given), lambda: None)
     with torch.device(DEVICE):  # the reference makes its position ids itself
         same_device = tiny.reference(copy.deepcopy(flux_model).to(DEVICE), *moved_to(DEVICE, given)).cpu()
     errors = tiny.relative(output, expected), tiny.relative(output, same_device)
@@ -160,10 +162,10 @@ def test_one_rank_equals_diffusers(ranks, flux_model, given, expected, measured)
 def test_inputs_and_outputs_on_the_device(ranks, given):
     """ComfyUI's latents and conditioning are on its own device, and its sampler goes on there with what comes back."""
     alone = ranks.load(ALONE, Degrees())
-    call, bands = alone.predict(*given, lambda: None), banded(alone, given)[0]
+    call, bands = alone.predict(ModelCall(*given), lambda: None), banded(alone, given)[0]
     model = ranks.load(SHARED, Degrees(pipe=2))
     x, timestep, tensors = moved_to(DEVICE, given)
-    output = model.predict(x, timestep, tensors, lambda: None)
+    output = model.predict(ModelCall(x, timestep, tensors), lambda: None)
     sample = sample_in_bands(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), BANDS, 1)[0]
     assert output.device == sample.device == x.device
     assert tiny.relative(output.cpu(), call) <= TOLERANCE
@@ -200,7 +202,7 @@ def test_copies_for_gloo_are_page_locked_and_come_back_whole():
 @needs_flash
 @pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(ulysses=2), Degrees(ring=2)], ids=str)
 def test_flash_in_the_model(ranks, given, expected, degrees):
-    output = ranks.load(SHARED, degrees, "bf16", "flash").predict(*given, lambda: None)
+    output = ranks.load(SHARED, degrees, "bf16", "flash").predict(ModelCall(*given), lambda: None)
     assert tiny.relative(output.float(), expected) <= 5e-2
 
 
@@ -235,11 +237,11 @@ def test_streamed_weights_give_what_weights_on_the_device_give(ranks, tmp_path):
     """Also after all of them have given way and come back."""
     path = tiny.save_original(tiny.random_flux(LARGE), LARGE, tmp_path / "large.safetensors")
     given, load = tiny.inputs(LARGE), (Degrees(), "bf16", "sdpa", lambda: None)
-    expected = RemoteTransformer(ranks(ALONE), open_checkpoint(path), *load).predict(*given, lambda: None)
-    model = RemoteTransformer(ranks(ALONE), open_checkpoint(path), *load, offload=Offload(leave_free=1 << 50))
+    expected = on_ranks(ranks(ALONE), open_checkpoint(path), *load).predict(ModelCall(*given), lambda: None)
+    model = on_ranks(ranks(ALONE), open_checkpoint(path), *load, offload=Offload(leave_free=1 << 50))
     assert sum(model.weight_bytes) < sum(model.resident.host_bytes)
     for _ in range(2):
-        assert all(torch.equal(model.predict(*given, lambda: None), expected) for _ in range(2))
+        assert all(torch.equal(model.predict(ModelCall(*given), lambda: None), expected) for _ in range(2))
         model.give_way(ALONE[0], 1 << 50, lambda: None)
         assert sum(model.weight_bytes) == 0
 
@@ -260,7 +262,7 @@ def test_every_family_equals_diffusers_on_the_cpu(ranks, case, tmp_path, measure
     """The limit is that of `test_one_rank_equals_diffusers`, for its reason."""
     model = case.model()
     given = case.inputs()
-    remote = RemoteTransformer(
+    remote = on_ranks(
         ranks(ALONE),
         open_checkpoint(case.save(model, tmp_path / "file.safetensors")),
         Degrees(),
@@ -269,7 +271,7 @@ def test_every_family_equals_diffusers_on_the_cpu(ranks, case, tmp_path, measure
         lambda: None,
     )
     with torch.inference_mode():
-        error = tiny.relative(remote.predict(*given, lambda: None), case.reference(model, *given))
+        error = tiny.relative(remote.predict(ModelCall(*given), lambda: None), case.reference(model, *given))
     measured(f"relative difference between a GPU and the CPU, {case.name}", error)
     assert error <= 1e-3
 

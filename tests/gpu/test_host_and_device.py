@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.device_copies import to_device, to_host
@@ -16,6 +15,7 @@ from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.pinned import pinning
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.shared_memory import make_segment
+from testing.models import on_ranks
 from tests.support import tiny
 from tests.support.thread_ranks import thread_ranks
 
@@ -29,7 +29,7 @@ def test_a_micro_step_stops_its_host_for_its_output_alone(flux_file):
     """Counted by CUDA's own look-out for calls that wait. The rank is a thread, so that it counts here."""
     with thread_ranks() as start:
         pool = Pool((str(DEVICE),), start=start, silence=600.0)
-        model = RemoteTransformer(pool, open_checkpoint(flux_file), Degrees(), "fp32", "sdpa", lambda: None)
+        model = on_ranks(pool, open_checkpoint(flux_file), Degrees(), "fp32", "sdpa", lambda: None)
         x, _, tensors = tiny.inputs(tiny.FLUX)
 
         def run() -> None:

@@ -12,6 +12,7 @@ from parallel_backend.placement.balance import ALIKE, check_stage_split, divide
 from parallel_backend.placement.model_sizes import block_bytes
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.diagnosis import Probed
+from testing.models import on_ranks
 from tests.support import tiny
 
 LISTS = ["double"] * 4 + ["single"] * 8
@@ -134,7 +135,7 @@ def exact(flux_model):
 @pytest.mark.processes
 @pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(patch=2, patch_mode="displaced")], ids=str)
 def test_measured_on_unequal_ranks_it_is_uneven_and_exact(uneven_pool, flux_file, exact, degrees):
-    model = RemoteTransformer(uneven_pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None, "auto")
+    model = on_ranks(uneven_pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None, "auto")
     if degrees.pipe > 1:
         assert len(model.stage_blocks[0]) > len(model.stage_blocks[1])
     else:
@@ -146,7 +147,7 @@ def test_measured_on_unequal_ranks_it_is_uneven_and_exact(uneven_pool, flux_file
 @pytest.mark.parametrize("split", ["1,7", "6,2"])
 def test_any_split_by_hand_gives_the_same_picture(pools, flux_file, exact, split):
     pools.forget(2)
-    model = RemoteTransformer(pools(2), open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", lambda: None, split)
+    model = on_ranks(pools(2), open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", lambda: None, split)
     assert counts(model.stage_blocks) == [int(part) for part in split.split(",")]
     assert tiny.relative(sample(model, 3), exact) <= 1e-5
     assert 1e-4 < tiny.relative(sample(model, 1), exact) < 0.1

@@ -14,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.memory_guard import MemoryGuard, request_of
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.host_memory import group_limits, host_memory
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.patching import latents_of
@@ -34,6 +36,7 @@ from parallel_backend.processes.failure_text import out_of_memory
 from parallel_backend.processes.pool import Pool, RankError, again
 from parallel_backend.rank import worker
 from parallel_backend.wire import messages as m
+from testing.models import conditioning_of, on_ranks
 from tests.campaigns.faults.census import settle
 from tests.families.cases import OF_EACH_FORM, all_cases
 from tests.families.cases.ltx_video import WithKeyframes
@@ -93,7 +96,7 @@ def banded(model, case, extrapolate=True, bands=2, steps=2):
 
 def predicted(model: RemoteTransformer, x, tensors, kept: int, bands: int = 1) -> list[int]:
     patching, shapes = model.family.patching, [tuple(latent.shape) for latent in latents_of(x)]
-    conditioning = model.conditioning(patching.grid(shapes[0]), tensors, companion_tokens=patching.companion_tokens(shapes))
+    conditioning = conditioning_of(model, patching.grid(shapes[0]), tensors, sound=patching.companion_tokens(shapes))
     request = request_of(conditioning, model.family, kept, bands)
     return [memory.buffers for memory in model._memory.memory_check.memory((request,))]
 
@@ -179,9 +182,9 @@ def test_buffers_of_prompts_of_different_length(remote):
     run = BandedRun(model, (Span(0, x.shape[2]),), tuple(x.shape), True)
     requests = []
     for call, (first_replica, tensors) in itertools.product(range(2), enumerate((short, long))):
-        run.predict(0, x, torch.tensor([1 - call / 10]), tensors, False, first_replica=first_replica)
+        run.predict(0, ModelCall(x, torch.tensor([1 - call / 10]), tensors, first_replica=first_replica), False)
     for first_replica, tensors in enumerate((short, long)):
-        conditioning = model.conditioning(run.grid, tensors, first_replica)
+        conditioning = conditioning_of(model, run.layout.grid, tensors, first_replica)
         requests.append(request_of(conditioning, model.family, KV_COPIES, 1))
     stats = model.close_run(run.run, nobody)
     found = model._memory.memory_check.memory(tuple(requests))
@@ -253,7 +256,7 @@ def test_times_of_tokens_count(pools, made):
     x, timestep, tensors = case.inputs()
     model.begin_timeline()
     for times in (timestep, timestep[:, 0]):
-        model.predict(x, times, tensors, nobody)
+        model.predict(ModelCall(x, times, tensors), nobody)
     one, several = sorted(model._memory._admitted, key=lambda request: request.timed)
     assert several == replace(one, timed=True)
     (little,), (much,) = (model._memory.memory_check.memory((request,)) for request in (one, several))
@@ -338,7 +341,7 @@ def fitting(flux_file, degrees: Degrees, more: int = 1, dtype: str = "fp32") -> 
     checkpoint = open_checkpoint(flux_file)
     spans = even_stages(8, degrees.pipe)
     devices = tuple(f"cuda:{rank}" for rank in range(degrees.world))
-    return MemoryCheck(checkpoint, degrees, spans, dtype, devices, more)
+    return MemoryCheck(checkpoint, Setup(checkpoint.path, dtype, devices, degrees, "auto"), spans, more)
 
 
 @pytest.mark.parametrize(("text", "references", "bands"), [(512, 0, 2), (512, 0, 4), (4096, 0, 4), (33, 64, 4), (77, 0, 8)])
@@ -519,11 +522,14 @@ def test_a_run_that_cannot_fit_is_refused_and_the_next_one_works(remote, flux_mo
             if in_bands:
                 sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), 2, 1)
             else:
-                model.predict(x, timestep, tensors, nobody)
+                model.predict(ModelCall(x, timestep, tensors), nobody)
     assert m.Step not in sent
     model.begin_timeline()
     assert (
-        tiny.relative(model.predict(x, timestep, tensors, nobody), tiny.reference(flux_model, x, timestep, tensors)) < 1e-5
+        tiny.relative(
+            model.predict(ModelCall(x, timestep, tensors), nobody), tiny.reference(flux_model, x, timestep, tensors)
+        )
+        < 1e-5
     )
     assert not model._memory._runs
 
@@ -535,7 +541,7 @@ def test_a_latent_beyond_all_memory_is_refused_before_anything_is_allocated(remo
     _, timestep, tensors = tiny.inputs(tiny.FLUX, batch=1)
     before = psutil.Process().memory_info().rss
     with pytest.raises(ValueError, match=r"latent_image: this run needs about .* GB more on this machine") as refused:
-        model.predict(x, timestep, tensors, nobody)
+        model.predict(ModelCall(x, timestep, tensors), nobody)
     assert "times as wide and high" in str(refused.value)
     assert psutil.Process().memory_info().rss - before < 0.2 * GB
     assert model.pool.error is None
@@ -547,7 +553,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_sent(pools, flux_fi
     monkeypatch.setattr(MemoryGuard, "_device_memories", lambda self, poll: (DeviceMemory("cpu", (0, 1), 1000, 1000, None),))
     sent = Messages(pool, monkeypatch).asked
     with pytest.raises(ValueError, match=r"model_name: the weights of tiny\.safetensors take"):
-        RemoteTransformer(pool, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody, "even")
+        on_ranks(pool, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody, "even")
     assert m.Load not in sent
 
 
@@ -559,10 +565,10 @@ def test_the_ranks_are_asked_once_for_a_run(remote, monkeypatch):
     count = lambda: asked.count(m.ReadMemory)  # noqa: E731
     model.begin_timeline()
     for given_ in (tensors, longer, tensors):
-        model.predict(x, timestep, given_, nobody)
+        model.predict(ModelCall(x, timestep, given_), nobody)
     assert count() == 1
     model.begin_timeline()
-    model.predict(x, timestep, tensors, nobody)
+    model.predict(ModelCall(x, timestep, tensors), nobody)
     assert count() == 2
     sample_in_bands(model, x, linear_sigmas(4), Prompt(tensors, longer, 1.0), 2, 1)
     assert count() == 3
@@ -605,7 +611,7 @@ def test_out_of_memory_says_what_would_fit_and_leaves_nothing_behind(flux_file, 
     monkeypatch.setattr(launch, "main", failing_rank.out_of_memory)
     pool = Pool(("cpu", "cpu"))
     try:
-        model = RemoteTransformer(pool, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody)
+        model = on_ranks(pool, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody)
         x, timestep, tensors = small()
         calls = []
         post = model.post
@@ -616,7 +622,7 @@ def test_out_of_memory_says_what_would_fit_and_leaves_nothing_behind(flux_file, 
                 sample_in_bands(model, x, linear_sigmas(5), Prompt(tensors, {}, 1.0), 2, 1)
             else:
                 for _ in range(10):
-                    model.predict(x, timestep, tensors, nobody)
+                    model.predict(ModelCall(x, timestep, tensors), nobody)
         except RankError as error:
             text = str(error)
         assert text.startswith("Parallel DiT: rank 1 (cpu) failed in micro-step ")

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.sequence import SequenceCut
@@ -33,6 +33,7 @@ from parallel_backend.planning.rehearsed_costs import ALONE, RehearsedCosts, ban
 from parallel_backend.planning.report import describe_rehearsed, settings
 from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.processes.pool import Pool
+from testing.models import on_ranks
 from tests.families.cases import all_cases
 from tests.support import tiny
 
@@ -411,7 +412,7 @@ def real_run(pools, flux_file, known: RehearsedCosts, mode: Mode, steps: int):
     if mode.degrees.pipe > 1:
         stages = ",".join(str(len(span)) for span in cut_model(known, mode).stage_blocks)
     pool = pools(mode.degrees.world)
-    model = RemoteTransformer(pool, open_checkpoint(flux_file), mode.degrees, "fp32", "sdpa", lambda: None, stages)
+    model = on_ranks(pool, open_checkpoint(flux_file), mode.degrees, "fp32", "sdpa", lambda: None, stages)
     x, _, tensors = tiny.inputs(tiny.FLUX, batch=2, height=16, width=12, text=8)
     prompt, sigmas = Prompt(tensors, {}, 1.0), linear_sigmas(steps)
     if mode.exact:
@@ -488,19 +489,19 @@ def test_ranks_are_left_without_a_model(examined, pools, flux_file):
     model = pools.load(flux_file, Degrees(ulysses=2))
     x, timestep, tensors = tiny.inputs(tiny.FLUX)
     expected = tiny.reference(tiny.whole_model(flux_file), x, timestep, tensors)
-    assert tiny.relative(model.predict(x, timestep, tensors, lambda: None), expected) < 1e-5
+    assert tiny.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected) < 1e-5
 
 
 def test_blocks_that_are_left_out_hand_on_what_they_get(pools, flux_file, flux_model):
     """The rest computes what a model without them would."""
     pools.forget(1)
     kept = ("transformer_blocks.1", "single_transformer_blocks.0", "single_transformer_blocks.4")
-    model = RemoteTransformer(pools(1), open_checkpoint(flux_file), Degrees(), "fp32", "sdpa", lambda: None, only=kept)
+    model = on_ranks(pools(1), open_checkpoint(flux_file), Degrees(), "fp32", "sdpa", lambda: None, only=kept)
     shorter = tiny.random_flux()
     shorter.transformer_blocks = nn.ModuleList([shorter.transformer_blocks[1]])
     shorter.single_transformer_blocks = nn.ModuleList(shorter.single_transformer_blocks[index] for index in (0, 4))
     x, timestep, tensors = tiny.inputs(tiny.FLUX)
-    out = model.predict(x, timestep, tensors, lambda: None)
+    out = model.predict(ModelCall(x, timestep, tensors), lambda: None)
     assert tiny.relative(out, tiny.reference(shorter, x, timestep, tensors)) < 1e-5
     assert tiny.relative(out, tiny.reference(flux_model, x, timestep, tensors)) > 1e-2
     stats = model.close_run(0, lambda: None)[0]

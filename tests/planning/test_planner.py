@@ -14,13 +14,14 @@ from benchmarks.predictions import plan as command
 from benchmarks.predictions.presets import HARDWARE, MODELS
 from benchmarks.predictions.published import RUNS, Run, calibration, outside, predicted
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Offload, Setup
 from parallel_backend.families.base.blocks import IMAGE, JOINT
 from parallel_backend.placement.links import SIZES, Link, Links, alike, links_of
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.placement.pipeline_model import StageCost, finish_times
-from parallel_backend.placement.residency import Offload
 from parallel_backend.planning import planner, prediction
 from parallel_backend.planning.calibrated_costs import BlockCost, CalibratedCosts, Calibration, DeviceCost, pairs_of, through
 from parallel_backend.planning.calibration import calibrate, calibration_key, calibration_of, contexts
@@ -581,7 +582,7 @@ def test_bytes_are_those_of_a_real_call(calibrated, flux_file, pools, degrees):
     model = pools.load(flux_file, degrees)
     model.close_run(0, lambda: None)
     x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=2, height=16, width=12, text=8)
-    model.predict(x, timestep, tensors, lambda: None)
+    model.predict(ModelCall(x, timestep, tensors), lambda: None)
     for rank, stats in enumerate(model.close_run(0, lambda: None)):
         assert stats.bytes_sent == {axis: counts[rank] for axis, counts in expected.items() if counts[rank]}
 
@@ -757,12 +758,12 @@ class FakeModel:
 
 
 def test_a_plan_is_kept_with_the_model_on_the_ranks(tmp_path):
-    left = ModelKey(tmp_path, "fp32", ("cpu", "cpu"), Degrees(), "auto", planned="cpu,cpu")
+    left = Setup(tmp_path, "fp32", ("cpu", "cpu"), Degrees(), "auto", planned="cpu,cpu")
     registry = Registry()
     assert registry.planned(left) is None
     loaded, model = replace(left, degrees=Degrees(ulysses=2)), FakeModel()
 
-    def on_ranks(key: ModelKey) -> ModelKey:
+    def on_ranks(key: Setup) -> Setup:
         registry._models.clear()
         registry._models.add(key, model)
         return key

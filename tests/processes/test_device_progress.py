@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.comm.transfers import Clock, Elapsed, Traffic
 from parallel_backend.wire import messages as m
@@ -148,7 +149,7 @@ def test_an_engine_marks_where_its_micro_steps_begin_wait_and_end(pools, flux_fi
     with fake_cuda.fake_cuda(fake_cuda.ADA):
         model = pools.load(flux_file, Degrees(pipe=2), fresh=True)
         marks.clear()
-        model.predict(*tiny.inputs(tiny.FLUX, batch=1), lambda: None)
+        model.predict(ModelCall(*tiny.inputs(tiny.FLUX, batch=1)), lambda: None)
         model.close_run(model.open_run(), lambda: None)
     pools.forget(2)
     doing = "micro-step 1"

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError, wait_for
 from parallel_backend.wire.messages import BadMessage
+from testing.models import on_ranks
 from tests.support import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,11 +82,11 @@ class Loss:
         assert seconds < LIMIT
         assert wait_until_gone(pids)
         with pytest.raises(RankError, match=words):  # the model object stays unusable, and says why
-            self.model.predict(*self.given, lambda: None)
+            self.model.predict(ModelCall(*self.given), lambda: None)
         mend()
         following = self.load(Degrees(pipe=2))
         assert following.pool is not self.model.pool
-        assert tiny.relative(following.predict(*self.given, lambda: None), self.expected) <= 1e-5
+        assert tiny.relative(following.predict(ModelCall(*self.given), lambda: None), self.expected) <= 1e-5
 
 
 @pytest.mark.alone
@@ -108,7 +109,7 @@ def test_a_rank_killed_during_a_call_is_named(pools, remote, given):
     threading.Thread(target=kill, daemon=True).start()
     with pytest.raises(RankError, match=r"rank 1 \(cpu\) was killed by signal 9"):
         while True:
-            model.predict(*given, lambda: None)
+            model.predict(ModelCall(*given), lambda: None)
 
 
 def test_an_error_inside_the_model_comes_back_with_rank_and_traceback(remote, given):
@@ -116,7 +117,7 @@ def test_an_error_inside_the_model_comes_back_with_rank_and_traceback(remote, gi
     model = remote(Degrees(pipe=2))
     narrow = tensors | {"context": tensors["context"][..., :5]}
     with pytest.raises(RankError, match=r"rank 0 \(cpu\) failed in micro-step \d+: RuntimeError") as error:
-        model.predict(x, timestep, narrow, lambda: None)
+        model.predict(ModelCall(x, timestep, narrow), lambda: None)
     assert "Traceback (most recent call last):" in str(error.value)
     assert "transformer_flux.py" in str(error.value)
     assert wait_until_gone(model.pool.pids)
@@ -127,7 +128,7 @@ def test_a_file_that_vanished_fails_in_loading(pools, flux_model, given, tmp_pat
     checkpoint = open_checkpoint(path)
     path.unlink()
     with pytest.raises(RankError, match=r"rank \d \(cpu\) failed in loading: ValueError: model_name: gone.safetensors"):
-        RemoteTransformer(pools(2), checkpoint, Degrees(pipe=2), "fp32", "sdpa", lambda: None)
+        on_ranks(pools(2), checkpoint, Degrees(pipe=2), "fp32", "sdpa", lambda: None)
 
 
 def cancel():
@@ -142,9 +143,9 @@ def test_cancel_in_a_call_leaves_ranks_that_work(remote, given, expected, degree
     large = tiny.inputs(tiny.FLUX, batch=6, height=64, width=64, text=100)
     poll = After(cancel, 0.0)
     with pytest.raises(Cancelled):
-        model.predict(*large, poll)
+        model.predict(ModelCall(*large), poll)
     assert time.monotonic() - poll.at < LIMIT
-    assert tiny.relative(model.predict(x, timestep, tensors, lambda: None), expected) <= 1e-5
+    assert tiny.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected) <= 1e-5
     assert model.pool.error is None
 
 
@@ -157,7 +158,7 @@ def test_cancel_in_a_run_leaves_ranks_that_work(remote, given, expected, degrees
         with pytest.raises(Cancelled):
             many_steps(model, given, poll)
         assert time.monotonic() - poll.at < LIMIT
-        assert tiny.relative(model.predict(*given, lambda: None), expected) <= 1e-5
+        assert tiny.relative(model.predict(ModelCall(*given), lambda: None), expected) <= 1e-5
     x, _, tensors = given
     after = sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, tensors, 1.0), 3, 1)[0]
     fresh = sample_in_bands(remote(degrees, fresh=True), x, linear_sigmas(3), Prompt(tensors, tensors, 1.0), 3, 1)[0]
@@ -194,7 +195,7 @@ def test_no_rank_outlives_a_killed_parent(flux_file, model, tmp_path):
         "        from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands\n"
         "        from tests.support import tiny\n"
         f"        checkpoint = open_checkpoint({str(flux_file)!r})\n"
-        "        model = RemoteTransformer(pool, checkpoint, Degrees(pipe=2), 'fp32', 'sdpa', lambda: None)\n"
+        "        model = on_ranks(pool, checkpoint, Degrees(pipe=2), 'fp32', 'sdpa', lambda: None)\n"
         "        x, _, tensors = tiny.inputs(tiny.FLUX)\n"
         "        arguments = (model, x, linear_sigmas(5000), Prompt(tensors, tensors, 1.0), 3, 1)\n"
         "        threading.Thread(target=sample_in_bands, args=arguments, daemon=True).start()\n"
@@ -291,8 +292,8 @@ def test_a_picture_of_fewer_tokens_than_ranks_is_refused(remote, flux_model):
     one, two = (tiny.inputs(tiny.FLUX, batch=1, height=2, width=width, text=1) for width in (2, 4))
     model = remote(Degrees(ulysses=2))
     with pytest.raises(ValueError, match=r"^ulysses_degree 2 cuts this picture .* only 1 tokens"):
-        model.predict(*one, lambda: None)
-    assert tiny.relative(model.predict(*two, lambda: None), tiny.reference(flux_model, *two)) <= 1e-5
+        model.predict(ModelCall(*one), lambda: None)
+    assert tiny.relative(model.predict(ModelCall(*two), lambda: None), tiny.reference(flux_model, *two)) <= 1e-5
 
 
 class _Late(Future):

@@ -9,13 +9,16 @@ import pytest
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client import pools
-from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.processes import local
 from parallel_backend.processes.failure_text import P2P_OFF
 from parallel_backend.processes.pool import LinksDown, Pool, RankError
 from parallel_backend.wire.rank_settings import SELF_TEST
+from testing.models import on_ranks
 from tests.processes.test_failures import wait_until_gone
 from tests.support import deaf_rank, tiny
 
@@ -41,7 +44,7 @@ def pool() -> Pool:
 
 
 def load(pool: Pool, path) -> RemoteTransformer:
-    return RemoteTransformer(pool, open_checkpoint(path), Degrees(pipe=2), "fp32", "sdpa", nothing)
+    return on_ranks(pool, open_checkpoint(path), Degrees(pipe=2), "fp32", "sdpa", nothing)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ def test_a_link_that_never_comes_up_is_named_and_the_next_prompt_works(
             assert wait_until_gone(deaf.pids)
     with closing(pool()) as working:
         expected = tiny.reference(flux_model, *given)
-        assert tiny.relative(load(working, flux_file).predict(*given, nothing), expected) <= 1e-5
+        assert tiny.relative(load(working, flux_file).predict(ModelCall(*given), nothing), expected) <= 1e-5
 
 
 def test_a_store_that_goes_away_while_ranks_wait_for_each_other_is_named(monkeypatch):
@@ -89,8 +92,8 @@ def test_where_nccl_fails_it_is_tried_once_more_without_p2p(monkeypatch, flux_fi
     monkeypatch.setattr(pools, "SELF_TEST", replace(SELF_TEST, seconds=LIMIT))
     said: list[str] = []
     with closing(Registry()) as registry:
-        key = ModelKey(flux_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
+        key = Setup(flux_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
         model = registry.model(key, nothing, lambda doing, _fraction: said.append(doing))
         assert said[-1].endswith(P2P_OFF)
         assert model.pool.notes == (P2P_OFF,)
-        assert model.predict(*given, nothing).isfinite().all()
+        assert model.predict(ModelCall(*given), nothing).isfinite().all()

@@ -16,14 +16,17 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.processes import ray_ranks
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.ray_ranks import RayRanks
 from parallel_backend.wire.loading import Load
+from testing.models import on_ranks
 from tests.processes.test_failures import Loss, listening, wait_until_gone
 from tests.support import tiny
 
@@ -97,7 +100,7 @@ class Kept:
         if self.pool is None or self.pool.error is not None:
             self.close()
             self.pool = Pool(DEVICES, THREADS, start=RayRanks)
-        return RemoteTransformer(self.pool, self.checkpoint, degrees, "fp32", "sdpa", lambda: None)
+        return on_ranks(self.pool, self.checkpoint, degrees, "fp32", "sdpa", lambda: None)
 
     def close(self) -> None:
         if self.pool is not None:
@@ -134,11 +137,11 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
 def test_ranks_on_two_nodes_equal_one_process(on_ray, remote, given, expected, measured, degrees):
     model = on_ray(degrees)
     assert len({psutil.Process(pid).ppid() for pid in model.pool.pids}) == 2  # two raylets: two nodes
-    output = model.predict(*given, lambda: None)
+    output = model.predict(ModelCall(*given), lambda: None)
     error = tiny.relative(output, expected)
     measured("relative error of ranks on Ray", error)
     assert error <= 1e-5
-    assert torch.equal(output, remote(degrees).predict(*given, lambda: None))  # of this machine's own ranks
+    assert torch.equal(output, remote(degrees).predict(ModelCall(*given), lambda: None))  # of this machine's own ranks
 
 
 def test_pipefusion_in_bands_is_that_of_local_ranks_bit_for_bit(on_ray, remote, given):
@@ -197,7 +200,7 @@ def test_a_machine_without_the_model_or_with_another_is_named(on_ray, flux_model
     pool.ask = changed
     wanted = rf"rank \d \({PLACE}\) failed in loading: ValueError: model_name: .*model.safetensors {words}"
     with pytest.raises(RankError, match=wanted):
-        RemoteTransformer(pool, open_checkpoint(path), Degrees(pipe=2), "fp32", "sdpa", lambda: None)
+        on_ranks(pool, open_checkpoint(path), Degrees(pipe=2), "fp32", "sdpa", lambda: None)
     assert wait_until_gone(pool.pids)
 
 
@@ -240,12 +243,12 @@ def test_a_machine_without_the_pack_is_named(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("no_pool")
 def test_the_registry_starts_ranks_where_the_devices_say(flux_file, given, expected):
     registry = Registry()
-    key = ModelKey(flux_file, "fp32", DEVICES, Degrees(pipe=2), "sdpa")
+    key = Setup(flux_file, "fp32", DEVICES, Degrees(pipe=2), "sdpa")
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(registry):
         patch.setattr(os, "cpu_count", lambda: 2 * THREADS)
         model = registry.model(key, lambda: None)
         assert isinstance(model.pool.ranks, RayRanks)
-        assert tiny.relative(model.predict(*given, lambda: None), expected) <= 1e-5
+        assert tiny.relative(model.predict(ModelCall(*given), lambda: None), expected) <= 1e-5
         assert registry.bytes_on(key, "cuda:0") == 0  # ComfyUI is told of nothing on its own GPU
         assert registry.model(key, lambda: None) is model
         registry.unload(key)

@@ -15,6 +15,7 @@ import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -22,9 +23,11 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.failure_text import LESS_MEMORY, died, failed
@@ -35,11 +38,13 @@ from parallel_backend.processes.watchdog import Verdict, Watchdog
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.tcp import shutdown
+from testing.models import on_ranks
 from tests.processes.test_failures import wait_until_gone
 from tests.support import acting_rank, tiny
 from tests.support.fork_server import started_by
 from tests.system.test_memory import CONFIG, write_random
 
+SETUP = Setup(Path(), "fp32", ("cpu", "cpu"), Degrees(pipe=2), "auto")
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = 1e9
 """Seconds, for limits that a test must not come to."""
@@ -175,8 +180,8 @@ def test_a_micro_step_that_is_known_gets_many_times_its_longest_block(block, lim
     [
         lambda dog: dog.sent(step(2, tokens=101)),
         lambda dog: dog.sent(step(2, conditioning=2)),
-        lambda dog: dog.sent(m.Load("", "", (), "", (), (), "")),
-        lambda dog: dog.sent(m.Load("", "", (), "", (), (), "", compile=True)),
+        lambda dog: dog.sent(m.Load(SETUP, (), ())),
+        lambda dog: dog.sent(m.Load(replace(SETUP, compile=True), (), ())),
     ],
     ids=["larger", "other prompt", "other model", "compiled"],
 )
@@ -547,7 +552,7 @@ class Kept:
         return self._pool
 
     def model(self, degrees: Degrees) -> RemoteTransformer:
-        return RemoteTransformer(self.pool(), open_checkpoint(self.path), degrees, "fp32", "sdpa", nothing)
+        return on_ranks(self.pool(), open_checkpoint(self.path), degrees, "fp32", "sdpa", nothing)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -573,7 +578,7 @@ def expected(flux_model, given):
 
 def works(kept: Kept, given, expected, degrees: Degrees | None = None) -> None:
     """The next prompt does."""
-    assert tiny.relative(kept.model(degrees or Degrees(pipe=2)).predict(*given, nothing), expected) <= 1e-5
+    assert tiny.relative(kept.model(degrees or Degrees(pipe=2)).predict(ModelCall(*given), nothing), expected) <= 1e-5
 
 
 def stop(pool: Pool, rank: int) -> float:
@@ -637,7 +642,7 @@ def test_a_rank_stopped_in_micro_steps(kept, given, expected, measured_bound, de
     thread.start()
     with pytest.raises(RankError, match=stopped(victim, "[^.]+")):
         while True:
-            model.predict(*given, nothing)
+            model.predict(ModelCall(*given), nothing)
     thread.join()
     measured_bound(since[0])
     assert wait_until_gone(model.pool.pids)
@@ -656,7 +661,7 @@ def test_a_rank_stopped_while_it_loads(kept, given, expected, tmp_path, measured
 
     # The first rank's progress stops the second, which may still be letting go of the model before.
     with pytest.raises(RankError, match=stopped(1, "(in loading|in unloading|idle)")):
-        RemoteTransformer(pool, open_checkpoint(path), Degrees(pipe=2), "fp32", "sdpa", nothing, "even", progress)
+        on_ranks(pool, open_checkpoint(path), Degrees(pipe=2), "fp32", "sdpa", nothing, "even", progress)
     path.unlink()
     measured_bound(since[0])
     works(kept, given, expected)
@@ -699,16 +704,16 @@ def test_a_stopped_rank_that_takes_no_more_is_killed_under_the_sender(kept, give
     def compute() -> None:
         try:
             while True:
-                model.predict(x, timestep, one, nothing, first_replica=0)
+                model.predict(ModelCall(x, timestep, one, first_replica=0), nothing)
         except RankError as error:
             errors.append(error)
 
-    model.predict(x, timestep, one, nothing, first_replica=0)
+    model.predict(ModelCall(x, timestep, one, first_replica=0), nothing)
     since = stop(model.pool, 1)
     thread = threading.Thread(target=compute)
     thread.start()
     with pytest.raises(RankError, match=r"rank 1 \(cpu\) gave no sign of life"):
-        model.predict(x, timestep, large, nothing, first_replica=1)
+        model.predict(ModelCall(x, timestep, large, first_replica=1), nothing)
     assert time.monotonic() - since < BOUND
     thread.join(BOUND)
     assert len(errors) == 1
@@ -718,14 +723,14 @@ def test_a_stopped_rank_that_takes_no_more_is_killed_under_the_sender(kept, give
 @pytest.mark.processes
 def test_unloading_a_stopped_rank_ends(flux_file, given, expected):
     registry = Registry()
-    key = ModelKey(flux_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
+    key = Setup(flux_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
     with contextlib.closing(registry):
         model = registry.model(key, nothing)
         model.pool.watchdog.silence = SILENCE
         since = stop(model.pool, 0)
         registry.unload()
         assert time.monotonic() - since < BOUND
-        assert tiny.relative(registry.model(key, nothing).predict(*given, nothing), expected) <= 1e-5
+        assert tiny.relative(registry.model(key, nothing).predict(ModelCall(*given), nothing), expected) <= 1e-5
 
 
 @pytest.mark.processes
@@ -786,7 +791,7 @@ def orders(tmp_path, monkeypatch):
 
 
 def load(pool: Pool, path: Path, degrees: Degrees) -> RemoteTransformer:
-    return RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing)
+    return on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing)
 
 
 @pytest.mark.alone
@@ -795,10 +800,10 @@ def test_ranks_that_are_slow_and_get_slower_are_left_alone(flux_file, given, exp
     """Each block of a micro-step takes twice as long as the one before. Then one hangs in Python."""
     with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
         model = load(pool, flux_file, Degrees(ulysses=2))
-        model.predict(*given, nothing)
+        model.predict(ModelCall(*given), nothing)
         pool.watchdog.stall = 2.0
         orders("0 slow_down")
-        assert tiny.relative(model.predict(*given, nothing), expected) <= 1e-5
+        assert tiny.relative(model.predict(ModelCall(*given), nothing), expected) <= 1e-5
         deadline = time.monotonic() + 30
         while pool.watchdog._longest <= 2.0 and time.monotonic() < deadline:  # the last block is counted at the next tick
             time.sleep(0.05)
@@ -806,7 +811,7 @@ def test_ranks_that_are_slow_and_get_slower_are_left_alone(flux_file, given, exp
         pool.watchdog.factor = 0.0
         orders("1 sleep")
         with pytest.raises(RankError) as error:
-            model.predict(*given, nothing)
+            model.predict(ModelCall(*given), nothing)
         text = str(error.value)
         assert text.startswith("Parallel DiT: rank 1 (cpu) came no further for 2 s, last seen in micro-step 3.")
         assert "Current thread" in text
@@ -822,7 +827,7 @@ def test_the_first_micro_step_is_given_time(flux_file, given, expected, orders):
         pool.watchdog.stall, pool.watchdog.first, pool.watchdog.factor = 0.5, 2.0, 0.0
         orders("1 sleep")
         with pytest.raises(RankError, match=r"rank 1 \(cpu\) came no further for 2 s, last seen in micro-step 1\."):
-            model.predict(*given, nothing)
+            model.predict(ModelCall(*given), nothing)
 
 
 @pytest.mark.processes
@@ -832,7 +837,7 @@ def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(flux_file, given
         first = Pool(("cpu",), logs=logs)
     with contextlib.closing(first) as pool:
         orders("0 speak")
-        load(pool, flux_file, Degrees()).predict(*given, nothing)
+        load(pool, flux_file, Degrees()).predict(ModelCall(*given), nothing)
         log = (logs / "rank-0.log").read_text(encoding="utf-8")
         shown = capfd.readouterr().err
         for line in ("printed äöü", "INFO some.library: said quietly", "WARNING some.library: said loudly"):
@@ -843,7 +848,7 @@ def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(flux_file, given
         orders("0 end")
         with pytest.raises(RankError) as error:
             pool_model = load(pool, flux_file, Degrees())
-            pool_model.predict(*given, nothing)
+            pool_model.predict(ModelCall(*given), nothing)
     text = str(error.value)
     assert text.startswith("Parallel DiT: rank 0 (cpu) ended with exit code 3")
     assert "\nlast words\n" in text
@@ -861,7 +866,7 @@ def test_a_crash_and_a_lack_of_memory_say_what_is_known(flux_file, given, expect
         model = load(pool, flux_file, Degrees())
         orders("0 crash")
         with pytest.raises(RankError) as error:
-            model.predict(*given, nothing)
+            model.predict(ModelCall(*given), nothing)
         text = str(error.value)
         assert text.startswith("Parallel DiT: rank 0 (cpu) was killed by signal 11")
         assert "Fatal Python error: Segmentation fault" in text and " in crash" in text
@@ -869,7 +874,7 @@ def test_a_crash_and_a_lack_of_memory_say_what_is_known(flux_file, given, expect
     with contextlib.closing(Pool(("cpu",))) as pool:
         orders("0 run_out")
         with pytest.raises(RankError) as error:
-            load(pool, flux_file, Degrees()).predict(*given, nothing)
+            load(pool, flux_file, Degrees()).predict(ModelCall(*given), nothing)
         first, second, *_ = str(error.value).splitlines()
         assert first.startswith("Parallel DiT: rank 0 (cpu) failed in micro-step 1: OutOfMemoryError: CUDA out of memory.")
         assert second.startswith("The run was expected to take: cpu 12.7 MB of weights")

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core import compile_check
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.host_memory import host_memory
@@ -173,6 +174,6 @@ def test_a_model_runs_on_two_ranks(remote, flux_model, monkeypatch):
     monkeypatch.setattr(PlainCopies, "peak_bytes", 1 << 30)
     given = tiny.inputs(tiny.FLUX)
     model = remote(Degrees(pipe=2), fresh=True)
-    assert tiny.relative(model.predict(*given, lambda: None), tiny.reference(flux_model, *given)) < 1e-5
+    assert tiny.relative(model.predict(ModelCall(*given), lambda: None), tiny.reference(flux_model, *given)) < 1e-5
     assert {stats.peak_bytes for stats in model.close_run(model.open_run(), lambda: None)} == {1 << 30}
     remote(Degrees(tensor=2), fresh=True)

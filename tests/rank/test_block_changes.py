@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from parallel_backend.client.call import Conditioning
+from parallel_backend.client.call import Conditioning, ModelCall, TokenLayout
 from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.client.pipefusion.threads import run_bands
@@ -113,8 +113,8 @@ def test_skipped_blocks_give_out_what_they_are_given(pools, made, name, degrees,
         with skipping(case, model, skipped):
             expected = case.reference(model, *given)
     assert tiny.relative(plain, expected) > 1e-3
-    assert tiny.relative(remote.predict(*given, nothing, changes=BlockChanges(skipped)), expected) <= 1e-5
-    assert tiny.relative(remote.predict(*given, nothing), plain) <= 1e-5
+    assert tiny.relative(remote.predict(ModelCall(*given, changes=BlockChanges(skipped)), nothing), expected) <= 1e-5
+    assert tiny.relative(remote.predict(ModelCall(*given), nothing), plain) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_normalized_guidance_looks_at_both_prompts_in_every_mode(pools, made, na
     case, (model, path, given) = CASES[name], made(name)
     with torch.inference_mode(), guiding(given[2]["context"].shape[1], case.row.blocks.text_first):
         expected = case.reference(model, *given)
-    found = pools.load(path, degrees).predict(*given, nothing, changes=GUIDED)
+    found = pools.load(path, degrees).predict(ModelCall(*given, changes=GUIDED), nothing)
     assert tiny.relative(found, expected) <= 1e-5
 
 
@@ -151,7 +151,7 @@ def test_in_bands_changed_calls_have_keys_of_their_own(pools, made):
             for step in range(3):
                 own, time = x[:, :, rows[band].slice] * (1 - step / 8), timestep - step / 8
                 for kind in kinds:
-                    found[kind].append(run.predict(band, own, time, tensors, step == 0, changes=kind))
+                    found[kind].append(run.predict(band, ModelCall(own, time, tensors, changes=kind), step == 0))
             return torch.stack([torch.cat(found[kind]) for kind in kinds])
 
         parts = run_bands(run, sample, nothing, nothing)
@@ -166,7 +166,7 @@ def test_in_bands_changed_calls_have_keys_of_their_own(pools, made):
 
 def test_entries_that_look_at_each_other_are_one_replicas():
     order = TokenOrder(6, 3)
-    conditioning = Conditioning(1, (2, 3), order, 0, 3, {}, first_replica=1, changes=GUIDED)
+    conditioning = Conditioning(1, TokenLayout((2, 3)), order, 0, 3, {}, first_replica=1, changes=GUIDED)
     assert conditioning.shares(2) == (Span(3, 3), Span(0, 3))
     degrees = Degrees(batch=2, pipe=2)
     request = request_of(conditioning, FAMILIES["flux"])
@@ -181,9 +181,9 @@ def test_wan_is_led_away_from_a_second_text(pools, made):
 
     def output(alphas: tuple[float, ...], away=away) -> torch.Tensor:
         settings = torch.tensor([(5.0, 1.5, alpha) for alpha in alphas])
-        return model.predict(x, timestep, tensors | {"away": away, "normalized": settings}, nothing)
+        return model.predict(ModelCall(x, timestep, tensors | {"away": away, "normalized": settings}), nothing)
 
-    plain, guided = model.predict(x, timestep, tensors, nothing), output((0.5, 0.0))
+    plain, guided = model.predict(ModelCall(x, timestep, tensors), nothing), output((0.5, 0.0))
     assert tiny.relative(guided[1:], plain[1:]) <= 1e-6
     assert tiny.relative(guided[:1], plain[:1]) > 1e-3
     assert tiny.relative(output((0.5, 0.5))[:1], guided[:1]) <= 1e-6

@@ -5,12 +5,14 @@ from collections import defaultdict
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.packed_values import CHANGE_BITS, change_bytes
 from parallel_backend.rank.comm.change_codec import BITS, ChangeCodec, ChangeGathering, Held
+from testing.models import conditioning_of
 from tests.rank.test_transfer_codec import flux
 from tests.support import tiny
 
@@ -138,7 +140,8 @@ def test_exact_steps_are_exact(load):
 def test_ulysses_sends_int8_beside_it(pools, flux_file):
     inputs = tiny.inputs(tiny.FLUX)
     residual, packed = (
-        flux(pools, flux_file, Degrees(ulysses=2), kind).predict(*inputs, lambda: None) for kind in ("residual", "int8")
+        flux(pools, flux_file, Degrees(ulysses=2), kind).predict(ModelCall(*inputs), lambda: None)
+        for kind in ("residual", "int8")
     )
     assert torch.equal(residual, packed)
 
@@ -149,7 +152,7 @@ def test_what_it_keeps_is_in_the_memory_model(load):
     found = {}
     for kind in ("full", "residual"):
         model = load(kind)
-        request = request_of(model.conditioning((8, 6), tensors), model.family, 2, 1)
+        request = request_of(conditioning_of(model, (8, 6), tensors), model.family, 2, 1)
         found[kind] = model._memory.memory_check.memory((request,))[0].arriving
     values = 8 * 2 * (8 + 48) * 8 * 16
     assert found["full"] == 4 * values

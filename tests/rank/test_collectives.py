@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.comm import collectives, peers
 from parallel_backend.rank.comm.mesh import Axis, make_mesh
@@ -106,7 +107,7 @@ def test_ulysses_over_a_network_gives_the_same_bits(degrees, thread_pools, flux_
         thread_pools.forget(degrees.world)  # the mesh is made anew
         model = thread_pools.load(flux_file, degrees)
         swaps.clear()
-        return [model.predict(*each, lambda: None) for each in given], len(swaps)
+        return [model.predict(ModelCall(*each), lambda: None) for each in given], len(swaps)
 
     near, before = outputs()
     monkeypatch.setattr(peers, "make_mesh", lambda *arguments: make_mesh(*arguments[:3], far=True))

@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core import compile_check as compilers
 from parallel_backend.core.compile_check import check_compile, cpp_compiler
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes import local as launch
@@ -26,6 +28,7 @@ from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.stage.store.emulated import EmulatedCopies
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.models import on_ranks
 from tests.checkpoints.test_formats import make_gguf, scaled_new
 from tests.families.cases import all_cases
 from tests.families.cases.case import Case
@@ -48,7 +51,7 @@ class OneRank:
         self.checkpoint = open_checkpoint(path)
         self.family = self.checkpoint.family
         blocks = (Span(0, self.family.blocks.total(self.checkpoint.config)),)
-        load = m.Load(str(path), dtype, (1,) * 6, "none", (1.0,), blocks, "sdpa", compile=compile, resident=resident)
+        load = m.Load(Setup(path, dtype, ("cpu",), Degrees(), "sdpa", compile=compile), blocks, (1.0,), resident=resident)
         copies = EmulatedCopies(0, EmulatedDevice(1 << 30, 1e10)) if resident else None
         self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody(), copies=copies)
         self._seq = itertools.count(1)
@@ -271,7 +274,7 @@ def tracing_pools():
 
 
 def load(ranks: Pool, path, degrees: Degrees, compile: bool = True, dtype: str = "fp32") -> RemoteTransformer:
-    return RemoteTransformer(ranks, open_checkpoint(path), degrees, dtype, "sdpa", lambda: None, compile=compile)
+    return on_ranks(ranks, open_checkpoint(path), degrees, dtype, "sdpa", lambda: None, compile=compile)
 
 
 def graphs_of(model: RemoteTransformer) -> list[int]:
@@ -287,10 +290,10 @@ def graphs_of(model: RemoteTransformer) -> list[int]:
 )
 def test_modes_of_several_ranks(tracing_pools, pools, flux_file, degrees):
     inputs = tiny.inputs(tiny.FLUX, height=15, width=11)
-    expected = pools.load(flux_file, degrees).predict(*inputs, lambda: None)
+    expected = pools.load(flux_file, degrees).predict(ModelCall(*inputs), lambda: None)
     model = load(tracing_pools(degrees.world), flux_file, degrees)
     for _ in range(2):
-        assert tiny.relative(model.predict(*inputs, lambda: None), expected) <= TOLERANCE
+        assert tiny.relative(model.predict(ModelCall(*inputs), lambda: None), expected) <= TOLERANCE
         assert graphs_of(model) == [GRAPHS["flux-dev"]] * degrees.world
 
 
@@ -316,8 +319,10 @@ def test_modes_of_other_families(tracing_pools, pools, tmp_path, degrees, family
     case = CASES[family]
     path = case.save(case.model(), tmp_path / "model.safetensors")
     inputs = case.inputs()
-    expected = pools.load(path, degrees).predict(*inputs, lambda: None)
-    assert tiny.relative(load(tracing_pools(2), path, degrees).predict(*inputs, lambda: None), expected) <= TOLERANCE
+    expected = pools.load(path, degrees).predict(ModelCall(*inputs), lambda: None)
+    assert (
+        tiny.relative(load(tracing_pools(2), path, degrees).predict(ModelCall(*inputs), lambda: None), expected) <= TOLERANCE
+    )
 
 
 def flux_run(bands: int, model: RemoteTransformer) -> torch.Tensor:
@@ -350,7 +355,7 @@ def test_cancel_does_not_wait_for_the_compiler(flux_file, pools, monkeypatch):
         pass
 
     inputs = tiny.inputs(tiny.FLUX)
-    expected = pools.load(flux_file, Degrees()).predict(*inputs, lambda: None)
+    expected = pools.load(flux_file, Degrees()).predict(ModelCall(*inputs), lambda: None)
     monkeypatch.setattr(launch, "main", tracing_rank.tracing_slowly)  # of ranks to come; those of `pools` are for all tests
     polls = itertools.count()
 
@@ -362,9 +367,9 @@ def test_cancel_does_not_wait_for_the_compiler(flux_file, pools, monkeypatch):
         model = load(ranks, flux_file, Degrees())
         started = time.monotonic()
         with pytest.raises(Cancelled):
-            model.predict(*inputs, poll)
+            model.predict(ModelCall(*inputs), poll)
         assert time.monotonic() - started < 2 * tracing_rank.SLOW  # three graphs take three times as long
-        assert tiny.relative(model.predict(*inputs, lambda: None), expected) <= TOLERANCE
+        assert tiny.relative(model.predict(ModelCall(*inputs), lambda: None), expected) <= TOLERANCE
         assert graphs_of(model) == [3]
 
 

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.attention import early_values, parallel_attention, ulysses
 from tests.families.cases import flux, krea2, sd3
@@ -34,7 +35,7 @@ def test_before_queries_and_keys(case, pools, tmp_path):
             mock.patch.object(early_values, "start_sequence_to_heads", counting),
             mock.patch.object(parallel_attention, "start_sequence_to_heads", counting),
         ):
-            return model.predict(*given, lambda: None, overlap=overlap)
+            return model.predict(ModelCall(*given), lambda: None, overlap=overlap)
 
     together = output(overlap=False)
     layers = started.pop(3)

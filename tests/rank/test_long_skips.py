@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
@@ -64,7 +65,7 @@ def test_stages_cut_anywhere_equal_diffusers(made, edges):
 def test_ranks_that_share_stages_equal_diffusers(made, pools, degrees):
     """Each passes on its own tokens' skips."""
     expected, checkpoint, given = made
-    output = pools.load(checkpoint.path, degrees).predict(*given, lambda: None)
+    output = pools.load(checkpoint.path, degrees).predict(ModelCall(*given), lambda: None)
     assert tiny.relative(output, expected) <= 1e-6
 
 

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta, Deltas
 from parallel_backend.client.pipefusion.band_cut import packed
 from parallel_backend.core.degrees import Degrees
@@ -92,7 +93,7 @@ def merged(path, deltas, folder, change=lambda key, value: value) -> torch.nn.Mo
 
 
 def output(model, given) -> torch.Tensor:
-    return packed(latents_of(model.predict(*given, lambda: None)))
+    return packed(latents_of(model.predict(ModelCall(*given), lambda: None)))
 
 
 @pytest.mark.parametrize(

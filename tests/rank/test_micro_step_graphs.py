@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.not_finite import NotFiniteError
 from parallel_backend.client.pipefusion.band_cut import packed
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
@@ -32,6 +33,7 @@ from parallel_backend.rank.micro_step_graphs import MicroStepInputs
 from parallel_backend.rank.stage.module_cache import ModuleCache
 from parallel_backend.wire.rank_settings import EmulatedDevice
 from parallel_backend.wire.sampling import RunStats
+from testing.models import on_ranks
 from tests.conftest import Pools
 from tests.families.cases import all_cases
 from tests.families.cases.case import Case
@@ -90,7 +92,7 @@ def recorded(monkeypatch, pools) -> Iterator[None]:
 
 
 def load(pool: Pool, path: Path, degrees: Degrees, graphs: bool, dtype: str = "fp32", **named) -> RemoteTransformer:
-    return RemoteTransformer(pool, open_checkpoint(path), degrees, dtype, "sdpa", nobody, cuda_graphs=graphs, **named)
+    return on_ranks(pool, open_checkpoint(path), degrees, dtype, "sdpa", nobody, cuda_graphs=graphs, **named)
 
 
 def sampled(
@@ -120,7 +122,7 @@ def sampled(
         def velocity(latent: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
             time = sigma.repeat(1) * case.timestep / 0.7
             exact = float(sigma) > limit
-            found = [run.predict(band, latent, time, each, exact, residuals=residuals) for each in prompts]
+            found = [run.predict(band, ModelCall(latent, time, each, residuals=residuals), exact) for each in prompts]
             return sum(found) / len(found)
 
         latent = whole.narrow(dim, rows[band].start, len(rows[band]))
@@ -219,7 +221,7 @@ def whole_calls(model: RemoteTransformer, case: Case, change: Callable[[int], No
     outputs = []
     for number in range(6):
         change(number)
-        outputs.append(model.predict(x, timestep * (1 - number / 10), tensors, nobody))
+        outputs.append(model.predict(ModelCall(x, timestep * (1 - number / 10), tensors), nobody))
     return torch.stack(outputs)
 
 
@@ -284,7 +286,7 @@ def test_a_timestep_that_the_host_works_with_is_in_no_graph(pools, files, caplog
     found = []
     for graphs in (False, True):
         model = load(pools(1), files(case), Degrees(), graphs)
-        found += [model.predict(x, timestep * scale, tensors, nobody) for scale in (1.0, 0.9, 0.8, 0.7)]
+        found += [model.predict(ModelCall(x, timestep * scale, tensors), nobody) for scale in (1.0, 0.9, 0.8, 0.7)]
     assert all(torch.equal(*pair) for pair in zip(packed_all(found[:4]), packed_all(found[4:]), strict=True))
     assert counts(model.close_run(0, nobody)) == {(0, 0)}
     assert not caplog.records  # it was no failure

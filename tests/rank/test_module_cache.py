@@ -11,6 +11,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span, split
 from parallel_backend.families.base.family import CacheScope, name_pattern
 from parallel_backend.families.base.patching import latents_of
@@ -39,7 +40,7 @@ class Runs:
         checkpoint = open_checkpoint(path)
         self.family = family = checkpoint.family
         blocks = (Span(0, family.blocks.total(checkpoint.config)),)
-        load = m.Load(str(path), "fp32", Degrees().sizes, "none", (1.0,), blocks, "auto")
+        load = m.Load(Setup(path, "fp32", ("cpu",), Degrees(), "auto"), blocks, (1.0,))
         self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody())
         self.x, self.timestep, tensors = case.inputs()
         self.shapes = [tuple(latent.shape) for latent in latents_of(self.x)]

@@ -1,6 +1,7 @@
 """A NaN is an error that names where it began, in a whole call and in a band; ranks live on and the next run is right."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,17 +11,19 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client import not_finite
+from parallel_backend.client.call import ModelCall, PostedCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.not_finite import NotFiniteError, check_conditioning, explanation
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.finite import all_finite
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.finite_check import FiniteWatch
 from parallel_backend.wire import messages as m
+from testing.models import conditioning_of, on_ranks, whole_call
 from tests.support import failing_rank, tiny
 
 pytestmark = pytest.mark.threads
@@ -105,7 +108,8 @@ PIPE = Degrees(pipe=2)
 
 
 def said(answers, degrees=PIPE, dtype="bf16", adapted=False, controlled=False) -> str:
-    return explanation(answers, 9, degrees, ("cuda:0", "cuda:1", "cpu", "cpu"), dtype, adapted, controlled)
+    setup = Setup(Path(), dtype, ("cuda:0", "cuda:1", "cpu", "cpu"), degrees, "auto")
+    return explanation(answers, 9, setup, adapted, controlled)
 
 
 def test_the_explanation_names_the_first_stage_of_the_first_micro_step():
@@ -149,7 +153,7 @@ def in_bands(model, steps=4, bands=3, seed=1):
 
 
 WAYS = {
-    "a call": lambda model: model.predict(*tiny.inputs(tiny.FLUX), nobody),
+    "a call": lambda model: model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody),
     "a run": in_bands,
     "a run without warm-up": lambda model: sample_in_bands(
         model, tiny.inputs(tiny.FLUX)[0], linear_sigmas(3), Prompt(tiny.inputs(tiny.FLUX)[2], {}, 1.0), 3, 0
@@ -183,13 +187,11 @@ def test_each_of_two_bands_is_told_where_it_began(pools, damaged_file, monkeypat
     x, timestep, tensors = tiny.inputs(tiny.FLUX)
     patching = model.family.patching
     grid = patching.grid(x.shape)
-    conditioning = model.conditioning(grid, tensors)
+    conditioning = conditioning_of(model, grid, tensors)
     bands = [conditioning.token_order.of_rows(Span(row, row + 1)) for row in range(2)]
     packed = patching.pack(x)
     calls = [
-        model.call(
-            packed[:, conditioning.token_order.images(band).slice], timestep, conditioning, run, band, with_text=not index
-        )
+        PostedCall(packed[:, conditioning.token_order.images(band).slice], timestep, conditioning, band, not index, run)
         for index, band in enumerate(bands)
     ]
     for call in calls:
@@ -210,13 +212,13 @@ def test_each_of_two_bands_is_told_where_it_began(pools, damaged_file, monkeypat
 def test_every_mode_finds_it(pools, damaged_file, degrees):
     model = pools.load(damaged_file, degrees)
     with pytest.raises(NotFiniteError, match=r"began on rank \d .*single_transformer_blocks\.4\.proj_out\.weight"):
-        model.predict(*tiny.inputs(tiny.FLUX), nobody)
+        model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody)
     if degrees.displaced:
         with pytest.raises(NotFiniteError, match=r"proj_out\.weight"):
             in_bands(model)
     assert model.pool.error is None
     with pytest.raises(NotFiniteError):
-        model.predict(*tiny.inputs(tiny.FLUX), nobody)
+        model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody)
 
 
 def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(flux_file, process_pools, monkeypatch):
@@ -224,7 +226,7 @@ def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(flux_file, 
     monkeypatch.setattr(launch, "main", failing_rank.not_a_number)  # of ranks to come
     ranks = Pool(("cpu", "cpu"))
     try:
-        model = RemoteTransformer(ranks, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody)
+        model = on_ranks(ranks, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody)
         # Two entries one by one, then three bands: the fourth is the second band of the second step.
         with pytest.raises(NotFiniteError, match=r"rank 1 \(cpu\), stage 2 of 2, in micro-step 4\..*weight_dtype fp32"):
             in_bands(model)
@@ -245,13 +247,13 @@ def test_a_lora_that_is_not_finite_is_named(pools, flux_file, flux_model):
     try:
         model.adapt("bad", [Delta(LAST_BLOCK, up, torch.ones(2, shape[1]), 1.0)], nobody)
         with pytest.raises(NotFiniteError, match=r"The LoRA's own values are not finite in single_transformer_blocks\.4"):
-            model.predict(*given, nobody)
+            model.predict(ModelCall(*given), nobody)
         model.adapt("strong", [Delta(LAST_BLOCK, up.nan_to_num(0, 1e30, 0) * 1e8, torch.ones(2, shape[1]), 1.0)], nobody)
         with pytest.raises(NotFiniteError, match="lower the LoRA's strength"):
-            model.predict(*given, nobody)
+            model.predict(ModelCall(*given), nobody)
     finally:
         model.adapt(None, (), nobody)
-    assert tiny.relative(model.predict(*given, nobody), tiny.reference(flux_model, *given)) < 1e-5
+    assert tiny.relative(model.predict(ModelCall(*given), nobody), tiny.reference(flux_model, *given)) < 1e-5
 
 
 def test_fp16_that_overflows_says_what_to_use(pools, flux_file, tmp_path):
@@ -260,9 +262,9 @@ def test_fp16_that_overflows_says_what_to_use(pools, flux_file, tmp_path):
     path = tmp_path / "large.safetensors"
     save_file(state, path)
     with pytest.raises(NotFiniteError, match="weight_dtype fp16 is too small for them, use bf16 or fp32"):
-        pools.load(path, Degrees(pipe=2), "fp16").predict(*tiny.inputs(tiny.FLUX), nobody)
+        pools.load(path, Degrees(pipe=2), "fp16").predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody)
     model = pools.load(path, Degrees(pipe=2), "bf16")
-    assert model.predict(*tiny.inputs(tiny.FLUX), nobody).isfinite().all()
+    assert model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody).isfinite().all()
 
 
 @settings(max_examples=15)
@@ -283,11 +285,11 @@ def test_inputs_are_refused_by_name_before_they_are_sent(remote, what, bad, band
             if bands and what != "time":
                 sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), 3, 1)
             else:
-                model.predict(x, timestep, tensors, nobody)
+                model.predict(ModelCall(x, timestep, tensors), nobody)
     finally:
         del model.pool.send
     assert m.Step not in sent
-    assert model.predict(*tiny.inputs(tiny.FLUX), nobody).isfinite().all()
+    assert model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody).isfinite().all()
 
 
 def test_a_late_finding_harms_nobody(remote, flux_model):
@@ -296,9 +298,7 @@ def test_a_late_finding_harms_nobody(remote, flux_model):
     answers = model.pool.ask(m.FindNotFinite(0, 10**9), m.NotFiniteFound).result(timeout=60)
     assert [replace(answer, rank=0) for answer in answers] == [m.NotFiniteFound(0, None, (), ())] * 2
     given = tiny.inputs(tiny.FLUX)
-    patching = model.family.patching
-    conditioning = model.conditioning(patching.grid(given[0].shape), given[2])
-    call = model.call(patching.pack(given[0]), given[1], conditioning, run=0)
+    call = whole_call(model, *given)
     call.future.set_result(None)
-    model._causes.fail(call, 1, 1)
-    assert tiny.relative(model.predict(*given, nobody), tiny.reference(flux_model, *given)) < 1e-5
+    model._posting._causes.fail(call, 1, 1)
+    assert tiny.relative(model.predict(ModelCall(*given), nobody), tiny.reference(flux_model, *given)) < 1e-5

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from tests.families.cases import all_cases
 from tests.rank.test_lora import lora, merged
@@ -86,7 +87,7 @@ def files(made, tmp_path_factory):
 
 
 def predict(pools, path, degrees, case, dtype="fp32"):
-    return pools.load(path, degrees, dtype).predict(*case.inputs(), lambda: None)
+    return pools.load(path, degrees, dtype).predict(ModelCall(*case.inputs()), lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -157,15 +158,15 @@ def test_a_lora_is_added_beside_the_product(pools, files, measured, tmp_path, de
     case, (path, values) = CASES["flux"], files("flux", "int8, rotated")
     plain, deltas = predict(pools, values, degrees, case), lora(load_file(values))
     model = pools.load(path, degrees)
-    before = model.predict(*case.inputs(), lambda: None)
+    before = model.predict(ModelCall(*case.inputs()), lambda: None)
     model.adapt("a LoRA", deltas, lambda: None)
-    found = model.predict(*case.inputs(), lambda: None)
+    found = model.predict(ModelCall(*case.inputs()), lambda: None)
     with torch.inference_mode():
         expected = case.reference(merged(values, deltas, tmp_path), *case.inputs())
     measured("a LoRA beside int8 products: distance from the merged one", tiny.relative(found, expected))
     assert tiny.relative(found, expected) < 0.02 * tiny.relative(plain, expected)
     model.adapt(None, (), lambda: None)
-    assert torch.equal(model.predict(*case.inputs(), lambda: None), before)
+    assert torch.equal(model.predict(ModelCall(*case.inputs()), lambda: None), before)
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2)], ids=str)

@@ -11,10 +11,12 @@ from datetime import timedelta
 import pytest
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.rank.comm.rendezvous import Rendezvous, StoreError, StoreFile
+from testing.models import on_ranks
 from tests.support import tiny
 
 
@@ -111,9 +113,9 @@ def test_a_cleaner_of_temporary_files_is_named(flux_file, whole):
         given = tiny.inputs(tiny.FLUX)
 
         def load(degrees: Degrees) -> RemoteTransformer:
-            return RemoteTransformer(pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
+            return on_ranks(pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
 
-        load(Degrees(pipe=2)).predict(*given, lambda: None)
+        load(Degrees(pipe=2)).predict(ModelCall(*given), lambda: None)
         if whole:
             shutil.rmtree(pool.ranks.directory)
         else:

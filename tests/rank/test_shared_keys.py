@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.memory_model import KV_COPIES
+from testing.models import conditioning_of
 from tests.families.cases import krea2
 from tests.support import tiny
 
@@ -35,10 +37,10 @@ def test_in_calls_and_in_bands(made, pools, degrees):
     remote = pools.load(path, degrees)
     with torch.inference_mode():
         expected = CASE.reference(model, *given)
-    assert tiny.relative(remote.predict(*given, lambda: None), expected) <= 1e-5
+    assert tiny.relative(remote.predict(ModelCall(*given), lambda: None), expected) <= 1e-5
     stats = sample_in_bands(remote, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), 2, 1)[1]
     grid = remote.family.patching.grid(tuple(x.shape))
-    request = request_of(remote.conditioning(grid, tensors), remote.family, KV_COPIES, 2)
+    request = request_of(conditioning_of(remote, grid, tensors), remote.family, KV_COPIES, 2)
     found = [rank.buffer_bytes for rank in stats]
     assert found == [memory.buffers for memory in remote._memory.memory_check.memory((request,))]
     layers, token = krea2.CONFIG["num_layers"], remote.family.sizes.hidden(krea2.CONFIG) * 4

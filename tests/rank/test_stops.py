@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.attention import parallel_attention
 from parallel_backend.wire.rank_settings import RankSettings
+from testing.models import on_ranks
 from tests.families.cases import all_cases
 from tests.families.cases.case import Case
 from tests.support import pretend_device
@@ -52,11 +53,11 @@ def stops_of_ranks(pool: Pool, path: Path, degrees: Degrees, case: Case) -> list
 
     Without the copy of an output, for which a rank of the last stage has to stop.
     """
-    model = RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
+    model = on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
     x, timestep, tensors = case.inputs()
 
     def run() -> None:
-        model.predict(x, timestep, tensors, lambda: None)
+        model.predict(ModelCall(x, timestep, tensors), lambda: None)
         if case.sampled and "pipe" not in case.row.unsupported:
             bands = 1 if degrees.displaced else 2
             sample_in_bands(model, x, linear_sigmas(3) * case.timestep / 0.7, Prompt(tensors, tensors, 1.0), bands, 1)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
@@ -17,6 +18,7 @@ from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.quickstart.prompt import CELLS
 from parallel_backend.rank.comm.transfer_codec import KINDS, Codec
 from scripts.digits import read_digits
+from testing.models import on_ranks
 from tests.support import tiny
 from tests.system.test_exactness import name
 
@@ -81,13 +83,13 @@ def flux(pools, path, degrees: Degrees, transfer_dtype: str = "full", dtype: str
     pools.forget(degrees.world)
     checkpoint = open_checkpoint(path)
     ranks = pools(degrees.world)
-    return RemoteTransformer(ranks, checkpoint, degrees, dtype, "sdpa", lambda: None, transfer_dtype=transfer_dtype)
+    return on_ranks(ranks, checkpoint, degrees, dtype, "sdpa", lambda: None, transfer_dtype=transfer_dtype)
 
 
 def ulysses_bytes(model: RemoteTransformer, *inputs) -> int:
     report = lambda: model.close_run(model.open_run(), lambda: None)  # noqa: E731
     report()
-    model.predict(*inputs, lambda: None)
+    model.predict(ModelCall(*inputs), lambda: None)
     return sum(stats.bytes_sent.get("ulysses", 0) for stats in report())
 
 
@@ -119,10 +121,10 @@ def test_products_are_near_and_full_is_exact(pools, flux_file, flux_model, degre
     """Odd sizes: tokens and heads divide unevenly."""
     inputs = tiny.inputs(tiny.FLUX, height=15, width=11)
     expected = tiny.reference(flux_model, *inputs)
-    full = flux(pools, flux_file, degrees).predict(*inputs, lambda: None)
+    full = flux(pools, flux_file, degrees).predict(ModelCall(*inputs), lambda: None)
     assert tiny.relative(full, expected) < 1e-5
     for kind, limit in (("int8", 2e-3), ("fp8", 1e-2)):
-        error = tiny.relative(flux(pools, flux_file, degrees, kind).predict(*inputs, lambda: None), expected)
+        error = tiny.relative(flux(pools, flux_file, degrees, kind).predict(ModelCall(*inputs), lambda: None), expected)
         measured(f"relative error of a call, transfers in {kind}", error)
         assert 1e-4 < error < limit
 
@@ -130,9 +132,11 @@ def test_products_are_near_and_full_is_exact(pools, flux_file, flux_model, degre
 def test_full_is_full_bit_for_bit(pools, flux_file):
     inputs = tiny.inputs(tiny.FLUX)
     pools.forget(2)
-    default = pools.load(flux_file, Degrees(ulysses=2)).predict(*inputs, lambda: None)
-    assert torch.equal(flux(pools, flux_file, Degrees(ulysses=2), "full").predict(*inputs, lambda: None), default)
-    assert not torch.equal(flux(pools, flux_file, Degrees(ulysses=2), "int8").predict(*inputs, lambda: None), default)
+    default = pools.load(flux_file, Degrees(ulysses=2)).predict(ModelCall(*inputs), lambda: None)
+    assert torch.equal(flux(pools, flux_file, Degrees(ulysses=2), "full").predict(ModelCall(*inputs), lambda: None), default)
+    assert not torch.equal(
+        flux(pools, flux_file, Degrees(ulysses=2), "int8").predict(ModelCall(*inputs), lambda: None), default
+    )
 
 
 def test_in_bands(pools, flux_file, measured):

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.engine import Engine
@@ -89,7 +90,7 @@ def test_uneven_shards_lose_and_gain_nothing(remote):
     model = remote(Degrees(ulysses=2))
     model.close_run(model.open_run(), lambda: None)
     x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=1, height=10, width=6, text=7)
-    model.predict(x, timestep, tensors, lambda: None)
+    model.predict(ModelCall(x, timestep, tensors), lambda: None)
     stats = model.close_run(model.open_run(), lambda: None)
     text, image = (4, 3), (8, 7)
     tokens = [text[rank] + image[rank] for rank in range(2)]
@@ -114,7 +115,7 @@ def test_a_ring_without_a_buffer_moves_the_same(remote):
     model = remote(Degrees(ring=4))
     x, timestep, tensors = tiny.inputs(tiny.FLUX, batch=BATCH, height=16, width=12, text=TEXT)
     model.close_run(model.open_run(), lambda: None)
-    model.predict(x, timestep, tensors, lambda: None)
+    model.predict(ModelCall(x, timestep, tensors), lambda: None)
     stats = model.close_run(model.open_run(), lambda: None)
     activations = BATCH * (TEXT + IMAGE) * HIDDEN * 4
     assert moved(stats, "ring") == [2 * activations * LAYERS * 3 // 4] * 4
@@ -132,7 +133,7 @@ def test_naive_patches_move_nothing(remote):
     model = remote(Degrees(patch=2, patch_mode="naive"))
     x, timestep, tensors = tiny.inputs(tiny.FLUX)
     model.close_run(model.open_run(), lambda: None)
-    model.predict(x, timestep, tensors, lambda: None)
+    model.predict(ModelCall(x, timestep, tensors), lambda: None)
     assert all(rank.bytes_sent == {} for rank in model.close_run(model.open_run(), lambda: None))
 
 
@@ -180,7 +181,7 @@ def test_overlap_off_gives_the_same_sample(remote, degrees):
     bands = 1 if degrees.displaced else 3
     samples = [sample_in_bands(model, x, sigmas, prompt, bands, 1, overlap=overlap)[0] for overlap in (False, True)]
     assert torch.equal(*samples)
-    whole = [model.predict(x, torch.full((2,), 0.7), tensors, lambda: None, overlap) for overlap in (False, True)]
+    whole = [model.predict(ModelCall(x, torch.full((2,), 0.7), tensors), lambda: None, overlap) for overlap in (False, True)]
     assert torch.equal(*whole)
 
 

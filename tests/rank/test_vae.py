@@ -16,6 +16,7 @@ from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 from torch import nn
 
 from parallel_backend.client import shared_tensors
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.vae import TooLittleMemory
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import RankError
@@ -148,11 +149,13 @@ def test_weights_are_sent_once_until_another_decoder_takes_their_place_or_all_is
 
     model = remote(Degrees(pipe=2), fresh=True)
     given = tiny.inputs(tiny.FLUX)
-    before = model.predict(*given, lambda: None)
+    before = model.predict(ModelCall(*given), lambda: None)
     for name in ("a", "a", "b", "b", "a"):
         decode(name)
     assert sent == ["a", "b", "a"]
-    assert torch.equal(model.predict(*given, lambda: None), before)  # beside the decoder the model stays as it was
+    assert torch.equal(
+        model.predict(ModelCall(*given), lambda: None), before
+    )  # beside the decoder the model stays as it was
     pools(2).ask(m.Unload(), m.Unloaded).result(timeout=60)
     pools.forget(2)
     decode("a")

@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.call import Call
+from parallel_backend.client.call import ModelCall, PostedCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.rank import loaded_stage
 from parallel_backend.rank.engine import Engine
@@ -26,6 +27,7 @@ from parallel_backend.rank.stage.store.weight_group import ENDS
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.models import whole_call
 from tests.campaigns.transport import cases
 from tests.campaigns.transport.runner import same
 from tests.conftest import Pools
@@ -87,16 +89,8 @@ class Alone:
     def __init__(self, path: Path, resident: int | None = None, device: int = LARGE, dtype: str = "fp32"):
         self.checkpoint = open_checkpoint(path)
         blocks = (Span(0, self.checkpoint.family.blocks.total(self.checkpoint.config)),)
-        load = m.Load(
-            str(path),
-            dtype,
-            Degrees().sizes,
-            "none",
-            (1.0,),
-            blocks,
-            "sdpa",
-            resident=() if resident is None else (resident,),
-        )
+        setup = Setup(path, dtype, ("cpu",), Degrees(), "sdpa")
+        load = m.Load(setup, blocks, (1.0,), resident=() if resident is None else (resident,))
         self.copies = EmulatedCopies(0, EmulatedDevice(device, RATE))
         self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody(), copies=self.copies)
         self.store = self.engine.stage.store
@@ -348,11 +342,11 @@ def test_every_format(flux, tmp_path, kind):
     assert torch.equal(model.output(), expected)
 
 
-def begin_run(model, x, timestep, tensors) -> Call:
+def begin_run(model, x, timestep, tensors) -> PostedCall:
     """The first call of a run in bands, not posted yet."""
-    patching, run = model.family.patching, model.open_run()
+    run = model.open_run()
     model.watch_memory(run, 2, False, nobody)
-    return model.call(patching.pack(x), timestep, model.conditioning(patching.grid(x.shape), tensors), run)
+    return whole_call(model, x, timestep, tensors, run)
 
 
 def test_adapters_that_gave_way_are_sent_again_beside_weights_that_come_back(emulated, flux_file):
@@ -362,15 +356,15 @@ def test_adapters_that_gave_way_are_sent_again_beside_weights_that_come_back(emu
     factors = torch.full((shape[0], 2), 0.1), torch.full((2, shape[1]), 0.1)
     low, full = "double_blocks.0.img_attn.proj.weight", "single_blocks.0.linear2.bias"
     deltas = Delta(low, *factors), Delta(full, torch.ones(model.checkpoint.original_shapes[full]))
-    plain = model.predict(*given, nobody)
+    plain = model.predict(ModelCall(*given), nobody)
     model.adapt("a LoRA", deltas, nobody)
-    expected, held = model.predict(*given, nobody), model.bytes_on("cpu")
+    expected, held = model.predict(ModelCall(*given), nobody), model.bytes_on("cpu")
     assert not expected.equal(plain)
     for _ in range(2):
         assert model.give_way("cpu", 1e32, nobody) == held
         assert model.bytes_on("cpu") == 0
         model.adapt("a LoRA", deltas, nobody)
-        assert model.predict(*given, nobody).equal(expected)
+        assert model.predict(ModelCall(*given), nobody).equal(expected)
         assert model.bytes_on("cpu") == held
     run = begin_run(model, *given)
     model.give_way("cpu", 1e32, nobody)  # between a call and its first micro-step
@@ -379,4 +373,4 @@ def test_adapters_that_gave_way_are_sent_again_beside_weights_that_come_back(emu
     model.close_run(run.run, nobody)
     model.give_way("cpu", 1e32, nobody)
     model.adapt(None, (), nobody)
-    assert model.predict(*given, nobody).equal(plain)
+    assert model.predict(ModelCall(*given), nobody).equal(plain)

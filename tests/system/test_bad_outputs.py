@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.measurements import measured_blocks, measured_links
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.vae import RemoteVAE
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.wire import messages as m
+from testing.models import on_ranks
 from tests.support import tiny
 from tests.support.tampering_rank import TWICE, others, tampering
 
@@ -32,7 +34,7 @@ def tampered(monkeypatch, flux_file):
     def load(how: str, degrees: Degrees = ONE) -> RemoteTransformer:
         monkeypatch.setattr("parallel_backend.processes.local.main", functools.partial(tampering, how))
         pools.append(Pool(("cpu",) * degrees.world))
-        return RemoteTransformer(pools[-1], open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
+        return on_ranks(pools[-1], open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
 
     yield load
     for pool in pools:
@@ -43,20 +45,20 @@ def tampered(monkeypatch, flux_file):
 def test_outputs_that_cannot_be_end_the_pool_and_name_the_rank(tampered, how):
     model, given = tampered(how), tiny.inputs(tiny.FLUX)
     with pytest.raises(RankError, match=r"^Parallel DiT: rank 0 \(cpu\) sent what cannot be: "):
-        model.predict(*given, lambda: None)
+        model.predict(ModelCall(*given), lambda: None)
     assert isinstance(model.pool.error, RankError)
 
 
 def test_an_output_that_comes_twice_is_not_taken_for_another_ranks(tampered):
     model, given = tampered(TWICE, Degrees(ulysses=2)), tiny.inputs(tiny.FLUX)
     with pytest.raises(RankError, match=r"rank 0 \(cpu\) sent what cannot be: an output of micro-step 1, which nobody"):
-        model.predict(*given, lambda: None)
+        model.predict(ModelCall(*given), lambda: None)
 
 
 def test_outputs_as_they_are_give_the_right_result(tampered, flux_model):
     """The control."""
     given = tiny.inputs(tiny.FLUX)
-    output = tampered("as it is").predict(*given, lambda: None)
+    output = tampered("as it is").predict(ModelCall(*given), lambda: None)
     assert tiny.relative(output, tiny.reference(flux_model, *given)) <= 1e-5
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
@@ -18,6 +19,7 @@ from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.model import MODEL_CONFIG, WEIGHTS
 from parallel_backend.quickstart.prompt import encode_prompt
 from parallel_backend.wire.timeline_kinds import TRANSFER
+from testing.models import on_ranks
 from tests.support import grouping_rank, tiny
 
 pytestmark = pytest.mark.threads
@@ -119,7 +121,7 @@ AXES_AND_SOME = [
 @elsewhere
 def test_one_call_equals_one_process(remote, exact_call, product, measured):
     (x, timestep, tensors), expected = exact_call("odd sizes")
-    error = tiny.relative(remote(product).predict(x, timestep, tensors, lambda: None), expected)
+    error = tiny.relative(remote(product).predict(ModelCall(x, timestep, tensors), lambda: None), expected)
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
 
@@ -130,7 +132,7 @@ def test_processes_equal_one_process(process_pools, flux_file, exact_call, exact
     model = process_pools.load(flux_file, degrees)
     noise, sigmas, prompt, sampled = exact_run(height=15, width=11)
     sample, stats = sample_in_bands(model, noise, sigmas, prompt, 1 if degrees.displaced else 3, warm_up=3)
-    error = max(tiny.relative(model.predict(*given, lambda: None), expected), tiny.relative(sample, sampled))
+    error = max(tiny.relative(model.predict(ModelCall(*given), lambda: None), expected), tiny.relative(sample, sampled))
     measured("relative error of exact modes", error)
     assert error <= TOLERANCE
     assert len(stats) == degrees.world
@@ -140,7 +142,7 @@ def test_processes_equal_one_process(process_pools, flux_file, exact_call, exact
 @pytest.mark.parametrize("degrees", [d for d in PRODUCTS if d.world <= 2] + UNEVEN, ids=name)
 def test_other_calls_equal_one_process(remote, exact_call, degrees, case, measured):
     (x, timestep, tensors), expected = exact_call(case)
-    output = remote(degrees).predict(x, timestep, tensors, lambda: None)
+    output = remote(degrees).predict(ModelCall(x, timestep, tensors), lambda: None)
     assert output.shape == x.shape
     error = tiny.relative(output, expected)
     measured("relative error of exact modes", error)
@@ -166,7 +168,7 @@ def test_a_text_mask_equals_one_process(remote, flux_model, product, measured):
     tensors = tensors | {"text_mask": mask}
     expected = masked_reference(flux_model, x, timestep, tensors)
     model = remote(product)
-    error = tiny.relative(model.predict(x, timestep, tensors, lambda: None), expected)
+    error = tiny.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected)
     measured("relative error of exact modes with a mask", error)
     assert error <= TOLERANCE
     prompt, sigmas = Prompt(tensors, {}, 1.0), linear_sigmas(1)
@@ -224,7 +226,9 @@ def test_image_before_text_equals_one_process(pools, sd3, degrees, measured):
     model = pools.load(path, degrees)
     bands = 1 if degrees.displaced else 3
     sample, _ = sample_in_bands(model, x, linear_sigmas(2), Prompt(tensors, {}, 1.0), bands, warm_up=2)
-    error = max(tiny.relative(model.predict(x, timestep, tensors, lambda: None), expected), tiny.relative(sample, sampled))
+    error = max(
+        tiny.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected), tiny.relative(sample, sampled)
+    )
     measured("relative error of exact modes, SD3", error)
     assert error <= TOLERANCE
 
@@ -376,9 +380,9 @@ def test_heads_in_groups_equal_one_process(exact_call, flux_file, monkeypatch, p
     try:
         for pool in (grouping, plain):
             process_pools.forget(degrees.world)
-            model = RemoteTransformer(pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
+            model = on_ranks(pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
             model.begin_timeline()
-            assert tiny.relative(model.predict(*given, lambda: None), expected) <= TOLERANCE
+            assert tiny.relative(model.predict(ModelCall(*given), lambda: None), expected) <= TOLERANCE
             kinds = model.timeline(lambda: None)[0].labels[:, 0]
             transfers.append(int((kinds == TRANSFER).sum()))
     finally:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.pipefusion.banded_run import BandedRun
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -25,6 +26,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool, RankError
+from testing.models import on_ranks, whole_call
 from tests.support import failing_rank, tiny
 from tests.support.host_memory import held_bytes
 
@@ -67,7 +69,7 @@ def one_run(model: RemoteTransformer, chance: random.Random) -> None:
     prompt = Prompt(tensors, {}, 1.0)
     if kind == "calls":
         for _ in range(2):
-            model.predict(x, timestep, tensors, nobody)
+            model.predict(ModelCall(x, timestep, tensors), nobody)
     elif kind == "bands":
         sample_in_bands(model, x, linear_sigmas(steps), prompt, chance.randint(1, 4), 1)
     elif kind == "cancelled":
@@ -76,7 +78,7 @@ def one_run(model: RemoteTransformer, chance: random.Random) -> None:
     else:
         x[0, 0, 0, 0] = float("nan")
         with pytest.raises(ValueError, match="latent_image"):
-            model.predict(x, timestep, tensors, nobody)
+            model.predict(ModelCall(x, timestep, tensors), nobody)
     if chance.random() < 0.3:
         model.timeline(nobody)
 
@@ -101,7 +103,7 @@ class Books:
 
 
 def run_many(pool: Pool, path: Path, degrees: Degrees, runs: int, settled: int) -> tuple[Books, Books]:
-    model = RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nobody)
+    model = on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nobody)
     chance = random.Random(7)
     tracemalloc.start()
     try:
@@ -109,7 +111,7 @@ def run_many(pool: Pool, path: Path, degrees: Degrees, runs: int, settled: int) 
             if number == settled:
                 before = Books(pool.pids)
             one_run(model, chance)
-        model.predict(*tiny.inputs(tiny.FLUX), nobody)  # what was cancelled is over
+        model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), nobody)  # what was cancelled is over
         return before, Books(pool.pids)
     finally:
         tracemalloc.stop()
@@ -176,8 +178,7 @@ def test_a_run_that_was_cancelled_while_ranks_are_asked_is_closed(remote, monkey
 
     def busy() -> None:
         x, timestep, tensors = tiny.inputs(tiny.FLUX, height=64, width=64)
-        conditioning = model.conditioning(model.family.patching.grid(x.shape), tensors)
-        model.post(model.call(model.family.patching.pack(x), timestep, conditioning, run=0))
+        model.post(whole_call(model, x, timestep, tensors))
 
     busy()
     with pytest.raises(Cancelled):
@@ -224,15 +225,15 @@ def shared_memory(pids: tuple[int, ...]) -> set[Path]:
 def test_nothing_is_left_after_a_pool_was_closed_or_lost_a_rank(flux_file, own_folder, degrees, killed):
     pool = Pool(("cpu", "cpu"))
     pids = pool.pids
-    model = RemoteTransformer(pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", nobody)
+    model = on_ranks(pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", nobody)
     given = tiny.inputs(tiny.FLUX)
-    model.predict(*given, nobody)
+    model.predict(ModelCall(*given), nobody)
     assert [path.name[:13] for path in own_folder.iterdir()] == ["parallel-dit-"]  # the control: there is something
     if killed:
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(RankError, match="killed by signal 9"):
             while True:
-                model.predict(*given, nobody)
+                model.predict(ModelCall(*given), nobody)
     pool.close()
     assert list(own_folder.iterdir()) == []
     assert shared_memory((os.getpid(), *pids)) == set()

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
-from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES
 from parallel_backend.wire.lifecycle import Unload, Unloaded
+from testing.models import on_ranks
 from tests.support import tiny
 from tests.support.host_memory import held_bytes
 
@@ -71,7 +72,7 @@ def test_the_ranks_hold_one_model_between_them(pools, tmp_path, measured, degree
         pool.ask(Unload(), Unloaded).result(timeout=60)
         pids = (*pool.pids, os.getpid())
         before = held_bytes(pids)
-        model = RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
+        model = on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", lambda: None)
         growth = held_bytes(pids) - before
         measured("memory of all ranks / size of the file", growth / size)
         assert 0.9 * size < growth <= COPY * size
@@ -79,7 +80,7 @@ def test_the_ranks_hold_one_model_between_them(pools, tmp_path, measured, degree
         assert copies * size <= sum(model.weight_bytes) <= 1.05 * copies * size  # every rank has the small time embedding
         assert max(model.weight_bytes) < 0.55 * size
         given = tiny.inputs(CONFIG, batch=1)
-        assert model.predict(*given, lambda: None).isfinite().all()
+        assert model.predict(ModelCall(*given), lambda: None).isfinite().all()
         peak = held_bytes(pids) - before
         assert peak <= LIMIT * size
         pool.ask(Unload(), Unloaded).result(timeout=60)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from parallel_backend.core.communicators import lines_along
 from parallel_backend.core.degrees import AXES, Degrees
@@ -136,10 +137,10 @@ def test_random_problems_equal_one_process(remote, flux_model, degrees, batch, h
     model = remote(degrees)
     if not all(len(shard) for shard in cut.image(Span(0, tokens))):
         with pytest.raises(ValueError, match="degree"):
-            model.predict(x, timestep, tensors, lambda: None)
+            model.predict(ModelCall(x, timestep, tensors), lambda: None)
         return
     whole = tiny.reference(flux_model, x, timestep, tensors)
-    assert tiny.relative(model.predict(x, timestep, tensors, lambda: None), whole) <= TOLERANCE
+    assert tiny.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), whole) <= TOLERANCE
     prompt, sigmas = Prompt(tensors, {}, 1.0), linear_sigmas(2)
     with torch.inference_mode():
         expected = euler(lambda *given: tiny.reference(flux_model, *given), x, sigmas, prompt)

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
+from testing.models import on_ranks
 from tests.support import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,7 +123,7 @@ def listening(pids) -> set[str]:
 def test_in_every_mode_ranks_listen_on_loopback_and_the_client_nowhere(pools, flux_file, degrees):
     before = listening([os.getpid()])
     model = pools.load(flux_file, degrees)
-    model.predict(*tiny.inputs(tiny.FLUX), lambda: None)
+    model.predict(ModelCall(*tiny.inputs(tiny.FLUX)), lambda: None)
     heard = listening(model.pool.pids)
     assert heard  # the control: Gloo does listen, so there is something to see
     assert heard <= LOOPBACK
@@ -137,7 +138,7 @@ def test_measuring_listens_on_loopback_too(pools, flux_file):
     pool = pools(2)
     pools.forget(2)
     wait_for(pool.ask(m.ProbeLinks((1024,)), m.LinksProbed), lambda: None)
-    RemoteTransformer(pool, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", lambda: None, "auto")
+    on_ranks(pool, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", lambda: None, "auto")
     assert listening(pool.pids) <= LOOPBACK
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.attention import parallel_attention
 from parallel_backend.rank.comm import collectives
@@ -110,7 +111,7 @@ def test_ranks_that_end_politely_have_waited_for_their_last_send(at_work):
     """A call outside of a run, whose output is there while its first stage has nothing more to do."""
 
     def one_call(files, load, _pool):
-        return [load(files.flux(), Degrees(pipe=2)).predict(*tiny.inputs(cases.CONFIG), cases.nothing)]
+        return [load(files.flux(), Degrees(pipe=2)).predict(ModelCall(*tiny.inputs(cases.CONFIG)), cases.nothing)]
 
     assert at_work.trial(cases.Case("one call", one_call), rules_of(8, 1, DELAY)) is None
 

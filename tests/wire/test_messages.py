@@ -5,6 +5,7 @@ import dataclasses
 import json
 import threading
 from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.wire import channel, encoding
 from parallel_backend.wire import messages as m
@@ -37,7 +40,11 @@ MESSAGES = [
     m.OpenSegment(1, 4096, ""),
     m.DropSegment(2**63),
     m.Ready(3),
-    m.Load("/a folder/ü.safetensors", "bf16", (1, 2, 1, 1, 2, 1), "none", (1.0,), (Span(0, 3), Span(3, 8)), "auto"),
+    m.Load(
+        Setup(Path("/a folder/ü.safetensors"), "bf16", ("cpu",) * 4, Degrees(pipe=2, ulysses=2), "auto"),
+        (Span(0, 3), Span(3, 8)),
+        (1.0,),
+    ),
     m.Loading(1, 0.25),
     m.Loaded(1, 2**40, ("a.weight", "a.bias"), 2**39),
     m.SetResident((2**40, 0)),

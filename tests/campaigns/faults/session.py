@@ -21,10 +21,11 @@ import torch
 from safetensors.torch import load_file
 
 from parallel_backend.client import registry as registry_module
-from parallel_backend.client.registry import ModelKey, Registry
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
-from parallel_backend.placement.residency import ALLOWED, Offload
+from parallel_backend.core.setup import ALLOWED, Offload, Setup
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import STALL_FACTOR, START_SECONDS
@@ -108,12 +109,12 @@ class FaultSession:
         emulated = degrees.endswith((STREAMED, GIVING_WAY))
         return tuple(f"cpu:{rank}" for rank in range(world)) if emulated else ("cpu",) * world
 
-    def key(self, degrees: str, stage_split: str = "even", path: Path | None = None) -> ModelKey:
+    def key(self, degrees: str, stage_split: str = "even", path: Path | None = None) -> Setup:
         offload = NEXT_TO_NOTHING if degrees.endswith(STREAMED) else ALLOWED
-        key = ModelKey(path or self.path, "fp32", self.devices(degrees), DEGREES[degrees], "sdpa", stage_split)
+        key = Setup(path or self.path, "fp32", self.devices(degrees), DEGREES[degrees], "sdpa", stage_split)
         return replace(key, offload=offload)
 
-    def sample(self, key: ModelKey, steps: int = STEPS, on_loading: Callable[[], None] = nobody) -> Result:
+    def sample(self, key: Setup, steps: int = STEPS, on_loading: Callable[[], None] = nobody) -> Result:
         """A prompt: an exact call, and a run with a warm-up step and stale ones."""
         told = []
 
@@ -128,7 +129,7 @@ class FaultSession:
             self.give_way(model)
         assert key.offload == ALLOWED or min(model.resident.host_bytes) > 0 or key.degrees.sequence > 1
         model.adapt(None, (), nobody)
-        exact = model.predict(x, timestep, tensors, nobody)
+        exact = model.predict(ModelCall(x, timestep, tensors), nobody)
         bands = 1 if key.degrees.displaced else 2
         return [exact, sample_in_bands(model, x, linear_sigmas(steps), Prompt(tensors, tensors, 1.0), bands, 1)[0]]
 
@@ -141,7 +142,7 @@ class FaultSession:
     def adapted(self, degrees: str) -> Result:
         model = self.registry.model(self.key(degrees), nobody)
         model.adapt("LoRA", self.deltas, nobody)
-        return [model.predict(*self.given, nobody)]
+        return [model.predict(ModelCall(*self.given), nobody)]
 
     def decoded(self, degrees: str) -> Result:
         pool = self.registry.pool_for(self.devices(degrees), nobody)

@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.wire import messages as m
+from testing.models import on_ranks
 from tests.families.cases import all_cases
 from tests.families.cases.case import Case as Family
 from tests.rank.test_vae import autoencoder
@@ -84,7 +86,7 @@ def product(degrees: Degrees) -> Case:
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
         model = load(files.flux(), degrees)
         given = tiny.inputs(CONFIG, height=9, width=10, text=5)
-        return [model.predict(*given, nothing), _sampled(model, height=10, width=8)]
+        return [model.predict(ModelCall(*given), nothing), _sampled(model, height=10, width=8)]
 
     return Case(f"product {name(degrees)}", run)
 
@@ -111,7 +113,7 @@ def family(case: Family) -> Case:
 
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
         x, timestep, tensors = case.inputs()
-        found = [load(files.family(case), degrees).predict(x, timestep, tensors, nothing)]
+        found = [load(files.family(case), degrees).predict(ModelCall(x, timestep, tensors), nothing)]
         if case.sampled and Degrees(pipe=2) in case.modes and degrees.world == 2:
             model, sigmas = load(files.family(case), Degrees(pipe=2)), linear_sigmas(2) * case.timestep / 0.7
             found.append(sample_in_bands(model, x, sigmas, Prompt(tensors, {}, 1.0), case.bands, 1)[0])
@@ -126,7 +128,7 @@ def masked(degrees: Degrees) -> Case:
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
         x, timestep, tensors = tiny.inputs(CONFIG, height=10, width=12, text=9)
         tensors = tensors | {"text_mask": torch.arange(9)[None] < torch.tensor([[4], [9]])}
-        return [load(files.flux(), degrees).predict(x, timestep, tensors, nothing)]
+        return [load(files.flux(), degrees).predict(ModelCall(x, timestep, tensors), nothing)]
 
     return Case(f"masked text {name(degrees)}", run)
 
@@ -137,7 +139,7 @@ def packed(kind: str) -> Case:
 
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
         model = load(files.flux(), degrees, transfer_dtype=kind)
-        return [model.predict(*tiny.inputs(CONFIG, height=9, width=10, text=5), nothing)]
+        return [model.predict(ModelCall(*tiny.inputs(CONFIG, height=9, width=10, text=5)), nothing)]
 
     return Case(f"transfers in {kind}", run)
 
@@ -171,7 +173,7 @@ def controlnet(degrees: Degrees) -> Case:
             "single_transformer_blocks.0": added,
             "single_transformer_blocks.2": added,
         }
-        return [load(files.flux(), degrees).predict(*given, nothing, residuals=residuals)]
+        return [load(files.flux(), degrees).predict(ModelCall(*given, residuals=residuals), nothing)]
 
     return Case(f"ControlNet {name(degrees)}", run)
 
@@ -185,7 +187,7 @@ def vae(ranks: int) -> Case:
         model = load(files.flux(), Degrees(pipe=ranks))
         decoder = OnRanks(pool(ranks), "vae", lambda: decoder_of(autoencoder()))
         for _ in range(2):
-            found += [model.predict(*given, nothing), decoder.decode(x, nothing)]
+            found += [model.predict(ModelCall(*given), nothing), decoder.decode(x, nothing)]
         return found
 
     return Case(f"VAE bands on {ranks}", run)
@@ -205,12 +207,12 @@ def cancelled(degrees: Degrees) -> Case:
             while True:
                 _sampled(model, cancel, height=16, width=12)
         given = tiny.inputs(CONFIG, height=9, width=10, text=5)
-        found = [model.predict(*given, nothing)]
+        found = [model.predict(ModelCall(*given), nothing)]
         with contextlib.suppress(Cancelled):
             while True:
                 _sampled(model, cancel_at_once, height=16, width=12)
         again = load(files.flux(), Degrees(ulysses=degrees.world))
-        return [*found, again.predict(*given, nothing)]
+        return [*found, again.predict(ModelCall(*given), nothing)]
 
     return Case(f"cancel {name(degrees)}", run)
 
@@ -239,7 +241,8 @@ def together(degrees: Degrees) -> Case:
         model = load(files.flux(), degrees)
         one, two = (tiny.inputs(CONFIG, batch=1, height=9, width=10, text=text, seed=text) for text in (5, 8))
         found: list[torch.Tensor] = []
-        first = model.predict(*one, nothing, on_posted=lambda: found.append(model.predict(*two, nothing, first_replica=1)))
+        second = ModelCall(*two, first_replica=1)
+        first = model.predict(ModelCall(*one), nothing, on_posted=lambda: found.append(model.predict(second, nothing)))
         return [first, *found]
 
     return Case(f"two calls at once {name(degrees)}", run)
@@ -251,7 +254,7 @@ def other_degrees(first: Degrees, *others: Degrees) -> Case:
     def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
         given, found = tiny.inputs(CONFIG, height=9, width=10, text=5), []
         for degrees in (first, *others, first):
-            found.append(load(files.flux(), degrees).predict(*given, nothing))
+            found.append(load(files.flux(), degrees).predict(ModelCall(*given), nothing))
             pool(first.world).ask(m.Unload(), m.Unloaded).result(timeout=60)
         return found
 
@@ -264,13 +267,14 @@ def two_models(first: Degrees, second: Degrees) -> Case:
     def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
         one, found = load(files.flux(), first), []
         ranks, checkpoint = pool(first.world), open_checkpoint(files.flux())
-        two = RemoteTransformer(ranks, checkpoint, second, "fp32", "sdpa", nothing, keep_others=True)
+        two = on_ranks(ranks, checkpoint, second, "fp32", "sdpa", nothing, keep_others=True)
         given = tiny.inputs(CONFIG, height=9, width=10, text=5)
-        found.append(one.predict(*given, nothing, on_posted=lambda: found.append(two.predict(*given, nothing))))
+        call = ModelCall(*given)
+        found.append(one.predict(call, nothing, on_posted=lambda: found.append(two.predict(call, nothing))))
         with ThreadPoolExecutor(2) as threads:
             found += threads.map(lambda model: _sampled(model, height=10, width=8), (one, two))
         two.unload().result(timeout=60)
-        return [*found, one.predict(*given, nothing)]
+        return [*found, one.predict(ModelCall(*given), nothing)]
 
     return Case(f"{name(second)} beside {name(first)}", run)
 

@@ -10,12 +10,14 @@ from unittest import mock
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.local import Ranks, StartSettings
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from parallel_backend.rank.attention import parallel_attention
+from testing.models import on_ranks
 from tests.support import tiny
 from tests.support.strict.distributed import StrictDistributed
 from tests.support.strict.rules import ANY, ISSUE, Rules
@@ -48,7 +50,7 @@ class Pools:
         key, pool = (path, degrees, *options.items()), self(degrees.world)
         known, model = self._models.get(degrees.world, (None, None))
         if not self.keep or known != key:
-            model = RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing, **options)
+            model = on_ranks(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing, **options)
             self._models[degrees.world] = key, model
         return model
 
@@ -133,7 +135,7 @@ class Trials:
 
             fabric.before_issue = end
             while True:
-                model.predict(*given, nothing)
+                model.predict(ModelCall(*given), nothing)
         except RankError as error:
             if f"rank {victim} " not in str(error):
                 return f"rank {victim} died, and the error is: {error}"
@@ -142,7 +144,7 @@ class Trials:
             self._forget()
         again, plain = Pools(self.strict), Pools(self.plain)
         try:
-            found = [ranks.load(self.files.flux(), degrees).predict(*given, nothing) for ranks in (again, plain)]
+            found = [ranks.load(self.files.flux(), degrees).predict(ModelCall(*given), nothing) for ranks in (again, plain)]
         finally:
             again.close()
             plain.close()

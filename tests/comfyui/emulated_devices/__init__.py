@@ -12,7 +12,8 @@ import comfy.model_management
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))  # as Parallel DiT's own, which may be imported later
 
-from parallel_backend.client.registry import ModelKey, registry
+from parallel_backend.client.registry import registry
+from parallel_backend.core.setup import Setup
 from parallel_backend.wire.rank_settings import EmulatedDevice
 
 NODE_CLASS_MAPPINGS = {}
@@ -24,7 +25,7 @@ SHARES = 0.0, 0.3, 0.7, 1.0
 
 def giving_way(load_models_gpu, chance: random.Random):
     """`load_models_gpu`, before which the ranks give way."""
-    used: list[ModelKey] = []
+    used: list[Setup] = []
 
     def load(models, *arguments, **named):
         for key in used:

@@ -101,7 +101,7 @@ def compare(results: Results) -> None:
         name = "checkpoints/tiny.safetensors"
         assert name in loader.INPUT_TYPES()["required"]["model_name"][0]
         (found,) = loader().load(name, "fp32", 2, 1, 1, "cpu,cpu")
-        return found.model.diffusion_model.key == model.model.diffusion_model.key
+        return found.model.diffusion_model.setup == model.model.diffusion_model.setup
 
     results.case("in Parallel DiT Loader", in_the_other_loader)
     for name in ("transformer", "vae"):

@@ -62,7 +62,7 @@ def main(results: Results) -> None:
             yield
 
     def key_of(model):
-        return model.model.diffusion_model.key
+        return model.model.diffusion_model.setup
 
     def chosen(model) -> list:
         key = key_of(model)

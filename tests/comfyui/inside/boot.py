@@ -47,9 +47,11 @@ def spawned_ranks() -> AbstractContextManager:
 
 
 def node(name: str, *arguments: Any, **named: Any) -> Any:
-    """First output of a V1 node."""
+    """First output of a V1 node. `arguments`: values of its first inputs, in the order of the node's widgets."""
     kind = nodes.NODE_CLASS_MAPPINGS[name]
-    return getattr(kind(), kind.FUNCTION)(*arguments, **named)[0]
+    types = kind.INPUT_TYPES()
+    inputs = [*types["required"], *types.get("optional", {})]
+    return getattr(kind(), kind.FUNCTION)(**dict(zip(inputs, arguments, strict=False)), **named)[0]
 
 
 def parallel(

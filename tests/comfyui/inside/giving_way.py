@@ -32,7 +32,7 @@ def main(results: Results, name: str, size: int, layers: dict[str, int]) -> None
     stub = model.model.diffusion_model
 
     def held(card: torch.device = CARDS[0]) -> int:
-        return registry().bytes_on(stub.key, str(card))
+        return registry().bytes_on(stub.setup, str(card))
 
     def both() -> list[int]:
         return [held(card) for card in CARDS]

@@ -189,7 +189,7 @@ def main(results: Results) -> None:
         elif name == "QuickstartPrompt":
             assert output[0][0].shape == (1, 4, 32)
         elif name == "ParallelDiTLoader":
-            key = output.model.diffusion_model.key
+            key = output.model.diffusion_model.setup
             assert key.path.is_file() or key.path.is_dir()
             folder = BASE / "models" / "diffusion_models"
             assert key.path.is_relative_to(folder) or key.path.name == "quickstart-digits.safetensors", key.path

@@ -239,7 +239,7 @@ def main(results: Results) -> None:
             "config": ("auto", 0, sequence(ulysses=2)),
             "config and pipefusion": ("pipefusion", 4, sequence(ring=2)),
         }
-        keys = {name: taken(native(), *how).model.diffusion_model.key for name, how in asked.items()}
+        keys = {name: taken(native(), *how).model.diffusion_model.setup for name, how in asked.items()}
         return {name: [str(key.degrees), len(key.devices)] for name, key in keys.items()}
 
     results.case("degrees", chosen)
@@ -247,7 +247,7 @@ def main(results: Results) -> None:
     def fp8() -> list[str]:
         own, other = node("UNETLoader", FLUX, "fp8_e4m3fn"), native().clone()
         other.set_model_compute_dtype(torch.bfloat16)
-        return [*(taken(each).model.diffusion_model.key.dtype for each in (own, other)), str(mapped(own, FLUX))]
+        return [*(taken(each).model.diffusion_model.setup.dtype for each in (own, other)), str(mapped(own, FLUX))]
 
     results.case("fp8", fp8)
 

@@ -43,7 +43,7 @@ def main(results: Results) -> None:
         return ksampler(which, prompts, latent)
 
     def held() -> int:
-        return registry().bytes_on(stub.key, "cpu")
+        return registry().bytes_on(stub.setup, "cpu")
 
     def listed(which=model) -> bool:
         return any(entry.model is not None and entry.model.is_clone(which) for entry in management.current_loaded_models)
@@ -117,7 +117,7 @@ def main(results: Results) -> None:
         """The ranks hold SD3 too: nothing of it is the first model's to free."""
         sample()
         other = parallel(SD3, stage_split="even")
-        key = other.model.diffusion_model.key
+        key = other.model.diffusion_model.setup
         sample(other)
         with gpu():
             loaded = model.loaded_size(), other.loaded_size()
@@ -131,7 +131,7 @@ def main(results: Results) -> None:
     def dropped() -> dict[str, bool]:
         """Nobody has the MODEL any more, as when ComfyUI's cache lets it go: the ranks' memory must still be to be had."""
         local = parallel(FILE, pipe=1, batch=2, stage_split="even")
-        key = local.model.diffusion_model.key
+        key = local.model.diffusion_model.setup
         sample(local.clone())
         del local
         gc.collect()
