@@ -45,8 +45,8 @@ def measure(subject: Subject, rounds: int) -> tuple[Outcomes, Cuts]:
                 model = on_ranks(pool, checkpoint, degrees, "fp32", "auto", lambda: None, stage_split=split)
                 cuts[case_name(mode, split)].append(
                     {
-                        "blocks": [len(span) for span in model.stage_blocks],
-                        "patch_shares": [round(share, 3) for share in model.patch_shares],
+                        "blocks": [len(span) for span in model.balance.stage_blocks],
+                        "patch_shares": [round(share, 3) for share in model.balance.patch_shares],
                     }
                 )
                 return measuring.run_ranks(model, subject, bands=bands)

@@ -99,7 +99,7 @@ class Registry:
             def ask(device: str, missing: int) -> int:
                 return self._make_room(setup, pool, make_room, device, missing)
 
-            return load_model(pool, checkpoint, setup, poll, progress, ask, expected(), keep_others=True)
+            return load_model(pool, checkpoint, setup, poll, progress, make_room=ask, expected=expected(), keep_others=True)
 
         try:
             return self._pools.use(setup.devices, load)

@@ -84,7 +84,7 @@ class Watchdog:
                 case m.Load():
                     self._forget(model)
                     self._longest = 0.0
-                    if message.compile:
+                    if message.setup.compile:
                         self._compiling.add(model)
                 case m.Unload():
                     self._forget(model)

@@ -168,17 +168,19 @@ def test_the_order_is_the_schedules_whatever_the_timing(model, exact, seed):
 
 def test_an_answer_does_not_wait_for_a_call_that_is_being_made(model):
     """Whoever makes it may wait for memory, and so for what the thread that has the answer brings next."""
-    calls, waited, make, post = [], [], model.call, model.post
+    calls, waited, post = [], [], model.post
 
-    def call(*given, **named):
-        if calls:
-            answer = threading.Thread(target=calls[0].future.set_result, args=(2 * calls[0].x,), daemon=True)
-            answer.start()
-            answer.join(1)
-            waited.append(answer.is_alive())
-        return make(*given, **named)
+    def answering(call: PostedCall) -> None:
+        if not calls:
+            calls.append(call)
+            return
+        answer = threading.Thread(target=calls[0].future.set_result, args=(2 * calls[0].x,), daemon=True)
+        answer.start()
+        answer.join(1)
+        waited.append(answer.is_alive())
+        post(call)
 
-    model.call, model.post = call, lambda made: post(made) if calls else calls.append(made)
+    model.post = answering
     run = start(model, 2)
     run_all(
         run, lambda band: run.predict(band, ModelCall(noise()[:, :, run.rows[band].slice], torch.ones(1), text()), False)
@@ -446,6 +448,6 @@ def test_the_fake_is_called_as_the_client_would_be():
 
     from parallel_backend.client.remote_transformer import RemoteTransformer
 
-    for name in ("open_run", "watch_memory", "conditioning", "call", "post", "abandon"):
+    for name in ("open_run", "watch_memory", "conditioning", "post", "abandon"):
         real, fake = (inspect.signature(getattr(cls, name)).parameters for cls in (RemoteTransformer, FakeModel))
         assert list(real) == list(fake), name

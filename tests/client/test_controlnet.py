@@ -213,11 +213,11 @@ def test_a_tensor_of_several_blocks_is_sent_once_and_to_its_stages_only(degrees,
         found[given_as] = steps.bytes()
         for rank, sent in steps.by_rank.items():
             stage = degrees.coordinate(rank).pipe
-            owned = case.row.blocks.owned(open_checkpoint(file).config, remote.stage_blocks[stage])
+            owned = case.row.blocks.owned(open_checkpoint(file).config, remote.balance.stage_blocks[stage])
             for step in sent:
                 assert set(step.residuals) == {f"{name}.{index}" for name, range_ in owned.items() for index in range_}
     assert found["apart"] == len(residuals) * one
-    borders = sum(span.start % 2 for span in remote.stage_blocks)  # a pair on two stages goes to both
+    borders = sum(span.start % 2 for span in remote.balance.stage_blocks)  # a pair on two stages goes to both
     assert found["once"] == (len(residuals) / 2 + borders) * one
 
 

@@ -110,7 +110,7 @@ def loaded(registry, monkeypatch):
     def open_checkpoint(path):
         return SimpleNamespace(is_unchanged=True, moves="stuck" not in path.name, refused="large" in path.name)
 
-    monkeypatch.setattr(registry_module, "RemoteTransformer", FakeModel)
+    monkeypatch.setattr(registry_module, "load_model", FakeModel)
     monkeypatch.setattr(registry_module, "open_checkpoint", open_checkpoint)
 
     def load(name, *devices, make_room=no_room):
@@ -355,7 +355,7 @@ def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkey
         registry.unload(keys[0])
         return 7 + registry.give_back(keys[0], device, 1)
 
-    monkeypatch.setattr(registry_module, "RemoteTransformer", Loading)
+    monkeypatch.setattr(registry_module, "load_model", Loading)
     monkeypatch.setattr(registry_module, "open_checkpoint", lambda path: None)
     found = []
     load = threading.Thread(target=lambda: found.append(registry.model(keys[1], nobody, make_room=make_room)), daemon=True)

@@ -17,10 +17,10 @@ def nothing() -> None:
     """A Poll that never gives up."""
 
 
-def band_call(run: BandedRun, band: int, *given) -> Future:
+def band_call(run: BandedRun, band: int, *call) -> Future:
     """The call of a band, on a thread of its own."""
     executor = ThreadPoolExecutor(1)
-    future = executor.submit(run.predict, band, *given, exact=False)
+    future = executor.submit(run.predict, band, ModelCall(*call), exact=False)
     executor.shutdown(wait=False)
     return future
 
@@ -35,10 +35,10 @@ def test_a_whole_call_stops_for_latent_timestep_and_a_comparison(remote):
     expected = model.predict(ModelCall(x, timestep, tensors), nothing)
     device = pretend_device.device()
     given = x.to(device), timestep.to(device)
-    model.predict(ModelCall(*given), on_device(tensors), nothing)  # the first sends the conditioning
+    model.predict(ModelCall(*given, on_device(tensors)), nothing)  # the first sends the conditioning
     again = on_device(tensors)
     with pretend_device.stops() as stops:
-        output = model.predict(ModelCall(*given), again, nothing)
+        output = model.predict(ModelCall(*given, again), nothing)
     copies = [stop for stop in stops if "a copy to the host" in stop]
     assert (len(copies), len(stops)) == (2, 3), stops
     assert sum("call.py" in stop for stop in stops) == 1, stops

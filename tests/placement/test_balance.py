@@ -137,9 +137,9 @@ def exact(flux_model):
 def test_measured_on_unequal_ranks_it_is_uneven_and_exact(uneven_pool, flux_file, exact, degrees):
     model = on_ranks(uneven_pool, open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None, "auto")
     if degrees.pipe > 1:
-        assert len(model.stage_blocks[0]) > len(model.stage_blocks[1])
+        assert len(model.balance.stage_blocks[0]) > len(model.balance.stage_blocks[1])
     else:
-        assert model.patch_shares[0] > 0.55
+        assert model.balance.patch_shares[0] > 0.55
     assert tiny.relative(sample(model, 3), exact) <= 1e-5
     assert 1e-4 < tiny.relative(sample(model, 1), exact) < 0.1
 
@@ -148,6 +148,6 @@ def test_measured_on_unequal_ranks_it_is_uneven_and_exact(uneven_pool, flux_file
 def test_any_split_by_hand_gives_the_same_picture(pools, flux_file, exact, split):
     pools.forget(2)
     model = on_ranks(pools(2), open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", lambda: None, split)
-    assert counts(model.stage_blocks) == [int(part) for part in split.split(",")]
+    assert counts(model.balance.stage_blocks) == [int(part) for part in split.split(",")]
     assert tiny.relative(sample(model, 3), exact) <= 1e-5
     assert 1e-4 < tiny.relative(sample(model, 1), exact) < 0.1
