@@ -1,4 +1,4 @@
-"""Pages and pictures that scripts make of the code are those of the code that is here, and name files that exist."""
+"""What scripts make of the code is what they make of this code; pages name rooms, modules and commands that exist."""
 
 import re
 import subprocess
@@ -12,6 +12,30 @@ from scripts import architecture_picture, module_list
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = re.compile(r"`((?:[\w.-]+/)+\w+\.py)`")
 """Modules in code spans, such as `nodes/model/reach.py`."""
+COMMANDS = re.compile(r"\b(?:bash|python) (?:-m )?((?:scripts/|parallel_backend|benchmarks|tests)[\w./-]*\w)")
+PAGES = [
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", ".github/PULL_REQUEST_TEMPLATE.md", ".pre-commit-config.yaml")
+    ),
+    *(page for folder in ("docs", ".github") for page in (ROOT / folder).rglob("*.*") if page.suffix in (".md", ".yml")),
+]
+WORDS = (
+    "nought",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+)
 INVENTED = "NAME"
 """Stands in a path for a name that the reader chooses."""
 
@@ -58,3 +82,23 @@ def test_paths_that_a_page_names_exist(page):
     named = {path for path in PATHS.findall(text) if INVENTED not in path}
     assert named
     assert [path for path in sorted(named) if not any((folder / path).exists() for folder in folders)] == []
+
+
+def test_the_architecture_counts_and_lists_every_room():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    backend = architecture_picture.floors()[1:]
+    rooms = [room for floor in backend for room in floor]
+    assert sorted(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)) == sorted(rooms)
+    assert f"has {WORDS[len(rooms)]} rooms on {WORDS[len(backend)]} floors" in " ".join(text.split())
+
+
+def test_readme_names_both_commands_that_set_everything_up():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {"scripts/quickstart", "scripts/test"} <= set(COMMANDS.findall(text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_that_a_page_names_exist(page):
+    for command in COMMANDS.findall(page.read_text(encoding="utf-8")):
+        path = ROOT / (command if command.startswith("scripts/") else command.replace(".", "/"))
+        assert any(file.is_file() for file in (path, path.with_suffix(".py"), path / "__main__.py")), command
