@@ -43,7 +43,7 @@ import importlib.util, sys, types
 from datetime import timedelta
 stub = sys.modules["parallel_backend.rank.worker"] = types.ModuleType("worker")
 stub.run = lambda settings, connection: None
-from parallel_backend.processes import entry
+from parallel_backend.rank.start import entry
 from parallel_backend.wire import rank_settings
 entry.main(rank_settings.RankSettings(0, ("cpu",), ("", 0), 1, timedelta(1), 1.0), None)
 del sys.modules["parallel_backend.rank.worker"]
