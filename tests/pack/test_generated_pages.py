@@ -1,0 +1,104 @@
+"""What scripts make of the code is what they make of this code; pages name rooms, modules and commands that exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import architecture_picture, module_list
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = re.compile(r"`((?:[\w.-]+/)+\w+\.py)`")
+"""Modules in code spans, such as `nodes/model/reach.py`."""
+COMMANDS = re.compile(r"\b(?:bash|python) (?:-m )?((?:scripts/|parallel_backend|benchmarks|tests)[\w./-]*\w)")
+PAGES = [
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", ".github/PULL_REQUEST_TEMPLATE.md", ".pre-commit-config.yaml")
+    ),
+    *(page for folder in ("docs", ".github") for page in (ROOT / folder).rglob("*.*") if page.suffix in (".md", ".yml")),
+]
+WORDS = (
+    "nought",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+)
+INVENTED = "NAME"
+"""Stands in a path for a name that the reader chooses."""
+
+
+@pytest.mark.parametrize("script", ["architecture_picture.py", "module_list.py"])
+def test_the_committed_page_is_the_one_of_this_code(script):
+    command = [sys.executable, f"scripts/{script}", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("made", [(architecture_picture, "PICTURE"), (module_list, "PAGE")], ids=lambda made: made[1])
+def test_a_stale_page_is_named_with_the_command_that_makes_it(made, tmp_path, monkeypatch):
+    module, constant = made
+    stale = tmp_path / "docs" / "page"
+    stale.parent.mkdir()
+    stale.write_text(getattr(module, constant).read_text(encoding="utf-8") + "x", encoding="utf-8")
+    monkeypatch.setattr(module, constant, stale)
+    monkeypatch.setattr(sys, "argv", ["script", "--check"])
+    with pytest.raises(SystemExit, match=rf"run python scripts/{module.__name__.split('.')[-1]}\.py"):
+        module.main()
+    monkeypatch.setattr(sys, "argv", ["script"])
+    module.main()
+    monkeypatch.setattr(sys, "argv", ["script", "--check"])
+    module.main()
+
+
+def test_the_picture_has_every_room_and_every_import_is_an_arrow_or_named_in_a_box():
+    edges = architecture_picture.imports_between_rooms()
+    arrows = architecture_picture.without_implied(edges)
+    rooms = [room for floor in architecture_picture.floors() for room in floor]
+    assert {room for edge in edges for room in edge} <= set(rooms)
+    assert {path.parent.name for path in (ROOT / "parallel_backend").glob("*/__init__.py")} | {"nodes"} == set(rooms)
+    for room in rooms:
+        assert architecture_picture.reached(room, arrows) == architecture_picture.reached(room, edges)
+    text = architecture_picture.picture()
+    assert text.count("marker-end") == len(arrows) + 1  # and the messages between the towers
+
+
+@pytest.mark.parametrize("page", ["architecture", "walks", "glossary"])
+def test_paths_that_a_page_names_exist(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    folders = (ROOT, ROOT / "parallel_backend")
+    named = {path for path in PATHS.findall(text) if INVENTED not in path}
+    assert named
+    assert [path for path in sorted(named) if not any((folder / path).exists() for folder in folders)] == []
+
+
+def test_the_architecture_counts_and_lists_every_room():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    backend = architecture_picture.floors()[1:]
+    rooms = [room for floor in backend for room in floor]
+    assert sorted(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)) == sorted(rooms)
+    assert f"has {WORDS[len(rooms)]} rooms on {WORDS[len(backend)]} floors" in " ".join(text.split())
+
+
+def test_readme_names_both_commands_that_set_everything_up():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {"scripts/quickstart", "scripts/test"} <= set(COMMANDS.findall(text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_that_a_page_names_exist(page):
+    for command in COMMANDS.findall(page.read_text(encoding="utf-8")):
+        path = ROOT / (command if command.startswith("scripts/") else command.replace(".", "/"))
+        assert any(file.is_file() for file in (path, path.with_suffix(".py"), path / "__main__.py")), command
