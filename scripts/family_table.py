@@ -1,11 +1,11 @@
-"""The table of families in docs/models.md, from what tests measured.
+"""The table of families in docs/results/families.md, from what tests measured.
 
     python -m pytest tests/families/test_families.py tests/comfyui/test_families.py \\
         --figures benchmarks/results/families_DATE.json
     python scripts/family_table.py benchmarks/results/families_*.json
 
-Writes the table between the markers of docs/models.md; where files have the same figure, the last one's. A case without a
-figure has not been measured, and is left out.
+Writes the table between the markers of docs/results/families.md; where files have the same figure, the last one's. A case
+without a figure has not been measured, and is left out.
 """
 
 import json
@@ -63,7 +63,7 @@ def table(figures: dict[str, float]) -> str:
 
 
 def main() -> None:
-    page = ROOT / "docs" / "models.md"
+    page = ROOT / "docs" / "results" / "families.md"
     before, rest = page.read_text().split(START)
     _, after = rest.split(END)
     figures = {}

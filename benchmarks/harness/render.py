@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and its plots, from the newest result of each kind; nothing is measured.
+"""docs/results/benchmarks.md and its plots, from the newest result of each kind; nothing is measured.
 
 python -m benchmarks.harness.render
 python -m benchmarks.harness.render --results elsewhere --page page.md --images images
@@ -352,7 +352,7 @@ def render(results: Path, page: Path, images: Path) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    options.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    options.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "benchmarks.md")
     options.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     given = options.parse_args()
     render(given.results, given.page, given.images)

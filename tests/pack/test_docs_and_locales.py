@@ -245,16 +245,3 @@ def test_comfyui_is_told_where_the_pages_are():
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "WEB_DIRECTORY"
     )
     assert (ROOT / value / "docs") == page(NODES[0], "en").parent
-
-
-def test_every_decision_has_a_number_of_its_own_and_those_cited_exist():
-    text = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
-    numbers = [int(number) for number in re.findall(r"^- \*\*(\d+)\. ", text, re.MULTILINE)]
-    assert sorted(numbers) == list(range(1, len(numbers) + 1))
-    readers = [
-        *(ROOT / "docs").glob("*.md"),
-        *(path for room in ("nodes", "parallel_backend", "tests") for path in (ROOT / room).rglob("*.py")),
-    ]
-    cited = {int(found) for path in readers for found in re.findall(r"decision (\d+)", path.read_text(encoding="utf-8"))}
-    assert cited
-    assert cited <= set(numbers)

@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument(
         "--again", nargs="*", metavar="CLASS", help="run what is there all the same: all of it, or nodes of these classes"
     )
-    parser.add_argument("--docs", action="store_true", help="write the tables of docs/compatibility.md")
+    parser.add_argument("--docs", action="store_true", help="write the tables of docs/results/compatibility.md")
     parser.add_argument("--before", type=Path, help="an earlier result, to count what became of its nodes")
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
@@ -145,7 +145,7 @@ def main() -> int:
     print(json.dumps(counts(verdicts), indent=1))
     if options.docs:
         before = list(Record(options.before, None).verdicts.values())
-        page = PACK / "docs" / "compatibility.md"
+        page = PACK / "docs" / "results" / "compatibility.md"
         page.write_text(replace_tables(page.read_text(), tables(verdicts, record.failed, before)))
     return int(any(verdict.outcome in BAD or verdict.after for verdict in verdicts))
 

@@ -1,4 +1,4 @@
-"""docs/compatibility.md, from the verdicts."""
+"""docs/results/compatibility.md, from the verdicts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

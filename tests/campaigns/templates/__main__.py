@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where the result is written")
     parser.add_argument("--menu", action="store_true", help="the menu's Run on several GPUs on those that are named")
     parser.add_argument("--streamed", action="store_true", help="on emulated devices that hold two blocks, rest streamed")
-    parser.add_argument("--docs", action="store_true", help="write the table of docs/templates.md")
+    parser.add_argument("--docs", action="store_true", help="write the table of docs/results/templates.md")
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
     python = find_python(checkout)
@@ -60,7 +60,7 @@ def main() -> int:
     if options.json is not None:
         write(options.json, summary(verdicts), verdicts)
     if options.docs:
-        page = PACK / "docs" / "templates.md"
+        page = PACK / "docs" / "results" / "templates.md"
         page.write_text(replace_table(page.read_text(), verdicts))
     return int(any(verdict.outcome in (DIFFERS, FAILED) for verdict in verdicts))
 

@@ -1,4 +1,4 @@
-"""docs/templates.md, from the verdicts."""
+"""docs/results/templates.md, from the verdicts."""
 
 from collections import Counter
 from collections.abc import Sequence
