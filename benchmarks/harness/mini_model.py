@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness.needs import need
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import StepCache
@@ -117,6 +118,7 @@ class Report:
     """
 
     def __init__(self, options: argparse.Namespace, **about: str):
+        need("sklearn", "what reads the digits of the pictures")
         self._out, self._rows, self._started = options.out, [], time.perf_counter()
         self._about = {
             "date": date.today().isoformat(),

@@ -27,7 +27,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import euler, linear_sigmas, sample_in_bands, sample_whole
-from tests.support import tiny
+from testing import tiny
 
 BLOCKS = 12
 BANDS = 4

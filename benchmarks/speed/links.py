@@ -51,7 +51,7 @@ from parallel_backend.planning.prediction import Prediction, predict
 from parallel_backend.planning.presets import HARDWARE, MODELS
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
-from tests.support import tiny
+from testing import tiny
 
 WORLD, STEPS = 2, 6
 MODEL, PIXELS = "flux-dev", 1024

@@ -26,7 +26,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.wire.timeline_kinds import WORK
-from tests.support import tiny
+from testing import tiny
 
 SIDES = (128, 256)
 """Latent pixels: pictures of 1024 and 2048 pixels square."""

@@ -16,7 +16,7 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from tests.support import tiny
+from testing import tiny
 
 WHAT = "two_ranks"
 

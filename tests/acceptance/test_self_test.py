@@ -24,7 +24,7 @@ from parallel_backend.processes.failure_text import P2P_OFF
 from parallel_backend.processes.pool import RankError
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.wire.rank_settings import SelfTest
-from tests.families.cases import all_cases
+from testing.cases import all_cases
 from tests.support.fake_cuda import ADA, AMPERE, fake_cuda
 
 CPUS = Settings(("cpu", "cpu"))

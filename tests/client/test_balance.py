@@ -12,7 +12,7 @@ from parallel_backend.core.spans import Span
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from parallel_backend.wire.diagnosis import Probed
-from tests.support import tiny
+from testing import tiny
 
 LISTS = ["double"] * 4 + ["single"] * 8
 SIZES = [2] * 4 + [1] * 8

@@ -10,7 +10,7 @@ from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, e
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.quickstart.sampling import linear_sigmas
-from tests.support import tiny
+from testing import tiny
 
 pytestmark = pytest.mark.threads
 

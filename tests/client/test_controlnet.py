@@ -23,8 +23,9 @@ from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas
 from parallel_backend.wire import messages as m
-from tests.families.cases import all_cases
-from tests.support import pretend_device, tiny
+from testing import tiny
+from testing.cases import all_cases
+from tests.support import pretend_device
 
 pytestmark = pytest.mark.threads
 

@@ -16,8 +16,8 @@ from parallel_backend.planning.prediction import predict
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing import tiny
 from tests.conftest import Pools
-from tests.support import tiny
 
 pytestmark = [pytest.mark.threads, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ import torch
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.wire import channel
-from tests.support import tiny
+from testing import tiny
 
 pytestmark = pytest.mark.threads
 

@@ -15,7 +15,7 @@ from parallel_backend.processes.pool import RankError
 from parallel_backend.rank.comm import peers
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import EmulatedDevice
-from tests.support import tiny
+from testing import tiny
 
 pytestmark = pytest.mark.threads
 

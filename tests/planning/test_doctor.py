@@ -33,8 +33,8 @@ from parallel_backend.planning.report import describe_rehearsed, settings
 from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
-from tests.families.cases import all_cases
-from tests.support import tiny
+from testing import tiny
+from testing.cases import all_cases
 
 GB = 10**9
 NVLINK, PCIE, ETHERNET = Link(1e-5, 200e9), Link(2e-5, 12e9), Link(1e-4, 0.3e9)

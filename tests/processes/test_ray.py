@@ -24,8 +24,8 @@ from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.ray_ranks import RayRanks
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.wire.loading import Load
+from testing import tiny
 from tests.processes.test_failures import Loss, listening, wait_until_gone
-from tests.support import tiny
 
 pytestmark = [
     pytest.mark.ray,

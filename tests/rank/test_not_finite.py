@@ -21,7 +21,8 @@ from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.rank.finite_check import FiniteWatch
 from parallel_backend.wire import messages as m
-from tests.support import failing_rank, tiny
+from testing import tiny
+from tests.support import failing_rank
 
 pytestmark = pytest.mark.threads
 

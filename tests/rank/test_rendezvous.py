@@ -15,7 +15,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.rank.comm.rendezvous import Rendezvous, StoreError, StoreFile
-from tests.support import tiny
+from testing import tiny
 
 
 @pytest.fixture

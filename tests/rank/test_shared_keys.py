@@ -7,8 +7,8 @@ from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.placement.memory_model import KV_COPIES
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
-from tests.families.cases import krea2
-from tests.support import tiny
+from testing import tiny
+from testing.cases import krea2
 
 pytestmark = pytest.mark.threads
 

@@ -14,10 +14,10 @@ from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.rank.attention import parallel_attention
 from parallel_backend.wire.rank_settings import RankSettings
-from tests.families.cases import all_cases
-from tests.families.cases.case import Case
+from testing.cases import all_cases
+from testing.cases.case import Case
+from testing.thread_ranks import thread_ranks
 from tests.support import pretend_device
-from tests.support.thread_ranks import thread_ranks
 
 pytestmark = pytest.mark.threads
 

@@ -17,7 +17,7 @@ from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.quickstart.prompt import CELLS
 from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.rank.comm.transfer_codec import KINDS, Codec
-from tests.support import tiny
+from testing import tiny
 from tests.system.test_exactness import name
 
 pytestmark = pytest.mark.threads

@@ -16,7 +16,7 @@ from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_i
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.worker import Worker
 from parallel_backend.wire.sampling import RunStats
-from tests.support import tiny
+from testing import tiny
 
 pytestmark = pytest.mark.threads
 

@@ -27,8 +27,8 @@ from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.vae import banded_layers as banded
 from parallel_backend.rank.vae.part import VAEPart, free_bytes
 from parallel_backend.wire import messages as m
-from tests.support import tiny
-from tests.support.vaes import OnRanks, decoder_of
+from testing import tiny
+from testing.vaes import OnRanks, decoder_of
 
 LIMIT = 1e-5
 """Of the largest difference in fp32, as a part of the largest pixel."""

@@ -18,7 +18,8 @@ from parallel_backend.quickstart.model import MODEL_CONFIG, WEIGHTS
 from parallel_backend.quickstart.prompt import encode_prompt
 from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.wire.timeline_kinds import TRANSFER
-from tests.support import grouping_rank, tiny
+from testing import tiny
+from tests.support import grouping_rank
 
 pytestmark = pytest.mark.threads
 

@@ -25,8 +25,9 @@ from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
-from tests.support import failing_rank, tiny
-from tests.support.host_memory import held_bytes
+from testing import tiny
+from testing.host_memory import held_bytes
+from tests.support import failing_rank
 
 LIMIT = 0.02
 """Growth of a process's own memory."""
@@ -149,7 +150,7 @@ def test_a_leak_would_be_seen(flux_file, monkeypatch):
 
 def test_what_belongs_to_a_dropped_conditioning_goes_with_it(remote):
     """In the ranks: they report their memory by what they hold, so this looks at the engine in this process."""
-    from tests.families.cases import all_cases
+    from testing.cases import all_cases
     from tests.rank.test_module_cache import Runs
 
     case = next(case for case in all_cases() if case.name == "flux-dev")

@@ -14,8 +14,8 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES
 from parallel_backend.wire.lifecycle import Unload, Unloaded
-from tests.support import tiny
-from tests.support.host_memory import held_bytes
+from testing import tiny
+from testing.host_memory import held_bytes
 
 CONFIG = tiny.FLUX | {
     "num_layers": 4,

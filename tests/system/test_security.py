@@ -14,7 +14,7 @@ import pytest
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from tests.support import tiny
+from testing import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp"}
