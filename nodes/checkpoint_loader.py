@@ -1,6 +1,6 @@
 """Parallel Checkpoint Loader: an all-in-one file -> MODEL on the ranks, CLIP and VAE in ComfyUI."""
 
-from parallel_backend.client.placement.residency import AUTO as STREAMED
+from parallel_backend.placement.residency import AUTO as STREAMED
 
 from .loader import CHECKPOINTS, LoadSettings, file_path, load_model, safetensors_names, widgets
 from .model.all_in_one import clip_and_vae

@@ -6,13 +6,13 @@ import comfy.utils
 
 from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import on_ray
+from parallel_backend.core.host_memory import host_memory
 from parallel_backend.core.validate import check_one_kind
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.doctor import HostFree, examine
 from parallel_backend.planning.planner import Plan, plan
 from parallel_backend.planning.report import compare, describe_rehearsed
 from parallel_backend.planning.workload import workload_of
-from parallel_backend.rank.free_memory import host_memory
 
 from .model.diffusion_model import RemoteDiffusionModel, remote_stub
 from .parallel_config import ParallelConfig

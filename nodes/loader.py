@@ -9,14 +9,14 @@ from typing import Any
 import folder_paths
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.placement.balance import check_stage_split
-from parallel_backend.client.placement.residency import AUTO as STREAMED
-from parallel_backend.client.placement.residency import offload_of
 from parallel_backend.client.registry import ModelKey
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.degrees import DTYPES, Degrees
 from parallel_backend.core.devices import names_ray
 from parallel_backend.core.dtypes import resolve_dtype
+from parallel_backend.placement.balance import check_stage_split
+from parallel_backend.placement.residency import AUTO as STREAMED
+from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
 from .model.patcher import RemoteModelPatcher, make_model

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.placement.residency import AUTO as STREAMED
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import storage_name
+from parallel_backend.placement.residency import AUTO as STREAMED
 from parallel_backend.planning.named_modes import AUTO, MODES, degrees_of, ranks_of
 
 from .loader import LoadSettings, load_model

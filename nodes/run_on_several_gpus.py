@@ -16,11 +16,11 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.tensor_files import GGUF
-from parallel_backend.client.placement.model_sizes import model_sizes
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import resolve_dtype
+from parallel_backend.core.host_memory import host_memory
+from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.planning.before_running import Cards, why_pipefusion
-from parallel_backend.rank.free_memory import host_memory
 
 from .loader import CHECKPOINTS, FOLDER, file_path
 from .model.native_source import INSTEAD, loaders_say_it

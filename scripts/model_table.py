@@ -2,7 +2,7 @@
 
     python scripts/model_table.py
 
-Writes it between the markers of docs/models.md. No file and no device is needed (parallel_backend/planning/presets.py).
+Writes it between the markers of docs/models.md. No file and no device is needed (benchmarks/predictions/presets.py).
 """
 
 import sys
@@ -11,12 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.predictions.presets import BF16, GB, HARDWARE, MODELS  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
 from parallel_backend.planning.calibrated_costs import CalibratedCosts  # noqa: E402
 from parallel_backend.planning.modes import Mode  # noqa: E402
 from parallel_backend.planning.planner import advise, plan  # noqa: E402
 from parallel_backend.planning.prediction import Prediction, predict  # noqa: E402
-from parallel_backend.planning.presets import BF16, GB, HARDWARE, MODELS  # noqa: E402
 
 START, END = "<!-- memory and speed: scripts/model_table.py -->", "<!-- end of memory and speed -->"
 CARDS = ("RTX 4090", "RTX 3090")

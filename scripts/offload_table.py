@@ -2,7 +2,7 @@
 
     python scripts/offload_table.py
 
-Writes it between the markers of docs/memory.md. No file and no device is needed (parallel_backend/planning/presets.py).
+Writes it between the markers of docs/memory.md. No file and no device is needed (benchmarks/predictions/presets.py).
 """
 
 import sys
@@ -12,10 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.predictions.presets import BF16, GB, HARDWARE, MODELS  # noqa: E402
 from parallel_backend.planning.calibrated_costs import CalibratedCosts  # noqa: E402
 from parallel_backend.planning.planner import choose, plan  # noqa: E402
 from parallel_backend.planning.prediction import Prediction  # noqa: E402
-from parallel_backend.planning.presets import BF16, GB, HARDWARE, MODELS  # noqa: E402
 from scripts.model_table import PACKED, RUNS  # noqa: E402
 
 START, END = "<!-- streamed: scripts/offload_table.py -->", "<!-- end of streamed -->"

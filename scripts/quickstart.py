@@ -17,13 +17,13 @@ sys.path.insert(0, str(ROOT))
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint  # noqa: E402
 from parallel_backend.client.remote_transformer import RemoteTransformer  # noqa: E402
+from parallel_backend.client.sampling import digit_prompts, linear_sigmas, sample_in_bands, sample_whole  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
 from parallel_backend.core.dtypes import resolve_dtype  # noqa: E402
 from parallel_backend.processes.pool import Pool  # noqa: E402
 from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
-from parallel_backend.quickstart.digits import read_digits  # noqa: E402
 from parallel_backend.quickstart.model import WEIGHTS  # noqa: E402
-from parallel_backend.quickstart.sampling import digit_prompts, linear_sigmas, sample_in_bands, sample_whole  # noqa: E402
+from scripts.digits import read_digits  # noqa: E402
 
 PROMPTS = ((3, 1, 4, 1), (2, 7, 1, 8), (5, 9, 2, 6), (0, 4, 7, 3))
 

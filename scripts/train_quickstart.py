@@ -26,9 +26,9 @@ from training import Training, draw_sigmas, options, start
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from parallel_backend.quickstart import codec
-from parallel_backend.quickstart.digits import read_digits, sample_pictures
 from parallel_backend.quickstart.model import MODEL_CONFIG
 from parallel_backend.quickstart.prompt import CELLS, NULL, encode_symbols
+from scripts.digits import read_digits, sample_pictures
 
 log = logging.getLogger("train_quickstart")
 

@@ -6,8 +6,8 @@ import torch
 
 from parallel_backend.client.shared_tensors import shared_output
 from parallel_backend.client.vae import RemoteVAE
-from parallel_backend.families.vaes.base import Part, Weights
 from parallel_backend.processes.pool import Poll, Pool
+from parallel_backend.vaes.base import Part, Weights
 
 
 def decoder_of(vae) -> Weights:

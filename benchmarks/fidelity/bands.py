@@ -21,13 +21,13 @@ import torch
 from benchmarks.harness import mini_model as mini
 from benchmarks.harness.mini_model import CHUNK, judge, load, sample
 from parallel_backend.client.pipefusion.banded_run import cut_rows
-from parallel_backend.client.placement.pipeline_model import StageCost, by_share, simulate
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.pipefusion_order import MicroStep
 from parallel_backend.core.spans import Span
+from parallel_backend.placement.pipeline_model import StageCost, by_share, simulate
 from parallel_backend.processes.pool import wait_for
-from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas
 
 STAGES = [StageCost(0.0, 0.5)] * 2
 

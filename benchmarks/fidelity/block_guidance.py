@@ -18,10 +18,10 @@ from benchmarks.harness.mini_model import CHUNK, closeness, judge, load, picture
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, digit_prompts, euler, linear_sigmas
 from parallel_backend.core.block_changes import UNCHANGED, BlockChanges, NormalizedGuidance
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
-from parallel_backend.quickstart.sampling import Prompt, digit_prompts, euler, linear_sigmas
 
 SKIPPED = BlockChanges(("single_transformer_blocks.2",))
 SCALE = 3.0

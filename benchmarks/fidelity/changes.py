@@ -17,10 +17,10 @@ import torch
 from benchmarks.harness import mini_model, mini_video
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.model import WEIGHTS
-from parallel_backend.quickstart.sampling import sample_in_bands
 from parallel_backend.rank import loaded_stage
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.parallel_attention import ParallelAttention

@@ -23,9 +23,9 @@ from types import ModuleType
 import torch
 
 from benchmarks.harness import mini_model, mini_video, moving_digits
-from parallel_backend.client.placement.pipeline_model import StageCost, finish_times
+from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas
+from parallel_backend.placement.pipeline_model import StageCost, finish_times
 
 Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [B, C, ...], its sigma) -> the model's output like x."""

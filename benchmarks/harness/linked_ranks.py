@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from parallel_backend.processes.entry import main
 from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.comm.process_group import INTERFACE_VARIABLES
+from parallel_backend.rank.start.entry import main
 from parallel_backend.wire.rank_settings import RankSettings
 
 from .slow_link import FULL_SPEED, Switch, slow_down

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.quickstart.sampling import Predict, Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
+from parallel_backend.client.sampling import Predict, Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.wire.sampling import RunStats
 
 from .subjects import Subject

@@ -13,14 +13,14 @@ import torch
 from benchmarks.harness.needs import need
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.client.step_cache import StepCache
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.codec import decode, process_out
-from parallel_backend.quickstart.digits import read_digits
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.quickstart.prompt import CELLS
-from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
+from scripts.digits import read_digits
 
 CHUNK = 20  # pictures per request
 

@@ -8,9 +8,9 @@ from benchmarks.harness import mini_model, moving_digits
 from benchmarks.harness.mini_model import closeness
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.sampling import Prompt
 
 WEIGHTS = Path(__file__).parents[1] / "assets" / "moving-digits.safetensors"
 TIMESTEP = 1000.0

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from parallel_backend.quickstart import codec
-from parallel_backend.quickstart.digits import CELL, compose, load_scans, read_digits
-from parallel_backend.quickstart.digits import DIGIT as CELL_DIGIT
+from scripts.digits import CELL, compose, load_scans, read_digits
+from scripts.digits import DIGIT as CELL_DIGIT
 
 FRAMES, HEIGHT, WIDTH = 8, 128, 64
 LATENT = (codec.CHANNELS, FRAMES, HEIGHT // codec.BLOCK, WIDTH // codec.BLOCK)

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from parallel_backend.client.sampling import Predict, Prompt
 from parallel_backend.core.dtypes import TORCH_DTYPES
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.family import Family
-from parallel_backend.quickstart.sampling import Predict, Prompt
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 STORED = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}

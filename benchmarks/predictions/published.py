@@ -8,11 +8,11 @@ same for all its runs. `fitted` runs have set a constant, the others are predict
 
 from dataclasses import dataclass, replace
 
+from benchmarks.predictions.presets import HARDWARE, MODELS
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
 from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.prediction import predict
-from parallel_backend.planning.presets import HARDWARE, MODELS
 
 TEXT_SECONDS, MEGAPIXEL_SECONDS = 0.27, 0.23
 """Text encoders and VAE on A100 and H100, for a picture and for each million pixels of it (of all frames): outside of the

@@ -24,9 +24,9 @@ from benchmarks.harness import measuring
 from benchmarks.harness.subjects import DEEPEST_FLUX_LIKE, FLUX_SCHNELL, Subject
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.sampling import euler, linear_sigmas, sample_in_bands, sample_whole
 from testing import tiny
 
 BLOCKS = 12

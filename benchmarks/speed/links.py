@@ -13,7 +13,7 @@ A link is as slow beside this model on this CPU as the real one is beside Flux-d
 tensor of hidden states has s bytes and the block takes t seconds on one device, here and there; all that sequence and
 tensor parallelism send is so many s a block. So a link of B bytes/s and latency L becomes B (s / t) / (s' / t') and
 L t / t', where t is measured here by one rank's loop, and t' is the model's operations over what the GPU reaches
-(planning/presets.py). PipeFusion's hidden states cross once a step and stage: of 57 blocks there are fewer here, so its
+(predictions/presets.py). PipeFusion's hidden states cross once a step and stage: of 57 blocks there are fewer here, so its
 share of a step is as many times too large.
 """
 
@@ -38,6 +38,7 @@ from benchmarks.harness.pools import Pools
 from benchmarks.harness.render import links_plot
 from benchmarks.harness.slow_link import FULL_SPEED, Switch
 from benchmarks.harness.subjects import FLUX_LIKE, Subject
+from benchmarks.predictions.presets import HARDWARE, MODELS
 from benchmarks.rivals.peers import DiffusersRanks, XditRanks, xdit_version
 from benchmarks.speed.two_ranks import EXACT
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -48,7 +49,6 @@ from parallel_backend.planning.calibration import calibrate
 from parallel_backend.planning.modes import Mode as Planned
 from parallel_backend.planning.planner import advise
 from parallel_backend.planning.prediction import Prediction, predict
-from parallel_backend.planning.presets import HARDWARE, MODELS
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
 from testing import tiny
@@ -77,7 +77,7 @@ LINKS = {
     "PCIe through the host": Real(3.0e9, 30e-6, "RTX 4090"),
     "10 Gbit Ethernet": Real(1.12e9, 60e-6, "RTX 4090"),
 }
-"""NVLink and PCIe through the host (no P2P) as in planning/presets.py; of PCIe's standards four fifths, of Ethernet's bits
+"""NVLink and PCIe through the host (no P2P) as in presets.py; of PCIe's standards four fifths, of Ethernet's bits
 nine tenths. Ethernet's latency is a guess."""
 
 

@@ -4,13 +4,13 @@
 
 Devices are emulated (rank/stage/store/emulated.py): their memory is a budget for weights, and copies from host memory have a
 rate. Compute is this machine's, so the rate is scaled to it: copying the whole file takes as many times a model call's
-compute as all of Flux-dev (bf16) over PCIe 4 takes of an RTX 4090's for 1024 x 1024 pixels, by planning/presets.py. What the
+compute as all of Flux-dev (bf16) over PCIe 4 takes of an RTX 4090's for 1024 x 1024 pixels, by presets.py. What the
 emulation cannot have beside compute is the copying itself: the thread that stands in for the device's copy engine takes time
 of the cores that compute.
 
 Predicted: in each micro-step the longer of compute and copies, and at most their sum. Compute is that of the run with all
 weights on the devices, and the bytes are those that were copied. `block_by_block` is the planner's simulation of it
-(client/placement/streaming_model.py): blocks compute alike, as Flux's do, and are of their own sizes.
+(placement/streaming_model.py): blocks compute alike, as Flux's do, and are of their own sizes.
 """
 
 import argparse
@@ -29,15 +29,15 @@ import torch
 from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Outcome
 from benchmarks.harness.subjects import Subject
+from benchmarks.predictions.presets import BF16, HARDWARE, MODELS, PCIE_4
 from benchmarks.speed.loading import large
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.placement.balance import even_stages
-from parallel_backend.client.placement.memory_check import MemoryCheck
-from parallel_backend.client.placement.model_sizes import RankWeights
-from parallel_backend.client.placement.streaming_model import streamed_seconds
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.planning.presets import BF16, HARDWARE, MODELS, PCIE_4
+from parallel_backend.placement.balance import even_stages
+from parallel_backend.placement.memory_check import MemoryCheck
+from parallel_backend.placement.model_sizes import RankWeights
+from parallel_backend.placement.streaming_model import streamed_seconds
 from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded

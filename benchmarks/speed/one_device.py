@@ -22,9 +22,9 @@ from benchmarks.harness.pools import Pools
 from benchmarks.harness.subjects import FLUX_SCHNELL, Subject
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.sampling import linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.wire.timeline_kinds import WORK
 from testing import tiny
 

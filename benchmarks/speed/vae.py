@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness import measuring
-from parallel_backend.families.vaes import VAES
-from parallel_backend.families.vaes.base import Part, Weights
 from parallel_backend.processes.pool import Pool
+from parallel_backend.vaes import VAES
+from parallel_backend.vaes.base import Part, Weights
 from testing import tiny
 from testing.vaes import OnRanks
 

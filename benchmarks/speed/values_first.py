@@ -18,8 +18,8 @@ from benchmarks.harness.slow_link import FULL_SPEED
 from benchmarks.harness.subjects import FLUX_LIKE, Subject
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import euler, linear_sigmas
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.quickstart.sampling import euler, linear_sigmas
 
 SPEEDS = (FULL_SPEED, 1e9, 5e8, 2e8, 1e8, 5e7)
 """Bytes a second of each direction."""

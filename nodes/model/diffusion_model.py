@@ -13,8 +13,6 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal
-from parallel_backend.client.placement.expected_request import expected_request
-from parallel_backend.client.placement.memory_model import Request
 from parallel_backend.client.registry import ModelKey, registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.devices import device_kind
@@ -23,6 +21,8 @@ from parallel_backend.families import Family
 from parallel_backend.families.base.family import Inputs
 from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.parts.wan import TEXT_GUIDANCE
+from parallel_backend.placement.expected_request import expected_request
+from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.pool import Poll
 
 from ..ui.host import check_cancelled, refuse

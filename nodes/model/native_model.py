@@ -9,7 +9,7 @@ import torch
 
 from parallel_backend.acceptance.findings import NotLookedAt
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.quickstart.sampling import Predict
+from parallel_backend.client.sampling import Predict
 
 NATIVE_NAMES = {"context": "context", "pooled": "y", "guidance": "guidance"}
 """Conditioning tensor -> argument of ComfyUI's model call. Families with other tensors are not compared."""

@@ -12,8 +12,8 @@ import comfy.model_patcher
 import torch
 from comfy_execution.utils import get_executing_context
 
-from parallel_backend.client.placement.gpu_overheads import context_bytes
 from parallel_backend.client.registry import registry
+from parallel_backend.placement.gpu_overheads import context_bytes
 
 from .room import comfyui_gpus
 

@@ -13,6 +13,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.registry import ModelKey, registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import on_ray
+from parallel_backend.core.host_memory import host_memory
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
 from parallel_backend.planning.calibration import calibrate, calibration_key
 from parallel_backend.planning.calibration_file import cached
@@ -20,7 +21,6 @@ from parallel_backend.planning.planner import choose, plan
 from parallel_backend.planning.report import choice
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
-from parallel_backend.rank.free_memory import host_memory
 
 from ..model.patcher import RemoteModelPatcher, make_model
 from ..ui.host import check_cancelled

@@ -15,15 +15,15 @@ from tqdm.auto import tqdm
 from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
-from parallel_backend.client.placement.expected_request import expected_request
-from parallel_backend.client.placement.memory_model import KV_COPIES, Request
-from parallel_backend.client.placement.pipeline_model import choose_bands
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.reports.run_report import RunReport
 from parallel_backend.client.step_cache import StepCache
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import Patching
+from parallel_backend.placement.expected_request import expected_request
+from parallel_backend.placement.memory_model import KV_COPIES, Request
+from parallel_backend.placement.pipeline_model import choose_bands
 from parallel_backend.wire.sampling import RunStats
 
 from ..model.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub

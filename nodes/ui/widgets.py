@@ -1,6 +1,6 @@
 """Widgets and types that several nodes share."""
 
-from parallel_backend.client.placement.residency import AUTO
+from parallel_backend.placement.residency import AUTO
 
 CATEGORY = "Parallel DiT"
 MAX_DEGREE = 64

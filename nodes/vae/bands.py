@@ -15,8 +15,8 @@ from parallel_backend.client.registry import registry
 from parallel_backend.client.shared_tensors import shared_output
 from parallel_backend.client.vae import RemoteVAE, TooLittleMemory, bands
 from parallel_backend.core.devices import device_kind
-from parallel_backend.families.vaes.base import Part, Weights
 from parallel_backend.processes.pool import Pool
+from parallel_backend.vaes.base import Part, Weights
 
 from ..model.room import comfyui_gpus
 from ..ui.host import check_cancelled

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import comfy.sd
 import torch
 
-from parallel_backend.families.vaes import VAES
-from parallel_backend.families.vaes.base import Part, VAEClass, Weights
+from parallel_backend.vaes import VAES
+from parallel_backend.vaes.base import Part, VAEClass, Weights
 
 from .rows import KNOWN, Known
 

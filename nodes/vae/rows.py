@@ -9,7 +9,7 @@ import comfy.model_management
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.vaes import ltx
+from parallel_backend.vaes import ltx
 
 from .tiles import why_no_tiles
 
@@ -26,7 +26,7 @@ class Known:
     """A row of KNOWN: one part of a class of ComfyUI's."""
 
     kind: str
-    """Its row in families/vaes."""
+    """Its row in vaes."""
     dims: int
     """Of a latent, batch and channels included."""
     channels: Callable[[Model], int]

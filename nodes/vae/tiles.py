@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from parallel_backend.client.vae import RemoteVAE
-from parallel_backend.families.vaes import minimax_h3
 from parallel_backend.processes.pool import Poll
+from parallel_backend.vaes import minimax_h3
 
 
 def why_no_tiles(model: torch.nn.Module) -> str | None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from parallel_backend.processes.entry import main
+from parallel_backend.rank.start.entry import main
 from parallel_backend.wire.rank_settings import RankSettings
 
 AT = 4

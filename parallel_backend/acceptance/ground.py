@@ -15,12 +15,12 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.client.registry import ModelKey, Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Predict
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.dtypes import HALVES, native_halves
 from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.processes.pool import Poll, Pool, wait_for
-from parallel_backend.quickstart.sampling import Predict
 from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest
 
 from .findings import NotLookedAt

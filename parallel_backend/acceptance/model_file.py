@@ -10,10 +10,10 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from parallel_backend.client.pipefusion.band_cut import packed
+from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.families.base.patching import Latents, latents_of
-from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.wire.sampling import RunStats
 
 from .findings import Findings, NotLookedAt

@@ -5,10 +5,10 @@ import math
 
 import torch
 
+from parallel_backend.client.sampling import sample_in_bands
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.validate import factors
 from parallel_backend.quickstart.model import WEIGHTS
-from parallel_backend.quickstart.sampling import sample_in_bands
 
 from . import tiny_flux
 from .findings import Findings

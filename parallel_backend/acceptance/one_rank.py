@@ -2,10 +2,10 @@
 
 import torch
 
+from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import native_halves
 from parallel_backend.quickstart.model import WEIGHTS
-from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
 
 from . import tiny_flux
 from .findings import Findings

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel_backend.core.host_memory import host_memory
 from parallel_backend.rank.comm.process_group import backend_for
-from parallel_backend.rank.free_memory import host_memory
 
 from .findings import Findings, NotLookedAt
 from .ground import Ground

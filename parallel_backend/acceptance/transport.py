@@ -5,10 +5,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from parallel_backend.client.placement.measurements import measured_links
-from parallel_backend.client.placement.pipeline_model import HOP_SECONDS
+from parallel_backend.client.measurements import measured_links
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.planning.links import SIZES, links_of
+from parallel_backend.placement.links import SIZES, links_of
+from parallel_backend.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.wire.rank_settings import SELF_TEST

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import torch
 
-from parallel_backend.client.placement.device_memory import DeviceMemory, device_memories
-from parallel_backend.client.placement.gpu_overheads import COPY_RATE
-from parallel_backend.client.placement.memory_check import MemoryCheck
-from parallel_backend.client.placement.memory_model import KV_COPIES, Request
 from parallel_backend.families import Family
+from parallel_backend.placement.device_memory import DeviceMemory, device_memories
+from parallel_backend.placement.gpu_overheads import COPY_RATE
+from parallel_backend.placement.memory_check import MemoryCheck
+from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.processes.failure_text import out_of_memory
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Poll, RankError, wait_for

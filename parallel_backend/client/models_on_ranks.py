@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.placement.residency import ALLOWED, Offload
 from parallel_backend.processes.pool import Pool
 
-from .placement.residency import ALLOWED, Offload
 from .remote_transformer import RemoteTransformer
 
 MOST_MODELS = 8

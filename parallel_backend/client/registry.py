@@ -17,16 +17,15 @@ from typing import Any
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.devices import device_kind
+from parallel_backend.core.host_memory import LEFT_FREE, host_memory
+from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
 from parallel_backend.processes.ray_ranks import start_of
-from parallel_backend.rank.free_memory import host_memory
-from parallel_backend.rank.host_memory.host_store import LEFT_FREE
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import EmulatedDevice, SelfTest
 
 from .memory_guard import MakeRoom, no_room
 from .models_on_ranks import MOST_MODELS, ModelKey, ModelsOnRanks, OnRanks
-from .placement.memory_model import Request
 from .pools import Pools
 from .remote_transformer import RemoteTransformer
 

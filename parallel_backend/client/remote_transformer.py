@@ -14,11 +14,6 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.fingerprint import fingerprint
-from parallel_backend.client.placement.balance import balance, even_stages
-from parallel_backend.client.placement.memory_check import SHARED, MemoryCheck, devices_for
-from parallel_backend.client.placement.memory_model import Request
-from parallel_backend.client.placement.pipeline_model import StageCost
-from parallel_backend.client.placement.residency import ALLOWED, Offload, shared_bytes
 from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.degrees import SEQUENCE_AXES, WIDGETS, Degrees
 from parallel_backend.core.devices import on_ray
@@ -26,6 +21,11 @@ from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_devices
 from parallel_backend.families.base.patching import Latents, latents_of, like
+from parallel_backend.placement.balance import even_stages
+from parallel_backend.placement.memory_check import SHARED, MemoryCheck, devices_for
+from parallel_backend.placement.memory_model import Request
+from parallel_backend.placement.pipeline_model import StageCost
+from parallel_backend.placement.residency import ALLOWED, Offload, shared_bytes
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
 from parallel_backend.wire import messages as m
@@ -34,6 +34,7 @@ from .call import Call, Conditioning, Residuals
 from .conditioning_cache import ConditioningCache
 from .giving_way import give_way, hand_over
 from .lora import Adaptation, Delta
+from .measured_balance import balance
 from .memory_guard import MakeRoom, MemoryGuard, no_room
 from .not_finite import CauseSearch, check_latent
 from .posting import Posting

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
-from parallel_backend.client.placement.model_sizes import RankWeights
-from parallel_backend.client.placement.residency import ALL
+from parallel_backend.placement.model_sizes import RankWeights
+from parallel_backend.placement.residency import ALL
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Poll, wait_for
 from parallel_backend.wire.loading import Loaded, Residency, SetResident

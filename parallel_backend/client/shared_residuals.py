@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.host_memory import host_memory
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import RankError
-from parallel_backend.rank.free_memory import host_memory
 from parallel_backend.wire.shared_memory import ALIGNMENT, Segment, make_segment, sharing_possible
 
 log = logging.getLogger(__name__)

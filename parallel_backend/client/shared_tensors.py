@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from parallel_backend.core.host_memory import host_memory
 from parallel_backend.processes.pool import Pool, RankError
-from parallel_backend.rank.free_memory import host_memory
 from parallel_backend.wire.shared_memory import ALIGNMENT, MAX_SEGMENT_BYTES, Segment, make_segment, sharing_possible
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ import torch
 
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.spans import Span, in_proportion, split
-from parallel_backend.families.vaes import VAES
-from parallel_backend.families.vaes.base import Part, Piece, Weights
 from parallel_backend.processes.pool import Poll, Pool, RankError, wait_for
+from parallel_backend.vaes import VAES
+from parallel_backend.vaes.base import Part, Piece, Weights
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.shared_memory import ALIGNMENT
 
@@ -37,7 +37,7 @@ class TooLittleMemory(RuntimeError):
 class RemoteVAE:
     """One part of a VAE on the ranks of `pool`. `name` stands for its weights: ranks that hold it are not sent it again.
 
-    `kind`: a row of families/vaes. `weights` gives them in the dtype to compute in; asked only when the ranks lack them.
+    `kind`: a row of vaes. `weights` gives them in the dtype to compute in; asked only when the ranks lack them.
     `make_room` is called before that, with bytes for them and a band on one rank. `bytes_sent`: what each rank sent to
     others for the last picture.
     """

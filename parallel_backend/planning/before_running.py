@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel_backend.client.placement.memory_model import USABLE_MEMORY
+from parallel_backend.placement.memory_model import USABLE_MEMORY
 
 
 @dataclass(frozen=True)

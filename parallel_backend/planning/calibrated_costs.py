@@ -6,13 +6,13 @@ Formulas: docs/planner.md.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parallel_backend.client.placement.balance import Balance
-from parallel_backend.client.placement.memory_model import Request, buffer_bytes
-from parallel_backend.client.placement.model_sizes import ModelSizes
 from parallel_backend.core.degrees import SEQUENCE_AXES, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import IMAGE
+from parallel_backend.placement.balance import Balance
+from parallel_backend.placement.memory_model import Request, buffer_bytes
+from parallel_backend.placement.model_sizes import ModelSizes
 
 from .machine import Machine
 from .modes import Mode

@@ -8,18 +8,18 @@ from dataclasses import replace
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.client.placement.balance import without_noise
-from parallel_backend.client.placement.gpu_overheads import context_bytes
-from parallel_backend.client.placement.measurements import measured_blocks, measured_links
-from parallel_backend.client.placement.model_sizes import joint_text
-from parallel_backend.client.placement.pipeline_model import HOP_SECONDS
+from parallel_backend.client.measurements import measured_blocks, measured_links
 from parallel_backend.core.devices import device_kind
+from parallel_backend.placement.balance import without_noise
+from parallel_backend.placement.gpu_overheads import context_bytes
+from parallel_backend.placement.links import SIZES
+from parallel_backend.placement.model_sizes import joint_text
+from parallel_backend.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, Probe, Probed, RankMemory, ReadMemory
 from parallel_backend.wire.messages import LinksProbed
 
 from .calibrated_costs import Calibration, DeviceCost, pairs_of, through
-from .links import SIZES
 from .machine import machine_of
 
 ROWS = {"cuda": (64, 16), "cpu": (32, 8)}

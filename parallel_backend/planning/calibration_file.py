@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from parallel_backend.placement.links import Link, Links
+
 from .calibrated_costs import BlockCost, Calibration, DeviceCost
-from .links import Link, Links
 from .machine import Device, Machine
 
 log = logging.getLogger(__name__)

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.client.placement.balance import ALIKE
-from parallel_backend.client.placement.measurements import measured_links
-from parallel_backend.client.placement.residency import ALLOWED, Offload
+from parallel_backend.client.measurements import measured_links
+from parallel_backend.placement.balance import ALIKE
+from parallel_backend.placement.links import SIZES
+from parallel_backend.placement.residency import ALLOWED, Offload
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.diagnosis import RankMemory, ReadMemory
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 
-from .links import SIZES
 from .machine import machine_of
 from .modes import Mode, possible
 from .planner import Plan, plan

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from parallel_backend.client.placement.gpu_overheads import COPY_RATE
 from parallel_backend.core.devices import device_kind
+from parallel_backend.placement.gpu_overheads import COPY_RATE
+from parallel_backend.placement.links import Links, links_of
 from parallel_backend.wire.diagnosis import RankMemory
 from parallel_backend.wire.messages import LinksProbed
-
-from .links import Links, links_of
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parallel_backend.client.placement.memory_model import USABLE_MEMORY, MemoryNeed
-from parallel_backend.client.placement.model_sizes import RankWeights
-from parallel_backend.client.placement.residency import Offload, share_out, shared_bytes
 from parallel_backend.core.devices import device_kind, on_ray
+from parallel_backend.placement.memory_model import USABLE_MEMORY, MemoryNeed
+from parallel_backend.placement.model_sizes import RankWeights
+from parallel_backend.placement.residency import Offload, share_out, shared_bytes
 
 from .machine import Machine
 from .modes import Mode

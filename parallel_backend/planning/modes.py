@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass, replace
 
-from parallel_backend.client.placement.pipeline_model import band_counts
 from parallel_backend.core.degrees import AXES, WIDGETS, Degrees
 from parallel_backend.core.validate import factors
+from parallel_backend.placement.pipeline_model import band_counts
 
 from .workload import Workload
 

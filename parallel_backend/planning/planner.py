@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel_backend.client.placement.residency import ALLOWED, Offload
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.placement.residency import ALLOWED, Offload
 
 from .modes import Mode, possible
 from .prediction import Costs, Prediction, predict

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
-from parallel_backend.client.placement.balance import Balance, divide, spill_seconds
-from parallel_backend.client.placement.memory_model import MemoryNeed, beside_blocks, bytes_by_block, memory_of
-from parallel_backend.client.placement.model_sizes import rank_weights
-from parallel_backend.client.placement.pipeline_model import simulate
-from parallel_backend.client.placement.residency import ALLOWED, Offload
-from parallel_backend.client.placement.streaming_model import streamed_seconds
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
+from parallel_backend.placement.balance import Balance, divide, spill_seconds
+from parallel_backend.placement.memory_model import MemoryNeed, beside_blocks, bytes_by_block, memory_of
+from parallel_backend.placement.model_sizes import rank_weights
+from parallel_backend.placement.pipeline_model import simulate
+from parallel_backend.placement.residency import ALLOWED, Offload
+from parallel_backend.placement.streaming_model import streamed_seconds
 from parallel_backend.wire.diagnosis import Probed
 
 from .machine import Machine

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parallel_backend.client.placement.balance import Balance
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.placement.balance import Balance
 
 from .machine import Machine
 from .modes import Mode

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.client.placement.expected_request import expected_request
-from parallel_backend.client.placement.memory_model import KV_COPIES, Request
-from parallel_backend.client.placement.model_sizes import ModelSizes, model_sizes
 from parallel_backend.core.spans import Span, split_carrying
 from parallel_backend.families.base.blocks import BlockList
 from parallel_backend.families.base.step_inputs import Shapes
 from parallel_backend.families.base.tensor_plan import CutKind, LayerCuts, cut_of
+from parallel_backend.placement.expected_request import expected_request
+from parallel_backend.placement.memory_model import KV_COPIES, Request
+from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
 
 SUMS = 2
 """Attention's result and the feed-forward's."""

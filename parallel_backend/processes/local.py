@@ -1,6 +1,7 @@
 """Starting and ending the processes of ranks. The pool speaks to them over their channels, wherever they run."""
 
 import contextlib
+import importlib
 import logging
 import os
 import shutil
@@ -24,11 +25,14 @@ from parallel_backend.core.devices import device_kind
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.rank_settings import SELF_TEST, EmulatedDevice, RankSettings, SelfTest
 
-from .entry import main
 from .rank_log import new_logs, tail
 
 log = logging.getLogger(__name__)
 
+RankEntry = Callable[[RankSettings, Connection], None]
+
+RANK_ENTRY = "parallel_backend.rank.start.entry"
+"""Module whose `main` runs a rank. By name: this room and the client's know nothing of what ranks are made of."""
 KILL_SECONDS = 5.0
 """For a process that was killed. One that is stuck in a driver does not go, and nobody can help that."""
 
@@ -97,14 +101,19 @@ def clean_main_module() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
+def rank_entry() -> RankEntry:
+    """What runs in a rank's process: called with the rank's settings and its end of the control connection."""
+    return importlib.import_module(RANK_ENTRY).main
+
+
 class LocalRanks:
     """Processes of this machine, children of this one. `directory`: theirs alone, which nobody else can read.
 
     Their logs are in there too, and go away with it, unless the settings say where to keep them. `entry`: what runs in
-    each, in the place of entry.main.
+    each, in the place of `rank_entry`.
     """
 
-    def __init__(self, start: StartSettings, entry: Callable[[RankSettings, Connection], None] | None = None):
+    def __init__(self, start: StartSettings, entry: RankEntry | None = None):
         """RuntimeError if this torch has nothing by which ranks speak to each other."""
         if not torch.distributed.is_available():
             raise RuntimeError(
@@ -116,7 +125,7 @@ class LocalRanks:
         self.directory = Path(tempfile.mkdtemp(prefix="parallel-dit-"))
         self.channels: list[Channel] = []
         self.names = start.devices
-        self._entry = entry or main
+        self._entry = entry or rank_entry()
         self._processes: list[Any] = []
         self._killing = threading.Lock()
         self._store = self.directory / "store"

@@ -1,12 +1,6 @@
-"""A rank's own log: what it prints, what it logs, what it crashes with. The standard library alone: it is opened before
-torch is imported."""
+"""The logs of ranks as their pool makes and reads them. rank/start/log.py writes them."""
 
 import contextlib
-import faulthandler
-import logging
-import os
-import signal
-import sys
 from pathlib import Path
 
 TAIL_LINES, STACK_LINES, WIDTH = 20, 30, 300
@@ -29,32 +23,6 @@ def new_logs(folder: Path, count: int) -> list[Path]:
             path.replace(path.with_name(f"{path.name}.1"))
         path.touch()
     return paths
-
-
-def write_log(path: Path, name: str) -> None:
-    """From now on all that this process prints, logs and crashes with goes to the end of `path`.
-
-    Warnings are also shown where they were until now, marked with `name`. Where there are signals, SIGUSR1 adds the
-    stacks of all threads.
-    """
-    handlers: list[logging.Handler] = []
-    with contextlib.suppress(OSError):  # a process without a console
-        console = logging.StreamHandler(os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace"))
-        console.setLevel(logging.WARNING)
-        console.setFormatter(logging.Formatter(f"{name}: %(message)s"))
-        handlers.append(console)
-    file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for descriptor in (1, 2):
-        os.dup2(file.stream.fileno(), descriptor)
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    logging.basicConfig(level=logging.INFO, handlers=[*handlers, file], force=True)
-    logging.captureWarnings(True)
-    faulthandler.enable(file.stream, all_threads=False)
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, file.stream, all_threads=True)
 
 
 def tail(path: Path) -> str:

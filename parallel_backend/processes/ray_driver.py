@@ -24,7 +24,7 @@ LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class RayJob:
-    """What to run: see pool.Pool. `entry`: of a rank, as entry.main. `root`: the folder that this package is in. `patience`:
+    """What to run: see pool.Pool. `entry`: see local.rank_entry. `root`: the folder that this package is in. `patience`:
     seconds that the cluster has to find room.
     """
 

@@ -17,8 +17,7 @@ from parallel_backend.core.devices import on_ray
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.tcp import Listener, is_closed, shutdown
 
-from .entry import main
-from .local import LocalRanks, Ranks, StartSettings, clean_main_module
+from .local import LocalRanks, Ranks, StartSettings, clean_main_module, rank_entry
 from .pool import RankError
 from .ray_driver import RayJob, drive
 
@@ -69,7 +68,7 @@ class RayRanks:
             threads=start.threads,
             timeout=start.timeout,
             slowdown=start.slowdown,
-            entry=main,
+            entry=rank_entry(),
             root=ROOT,
             heartbeat_seconds=start.heartbeat_seconds,
             patience=PLACE_SECONDS,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
+from parallel_backend.core.host_memory import host_memory
 from parallel_backend.rank.comm.guard import Guard
 from parallel_backend.rank.comm.link_probe import probe_links
 from parallel_backend.rank.comm.peers import Peers
@@ -37,7 +38,7 @@ from .allocator import give_back, keep_freed
 from .block_probe import probe
 from .copy_rate import measured_copy_rate
 from .engine import Engine
-from .free_memory import host_memory, read_memory
+from .free_memory import read_memory
 from .pinned import pinning
 
 log = logging.getLogger(__name__)

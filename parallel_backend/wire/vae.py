@@ -12,7 +12,7 @@ class PutVAE:
     name: str
     """Stands for the weights."""
     kind: str
-    """Name of its class in families/vaes."""
+    """Name of its class in vaes."""
     part: str
     """"decoder" or "encoder"."""
     config: str

@@ -14,8 +14,8 @@ from benchmarks.harness.measuring import Outcome
 from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, PIXART_LIKE, PIXART_XL
 from benchmarks.rivals import field, peers
 from benchmarks.speed import first_picture, growth, offload, one_device, overheads, two_ranks
+from parallel_backend.client.sampling import euler, linear_sigmas
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.quickstart.sampling import euler, linear_sigmas
 from testing import tiny
 
 SMALL = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}

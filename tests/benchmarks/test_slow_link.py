@@ -14,9 +14,9 @@ import torch.distributed as dist
 from benchmarks.harness import measuring
 from benchmarks.harness.slow_link import Messages, SlowGroup, Switch
 from benchmarks.harness.subjects import FLUX_LIKE
+from benchmarks.predictions.presets import HARDWARE, MODELS
 from benchmarks.speed import links
 from benchmarks.speed.links import LINKS, scale
-from parallel_backend.planning.presets import HARDWARE, MODELS
 from parallel_backend.rank.comm.interfaces import loopback_interface
 
 SMALL = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}

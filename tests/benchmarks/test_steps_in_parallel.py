@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.fidelity.steps_in_parallel import SAMPLERS, sample, step_times
-from parallel_backend.quickstart.sampling import linear_sigmas
+from parallel_backend.client.sampling import linear_sigmas
 
 NOISE = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 SIGMAS = linear_sigmas(9).double()

@@ -8,8 +8,8 @@ import torch
 
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
+from parallel_backend.client.sampling import linear_sigmas
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.quickstart.sampling import linear_sigmas
 from testing import tiny
 
 pytestmark = pytest.mark.threads

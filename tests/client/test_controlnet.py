@@ -18,10 +18,10 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.reader import original_values
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows
 from parallel_backend.client.pipefusion.threads import run_bands
+from parallel_backend.client.sampling import Prompt, euler, linear_sigmas
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import REFERENCES
-from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas
 from parallel_backend.wire import messages as m
 from testing import tiny
 from testing.cases import all_cases
@@ -232,7 +232,7 @@ def test_without_a_controlnet_nothing_is_sent(pools, made, monkeypatch):
 
 
 def in_bands(remote, case, x, sigmas, tensors, residuals, exact_steps) -> torch.Tensor:
-    """As quickstart/sampling.py does it, with the same residuals at each step."""
+    """As client/sampling.py does it, with the same residuals at each step."""
     patching = case.row.patching
     rows = cut_rows(tuple(x.shape), case.bands, patching)
     run = BandedRun(remote, rows, tuple(x.shape), warm_up=True)

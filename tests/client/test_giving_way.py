@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from parallel_backend.client.giving_way import give_way, hand_over
-from parallel_backend.client.placement.model_sizes import RankWeights
-from parallel_backend.client.placement.residency import ALL
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.resident_weights import ResidentWeights
+from parallel_backend.placement.model_sizes import RankWeights
+from parallel_backend.placement.residency import ALL
 from parallel_backend.wire import messages as m
 
 DEVICES = ("cuda:0", "cuda:1", "cuda:0")

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.placement.residency import ALL, offload_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.placement.residency import ALL, offload_of
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.calibration import calibrate
 from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.prediction import predict
 from parallel_backend.planning.workload import workload_of
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.wire.rank_settings import EmulatedDevice
 from testing import tiny
 from tests.conftest import Pools

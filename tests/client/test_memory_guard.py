@@ -12,13 +12,13 @@ import torch
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import Conditioning
 from parallel_backend.client.memory_guard import MemoryGuard
-from parallel_backend.client.placement.balance import even_stages
-from parallel_backend.client.placement.memory_check import MemoryCheck
-from parallel_backend.client.placement.memory_model import KV_COPIES, USABLE_MEMORY
-from parallel_backend.client.placement.residency import ALL, ALLOWED, Offload
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families import FAMILIES
+from parallel_backend.placement.balance import even_stages
+from parallel_backend.placement.memory_check import MemoryCheck
+from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
+from parallel_backend.placement.residency import ALL, ALLOWED, Offload
 from parallel_backend.wire import messages as m
 
 GB = 10**9

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.wire import channel
 from testing import tiny
 

@@ -12,15 +12,15 @@ import torch
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import Conditioning
 from parallel_backend.client.memory_guard import MemoryGuard
-from parallel_backend.client.placement.balance import divide, even_stages, timed_rows
-from parallel_backend.client.placement.expected_request import expected_request
-from parallel_backend.client.placement.gpu_overheads import COMMUNICATOR, CONTEXT, WORKSPACES
-from parallel_backend.client.placement.memory_check import MemoryCheck
-from parallel_backend.client.placement.memory_model import KV_COPIES, USABLE_MEMORY, beside_blocks, bytes_by_block, memory_of
-from parallel_backend.client.placement.model_sizes import block_lists, model_sizes
 from parallel_backend.core.communicators import communicators
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.token_order import TokenOrder
+from parallel_backend.placement.balance import divide, even_stages, timed_rows
+from parallel_backend.placement.expected_request import expected_request
+from parallel_backend.placement.gpu_overheads import COMMUNICATOR, CONTEXT, WORKSPACES
+from parallel_backend.placement.memory_check import MemoryCheck
+from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY, beside_blocks, bytes_by_block, memory_of
+from parallel_backend.placement.model_sizes import block_lists, model_sizes
 from parallel_backend.wire import messages as m
 from tests.support.fake_cuda import ADA, fake_cuda
 from tests.support.real_sizes import save_header

@@ -11,9 +11,9 @@ import torch
 from parallel_backend.client import step_cache
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal, cut_rows
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.client.step_cache import FIRST_COMPUTED, LONGEST_ROW, Computed, Forecast, StepCache
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from testing import tiny
 from tests.client.test_banded_run import PATCHING, PATIENCE, SHAPE, FakeModel, noise, run_all, start, text
 

@@ -30,8 +30,8 @@ from parallel_backend.client.reports.trace_picture import (
     united,
     zoom_stop,
 )
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.rank.comm.recorder import Recorder
 from parallel_backend.wire.timeline_kinds import OUTSIDE, TRANSFER, WAIT, WORK
 from testing import tiny

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.pipefusion.band_cut import packed, unpacked
+from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base import tensor_plan
 from parallel_backend.families.base.patching import latents_of, like
-from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from testing import tiny
 from testing.cases import OF_EACH_FORM, all_cases
 from testing.cases.case import Case

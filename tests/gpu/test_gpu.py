@@ -18,13 +18,13 @@ from parallel_backend.acceptance.ground import Settings
 from parallel_backend.acceptance.kit import FAILED, NOT_LOOKED_AT, run
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.packed_formats import GGUF_BLOCKS, GgufBlocks
-from parallel_backend.client.placement.residency import Offload
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.client.vae import TooLittleMemory
 from parallel_backend.core.attention_kernels import KERNELS, SDPA
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.placement.residency import Offload
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.rank.attention.kernel_choice import trial
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.comm.staging import from_staging, host_buffer, to_staging

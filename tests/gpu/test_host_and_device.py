@@ -8,10 +8,10 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.device_copies import to_device, to_host
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.pinned import pinning
 from parallel_backend.wire.heartbeat import Heartbeat

@@ -14,7 +14,7 @@ before = set(sys.modules)
 import parallel_backend.client.pipefusion.banded_run, parallel_backend.client.registry
 import parallel_backend.client.reports.run_report, parallel_backend.planning.report
 import parallel_backend.planning.calibration_file, parallel_backend.planning.calibration
-import parallel_backend.families.vaes, parallel_backend.client.vae
+import parallel_backend.vaes, parallel_backend.client.vae
 import parallel_backend.quickstart.codec, parallel_backend.quickstart.prompt, parallel_backend.quickstart.model
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new & {"diffusers", "transformers", "sklearn", "matplotlib", "flash_attn", "comfy", "nodes"}))
@@ -25,7 +25,7 @@ COMFYUI = ("comfy", "comfy_extras", "execution", "folder_paths", "server")
 
 RANK_SIDE = f"""
 import importlib, importlib.util, pkgutil, sys
-import parallel_backend.processes.entry
+import parallel_backend.rank.start.entry
 tops = lambda: {{name.partition(".")[0] for name in sys.modules}}
 print(*sorted(tops() & {{"torch", "diffusers", "numpy"}}))
 import parallel_backend.rank.worker
@@ -43,7 +43,7 @@ import importlib.util, sys, types
 from datetime import timedelta
 stub = sys.modules["parallel_backend.rank.worker"] = types.ModuleType("worker")
 stub.run = lambda settings, connection: None
-from parallel_backend.processes import entry
+from parallel_backend.rank.start import entry
 from parallel_backend.wire import rank_settings
 entry.main(rank_settings.RankSettings(0, ("cpu",), ("", 0), 1, timedelta(1), 1.0), None)
 del sys.modules["parallel_backend.rank.worker"]

@@ -90,7 +90,7 @@ def test_pooled_does_not_say_where():
 @pytest.mark.slow
 def test_reader_reads_real_held_out_digits():
     pytest.importorskip("sklearn")
-    from parallel_backend.quickstart import digits
+    from scripts import digits
 
     _, test = digits.split_scans()
     count = len(test.labels) // 4 * 4
@@ -107,7 +107,7 @@ def test_reader_reads_real_held_out_digits():
 
 def test_sampled_pictures():
     pytest.importorskip("sklearn")
-    from parallel_backend.quickstart import digits
+    from scripts import digits
 
     pictures, wanted = digits.sample_pictures(16, torch.Generator().manual_seed(3), blank_share=0.2)
     assert pictures.shape == (16, 256, 256)

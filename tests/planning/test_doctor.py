@@ -12,17 +12,18 @@ import torch
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.placement.model_sizes import ModelSizes
-from parallel_backend.client.placement.pipeline_model import StageCost, finish_times
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split_carrying
 from parallel_backend.core.validate import check_model
 from parallel_backend.families.base.blocks import IMAGE, JOINT
+from parallel_backend.placement.links import SIZES, Link, Links, alike, fit
+from parallel_backend.placement.model_sizes import ModelSizes
+from parallel_backend.placement.pipeline_model import StageCost, finish_times
 from parallel_backend.planning.doctor import examine, measure
-from parallel_backend.planning.links import SIZES, Link, Links, alike, fit
 from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.modes import Mode, possible
 from parallel_backend.planning.planner import plan
@@ -32,7 +33,6 @@ from parallel_backend.planning.rehearsed_costs import ALONE, RehearsedCosts, ban
 from parallel_backend.planning.report import describe_rehearsed, settings
 from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from testing import tiny
 from testing.cases import all_cases
 

@@ -4,8 +4,8 @@ import pytest
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.placement.links import Links
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
-from parallel_backend.planning.links import Links
 from parallel_backend.planning.machine import Machine
 from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.rehearsal import rehearse

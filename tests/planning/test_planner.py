@@ -10,25 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.predictions import plan as command
+from benchmarks.predictions.presets import HARDWARE, MODELS
 from benchmarks.predictions.published import RUNS, Run, calibration, outside, predicted
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.placement.memory_model import KV_COPIES, USABLE_MEMORY
-from parallel_backend.client.placement.pipeline_model import StageCost, finish_times
-from parallel_backend.client.placement.residency import Offload
 from parallel_backend.client.registry import ModelKey, Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base.blocks import IMAGE, JOINT
-from parallel_backend.planning import __main__ as command
+from parallel_backend.placement.links import SIZES, Link, Links, alike, links_of
+from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
+from parallel_backend.placement.pipeline_model import StageCost, finish_times
+from parallel_backend.placement.residency import Offload
 from parallel_backend.planning import planner, prediction
 from parallel_backend.planning.calibrated_costs import BlockCost, CalibratedCosts, Calibration, DeviceCost, pairs_of, through
 from parallel_backend.planning.calibration import calibrate, calibration_key, calibration_of, contexts
 from parallel_backend.planning.calibration_file import cached
-from parallel_backend.planning.links import SIZES, Link, Links, alike, links_of
 from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.modes import Mode, possible
 from parallel_backend.planning.planner import Plan, choose
 from parallel_backend.planning.prediction import Prediction, StepKind, cut_model
-from parallel_backend.planning.presets import HARDWARE, MODELS
 from parallel_backend.planning.report import _advice, choice, describe_planned
 from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.wire.diagnosis import Probed, RankMemory

@@ -17,9 +17,9 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError, wait_for
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.wire.messages import BadMessage
 from testing import tiny
 
@@ -191,7 +191,7 @@ def test_no_rank_outlives_a_killed_parent(flux_file, model, tmp_path):
         "        from parallel_backend.checkpoints.checkpoint import open_checkpoint\n"
         "        from parallel_backend.client.remote_transformer import RemoteTransformer\n"
         "        from parallel_backend.core.degrees import Degrees\n"
-        "        from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands\n"
+        "        from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands\n"
         "        from testing import tiny\n"
         f"        checkpoint = open_checkpoint({str(flux_file)!r})\n"
         "        model = RemoteTransformer(pool, checkpoint, Degrees(pipe=2), 'fp32', 'sdpa', lambda: None)\n"

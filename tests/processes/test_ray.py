@@ -18,11 +18,11 @@ import torch
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.registry import ModelKey, Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes import ray_ranks
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.ray_ranks import RayRanks
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.wire.loading import Load
 from testing import tiny
 from tests.processes.test_failures import Loss, listening, wait_until_gone

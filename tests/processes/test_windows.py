@@ -20,13 +20,13 @@ import torch
 
 from parallel_backend.core import compile_check
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes import parent_watch
+from parallel_backend.core.host_memory import host_memory
 from parallel_backend.processes.local import LocalRanks, StartSettings
 from parallel_backend.rank import allocator
 from parallel_backend.rank.comm import link_probe
 from parallel_backend.rank.comm.process_group import backend_for
-from parallel_backend.rank.free_memory import host_memory
 from parallel_backend.rank.stage.store.device_copies import PlainCopies
+from parallel_backend.rank.start import parent_watch
 from testing import tiny
 from tests.support.fake_cuda import ADA, RDNA3, fake_cuda
 
@@ -136,7 +136,7 @@ def test_compiling_names_windows_own_triton(monkeypatch):
 ROOT = Path(__file__).resolve().parents[2]
 POSIX_MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "pty"}
 POSIX_NAMES = re.compile(r"\b(os\.(fork|getuid|geteuid|setsid|killpg|mkfifo)|signal\.(SIGKILL|SIGUSR\d|SIGCONT|SIGSTOP))\b")
-BEHIND_A_BRANCH = {"local.py", "parent_watch.py", "rank_log.py", "sharing.py"}
+BEHIND_A_BRANCH = {"local.py", "log.py", "parent_watch.py", "sharing.py"}
 """Files whose use of such names the tests above run without them."""
 
 
@@ -158,7 +158,7 @@ def test_a_log_is_written_without_signals(tmp_path):
     code = (
         "import faulthandler, signal, sys\n"
         "from pathlib import Path\n"
-        "from parallel_backend.processes.rank_log import write_log\n"
+        "from parallel_backend.rank.start.log import write_log\n"
         "del faulthandler.register, signal.SIGUSR1\n"
         "write_log(Path(sys.argv[1]), 'rank 0')\n"
         "print('a word')\n"

@@ -7,9 +7,9 @@ import torch
 
 from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.packed_values import CHANGE_BITS, change_bytes
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.rank.comm.change_codec import BITS, ChangeCodec, ChangeGathering, Held
 from testing import tiny
 from tests.rank.test_transfer_codec import flux

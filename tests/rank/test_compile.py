@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core import compile_check as compilers
 from parallel_backend.core.compile_check import check_compile, cpp_compiler
 from parallel_backend.core.degrees import Degrees
@@ -21,7 +22,6 @@ from parallel_backend.core.spans import Span
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.stage.store.emulated import EmulatedCopies
 from parallel_backend.wire import messages as m

@@ -20,12 +20,12 @@ from parallel_backend.client.pipefusion.band_cut import packed
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, sample_in_bands
 from parallel_backend.core import device_copies
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base.family import Family
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.sampling import Prompt, sample_in_bands
 from parallel_backend.rank import micro_step_graphs
 from parallel_backend.rank.attention.kv_buffer import LayerBuffer
 from parallel_backend.rank.micro_step_graphs import MicroStepInputs

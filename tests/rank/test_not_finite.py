@@ -13,12 +13,12 @@ from parallel_backend.client import not_finite
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.not_finite import NotFiniteError, check_conditioning, explanation
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.finite import all_finite
 from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.rank.finite_check import FiniteWatch
 from parallel_backend.wire import messages as m
 from testing import tiny

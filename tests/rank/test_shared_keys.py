@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from parallel_backend.client.memory_guard import request_of
-from parallel_backend.client.placement.memory_model import KV_COPIES
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.placement.memory_model import KV_COPIES
 from testing import tiny
 from testing.cases import krea2
 

@@ -6,8 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
-from parallel_backend.client.placement.memory_model import memory_of
-from parallel_backend.client.placement.model_sizes import model_sizes
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model
@@ -22,6 +20,8 @@ from parallel_backend.families.base.tensor_plan import (
     LayerCut,
     cut_side,
 )
+from parallel_backend.placement.memory_model import memory_of
+from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.quickstart.codec import decode, process_out
-from parallel_backend.quickstart.digits import read_digits
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.quickstart.prompt import CELLS
-from parallel_backend.quickstart.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.rank.comm.transfer_codec import KINDS, Codec
+from scripts.digits import read_digits
 from testing import tiny
 from tests.system.test_exactness import name
 

@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.worker import Worker
 from parallel_backend.wire.sampling import RunStats

@@ -18,14 +18,14 @@ from torch import nn
 from parallel_backend.client import shared_tensors
 from parallel_backend.client.vae import TooLittleMemory
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families.vaes import VAES
-from parallel_backend.families.vaes.base import Edges, Weights
-from parallel_backend.families.vaes.kl import to_diffusers
 from parallel_backend.processes.pool import RankError
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.vae import banded_layers as banded
 from parallel_backend.rank.vae.part import VAEPart, free_bytes
+from parallel_backend.vaes import VAES
+from parallel_backend.vaes.base import Edges, Weights
+from parallel_backend.vaes.kl import to_diffusers
 from parallel_backend.wire import messages as m
 from testing import tiny
 from testing.vaes import OnRanks, decoder_of

@@ -9,7 +9,7 @@ import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from parallel_backend.processes.entry import main
+from parallel_backend.rank.start.entry import main
 from parallel_backend.wire.rank_settings import RankSettings
 
 

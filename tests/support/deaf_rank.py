@@ -3,7 +3,7 @@
 import time
 from multiprocessing.connection import Connection
 
-from parallel_backend.processes.entry import main
+from parallel_backend.rank.start.entry import main
 from parallel_backend.wire.rank_settings import RankSettings
 
 HANGS_AT = {"start": "try_axis", "loading": "try_link"}

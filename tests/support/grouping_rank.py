@@ -2,7 +2,7 @@
 
 from multiprocessing.connection import Connection
 
-from parallel_backend.processes.entry import main
+from parallel_backend.rank.start.entry import main
 from parallel_backend.wire.rank_settings import RankSettings
 
 

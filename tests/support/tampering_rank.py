@@ -37,7 +37,7 @@ def others(output) -> dict[str, list]:
 
 def tampering(how: str, settings: RankSettings, connection: Connection) -> None:
     """A rank's entry, as entry.main."""
-    from parallel_backend.processes.entry import main
+    from parallel_backend.rank.start.entry import main
     from parallel_backend.wire.channel import Channel
     from parallel_backend.wire.sampling import Output
 

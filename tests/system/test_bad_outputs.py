@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.placement.measurements import measured_blocks, measured_links
+from parallel_backend.client.measurements import measured_blocks, measured_links
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.vae import RemoteVAE
 from parallel_backend.core.degrees import Degrees

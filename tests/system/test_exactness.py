@@ -11,12 +11,12 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.model import MODEL_CONFIG, WEIGHTS
 from parallel_backend.quickstart.prompt import encode_prompt
-from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.wire.timeline_kinds import TRANSFER
 from testing import tiny
 from tests.support import grouping_rank

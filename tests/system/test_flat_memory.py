@@ -20,11 +20,11 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.pipefusion.banded_run import BandedRun
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool, RankError
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from testing import tiny
 from testing.host_memory import held_bytes
 from tests.support import failing_rank

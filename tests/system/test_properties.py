@@ -7,12 +7,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from parallel_backend.core.communicators import lines_along
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.pipefusion_order import micro_steps
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
-from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.stage_ops import Op, stage_ops
 from testing import tiny

@@ -8,8 +8,8 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.host_memory import LEFT_FREE, host_memory
 from parallel_backend.rank.comm.peers import Peers
-from parallel_backend.rank.free_memory import host_memory
 from parallel_backend.rank.pinned import pinning
 
 from .arena import EMPTY, WRITTEN, Arena
@@ -21,8 +21,6 @@ log = logging.getLogger(__name__)
 Read = Callable[[str, torch.Tensor], None]
 """Reads a block from the checkpoint's files into [nbytes] uint8."""
 
-LEFT_FREE = 1 << 29
-"""Bytes of the machine's memory, or its container's, that no block takes: who goes to the end is killed by the system."""
 LOOK_SECONDS = 0.002
 """Between two looks at blocks that other ranks write."""
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel_backend.families.vaes.base import Edges
 from parallel_backend.rank.comm.collectives import start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
+from parallel_backend.vaes.base import Edges
 
 from .halo import Halo, start_halo
 

@@ -5,11 +5,11 @@ import json
 import torch
 
 from parallel_backend.core.spans import in_proportion
-from parallel_backend.families.vaes import VAES
 from parallel_backend.rank.comm.collectives import start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.free_memory import read_memory
+from parallel_backend.vaes import VAES
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.messages import BeginVAE, PutVAE, RunVAE, VAEBegun, VAEOutput
 

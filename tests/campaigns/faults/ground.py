@@ -21,13 +21,13 @@ import torch
 from safetensors.torch import load_file
 
 from parallel_backend.client import registry as registry_module
-from parallel_backend.client.placement.residency import ALLOWED, Offload
 from parallel_backend.client.registry import ModelKey, Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.placement.residency import ALLOWED, Offload
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import STALL_FACTOR, START_SECONDS
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.wire.rank_settings import EmulatedDevice
 from testing import tiny
 from testing.vaes import OnRanks, decoder_of

@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from parallel_backend.processes.entry import main
-from parallel_backend.processes.parent_watch import end_with_parent
+from parallel_backend.rank.start.entry import main
+from parallel_backend.rank.start.parent_watch import end_with_parent
 from parallel_backend.wire.rank_settings import RankSettings
 
 from . import garbage

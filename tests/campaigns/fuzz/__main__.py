@@ -9,8 +9,8 @@ import time
 from datetime import date
 from pathlib import Path
 
+from parallel_backend.placement.links import Link, Links, alike
 from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
-from parallel_backend.planning.links import Link, Links, alike
 from parallel_backend.planning.machine import Device, Machine
 from testing.fork_server import forked_ranks
 from tests.wire.test_messages import MESSAGES

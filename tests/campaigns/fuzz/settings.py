@@ -4,13 +4,13 @@ import itertools
 import math
 import random
 
-from parallel_backend.client.placement.balance import check_stage_split, cut_blocks
-from parallel_backend.client.placement.pipeline_model import StageCost, choose_bands, finish_times
 from parallel_backend.core.communicators import lines_along
 from parallel_backend.core.degrees import AXES, PATCH_MODES, Degrees
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model, check_ranks
+from parallel_backend.placement.balance import check_stage_split, cut_blocks
+from parallel_backend.placement.pipeline_model import StageCost, choose_bands, finish_times
 
 from . import damage
 from .runner import Case

@@ -10,6 +10,7 @@ RANK = "parallel_backend/rank/"
 PROCESSES = "parallel_backend/processes/"
 CLIENT = "parallel_backend/client/"
 PLANNING = "parallel_backend/planning/"
+PLACEMENT = "parallel_backend/placement/"
 ACCEPTANCE = "parallel_backend/acceptance/"
 
 CORE_MUTANTS = (
@@ -25,7 +26,7 @@ CORE_MUTANTS = (
         CORE + "spans.py",
         "        total += share\n",
         "        total += 1 / len(shares)\n",
-        ("tests/client/test_pipeline_model.py", "-k", "share"),
+        ("tests/placement/test_pipeline_model.py", "-k", "share"),
     ),
     Mutant(
         "reference tokens of a row counted as the picture's",
@@ -577,10 +578,10 @@ CLIENT_MUTANTS = (
     ),
     Mutant(
         "stages cut by their sum",
-        CLIENT + "placement/balance.py",
+        PLACEMENT + "balance.py",
         "worst = max(best[stage][start], total[stage][stop] - total[stage][start])",
         "worst = best[stage][start] + total[stage][stop] - total[stage][start]",
-        ("tests/client/test_pipeline_model.py", "tests/client/test_balance.py", "-k", "cut"),
+        ("tests/placement/test_pipeline_model.py", "tests/placement/test_balance.py", "-k", "cut"),
     ),
     Mutant(
         "weights come back for the first conditioning of a run whose others need their room",
@@ -598,10 +599,10 @@ CLIENT_MUTANTS = (
     ),
     Mutant(
         "what ranks hold does not count as usable",
-        CLIENT + "placement/memory_check.py",
+        PLACEMENT + "memory_check.py",
         "USABLE_MEMORY * (room.free + room.held))",
         "USABLE_MEMORY * room.free)",
-        ("tests/client/test_memory_model.py",),
+        ("tests/placement/test_memory_model.py",),
     ),
     Mutant(
         "keys that a run keeps twice counted once",

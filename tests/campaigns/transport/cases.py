@@ -12,9 +12,9 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.families.base.patching import latents_of
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.wire import messages as m
 from testing import tiny
 from testing.cases import all_cases

@@ -20,8 +20,8 @@ def main(results: Results) -> None:
     ]
 
     from parallel_backend.client.registry import registry
+    from parallel_backend.placement.links import Link, Links, alike
     from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
-    from parallel_backend.planning.links import Link, Links, alike
     from parallel_backend.planning.machine import Device, Machine
 
     g = torch.Generator().manual_seed(0)

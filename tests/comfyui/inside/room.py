@@ -55,7 +55,7 @@ class Resident(comfy.model_patcher.ModelPatcher):
 
 def main(results: Results) -> None:
     from parallel_backend.client.memory_guard import MemoryGuard
-    from parallel_backend.client.placement.device_memory import DeviceMemory
+    from parallel_backend.placement.device_memory import DeviceMemory
 
     fakes = module_at(PACK / "tests" / "support" / "fake_cuda.py", "fake_cuda")
     g = torch.Generator().manual_seed(0)

@@ -3,19 +3,15 @@
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
-from parallel_backend.processes.pool import Poll, Pool
 from parallel_backend.wire import messages as m
 
-from .measurements import measured_blocks
-from .memory_model import USABLE_MEMORY, WEIGHTS_SHARE, Request, beside_blocks, bytes_by_block
-from .model_sizes import block_bytes, block_lists, model_sizes
+from .memory_model import USABLE_MEMORY, WEIGHTS_SHARE, Request
 from .pipeline_model import StageCost
 
 log = logging.getLogger(__name__)
@@ -103,37 +99,6 @@ def check_stage_split(stage_split: str, stages: int, blocks: int) -> tuple[Span,
         )
     edges = [sum(counts[:index]) for index in range(stages + 1)]
     return tuple(Span(start, stop) for start, stop in pairwise(edges))
-
-
-def balance(
-    pool: Pool,
-    checkpoint: Checkpoint,
-    degrees: Degrees,
-    dtype: str,
-    stage_split: str,
-    poll: Poll,
-    expected: Request | None = None,
-    copy_rates: Sequence[float] = (),
-) -> Balance:
-    """Cut the model. Where `stage_split` is auto and there is something to cut, ranks time its blocks and lose their model.
-
-    `expected`: the run that the model is loaded for. Blocks are timed with its number of tokens, and stages leave room for
-    what it keeps and computes. `copy_rates`: by rank, see spill_seconds.
-    """
-    lists = block_lists(checkpoint)
-    by_hand = check_stage_split(stage_split, degrees.pipe, len(lists))
-    even = (1 / degrees.patch,) * degrees.patch
-    if by_hand is not None or stage_split.strip().lower() == "even" or degrees.pipe == degrees.patch == 1:
-        return Balance(by_hand or even_stages(len(lists), degrees.pipe), even, None)
-    rows = timed_rows(expected, degrees, on_gpus=all("cuda" in device for device in pool.devices))
-    probes = measured_blocks(pool, m.Probe(str(checkpoint.path), dtype, rows), lists, poll)
-    sizes, beside = block_bytes(checkpoint, lists, dtype, degrees.tensor), None
-    if expected is not None:
-        model = model_sizes(checkpoint, dtype, pool.devices[0])
-        sizes = bytes_by_block(model, degrees, (expected,))
-        beside = beside_blocks(model, degrees, expected)
-    found = divide(degrees, lists, sizes, probes, beside=beside, spill=spill_seconds(copy_rates, expected))
-    return replace(found, timed_tokens=rows[0] * m.PROBE_COLUMNS)
 
 
 def timed_rows(expected: Request | None, degrees: Degrees, on_gpus: bool) -> tuple[int, int]:

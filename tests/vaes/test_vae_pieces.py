@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel_backend.families.vaes import VAES, streams
+from parallel_backend.vaes import VAES, streams
 from testing import tiny
 
 LTX = {

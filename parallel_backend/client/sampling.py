@@ -16,9 +16,8 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import StepCache
 from parallel_backend.families.base.patching import Latents, latents_of, like
 from parallel_backend.processes.pool import Poll
+from parallel_backend.quickstart.prompt import CELLS, NULL, encode_symbols
 from parallel_backend.wire.sampling import RunStats
-
-from .prompt import CELLS, NULL, encode_symbols
 
 Predict = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 """(x [B, C, H, W], timestep [B], conditioning tensors) -> velocity like x."""

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_backend.client.placement.balance import Balance, cut_blocks
-from parallel_backend.client.placement.pipeline_model import StageCost, choose_bands, finish_times, simulate
 from parallel_backend.core.pipefusion_order import MicroStep, entry_parts, micro_steps, window
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split, split_by_share
+from parallel_backend.placement.balance import Balance, cut_blocks
+from parallel_backend.placement.pipeline_model import StageCost, choose_bands, finish_times, simulate
 from parallel_backend.rank.stage_ops import Op, stage_ops
 
 Action = tuple[str, int, object]

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.client.placement.balance import ALIKE, check_stage_split, divide
-from parallel_backend.client.placement.model_sizes import block_bytes
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
+from parallel_backend.placement.balance import ALIKE, check_stage_split, divide
+from parallel_backend.placement.model_sizes import block_bytes
 from parallel_backend.processes.pool import Pool
-from parallel_backend.quickstart.sampling import Prompt, euler, linear_sigmas, sample_in_bands
 from parallel_backend.wire.diagnosis import Probed
 from testing import tiny
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .prompt import BLANK, CELLS
+from parallel_backend.quickstart.prompt import BLANK, CELLS
 
 CELL = 128  # pixels; a picture is 2x2 cells
 DIGIT = 112  # pixels that the 8x8 scan covers before jitter: a margin of half a scan pixel on each side

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from parallel_backend.processes.import_blocker import blocked_imports
+from parallel_backend.rank.start.import_blocker import blocked_imports
 
 
 @pytest.fixture

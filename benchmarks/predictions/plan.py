@@ -1,7 +1,7 @@
 """The planner's table for devices that are not there.
 
-    python -m parallel_backend.planning --device L40 --count 4 --model flux-dev --size 1024 --steps 28
-    python -m parallel_backend.planning --device L40 --count 2 --block-ms 6 --bandwidth 12 --memory 24
+    python -m benchmarks.predictions.plan --device L40 --count 4 --model flux-dev --size 1024 --steps 28
+    python -m benchmarks.predictions.plan --device L40 --count 2 --block-ms 6 --bandwidth 12 --memory 24
 
 Transformer only: loading, text encoders and VAE are not in it. What the presets stand on: docs/planner.md.
 """
@@ -10,13 +10,12 @@ import argparse
 import sys
 from dataclasses import replace
 
-from parallel_backend.client.placement.residency import ALLOWED, Offload, offload_of
-
-from .calibrated_costs import CalibratedCosts
-from .links import Link
-from .planner import plan
-from .presets import GB, HARDWARE, MODELS
-from .report import describe_planned
+from benchmarks.predictions.presets import GB, HARDWARE, MODELS
+from parallel_backend.placement.links import Link
+from parallel_backend.placement.residency import ALLOWED, Offload, offload_of
+from parallel_backend.planning.calibrated_costs import CalibratedCosts
+from parallel_backend.planning.planner import plan
+from parallel_backend.planning.report import describe_planned
 
 
 def positive(text: str) -> float:
@@ -50,7 +49,7 @@ def offload(text: str) -> Offload:
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m parallel_backend.planning",
+        prog="python -m benchmarks.predictions.plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-from parallel_backend.client.placement.model_sizes import ModelSizes
-from parallel_backend.client.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.families.base.blocks import IMAGE, JOINT
-
-from .calibrated_costs import BlockCost, Calibration, DeviceCost, pairs_of
-from .links import Link, Links, alike
-from .machine import Device, Machine
-from .workload import Workload
+from parallel_backend.placement.links import Link, Links, alike
+from parallel_backend.placement.model_sizes import ModelSizes
+from parallel_backend.placement.pipeline_model import HOP_SECONDS
+from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost, pairs_of
+from parallel_backend.planning.machine import Device, Machine
+from parallel_backend.planning.workload import Workload
 
 GB = 10**9
 BF16 = 2

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_backend.client.placement.balance import cut_blocks, spill_seconds
-from parallel_backend.client.placement.memory_model import Request
-from parallel_backend.client.placement.model_sizes import RankWeights
-from parallel_backend.client.placement.pipeline_model import StageCost, choose_bands
-from parallel_backend.client.placement.residency import ALLOWED, Offload, offload_of, share_out, shared_bytes
-from parallel_backend.client.placement.streaming_model import streamed_seconds
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.placement.balance import cut_blocks, spill_seconds
+from parallel_backend.placement.memory_model import Request
+from parallel_backend.placement.model_sizes import RankWeights
+from parallel_backend.placement.pipeline_model import StageCost, choose_bands
+from parallel_backend.placement.residency import ALLOWED, Offload, offload_of, share_out, shared_bytes
+from parallel_backend.placement.streaming_model import streamed_seconds
 
 SMALL, LARGE = RankWeights(10, (5,) * 10), RankWeights(10, (10,) * 20)
 

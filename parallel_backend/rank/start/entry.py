@@ -1,4 +1,4 @@
-"""Where a rank's process starts. The client imports this module too, so it imports nothing heavy itself."""
+"""Where a rank's process starts. The client imports this module too, by its name, so it imports nothing heavy itself."""
 
 import gc
 from multiprocessing.connection import Connection
@@ -6,10 +6,10 @@ from pathlib import Path
 
 from parallel_backend.wire.rank_settings import RankSettings
 
+from .environment import set_rank_environment
 from .import_blocker import blocked_imports
+from .log import write_log
 from .parent_watch import end_with_parent
-from .rank_environment import set_rank_environment
-from .rank_log import write_log
 
 
 def main(settings: RankSettings, connection: Connection) -> None:

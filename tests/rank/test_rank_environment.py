@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from parallel_backend.core.devices import in_its_process
-from parallel_backend.processes.rank_environment import set_rank_environment
+from parallel_backend.rank.start.environment import set_rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
@@ -99,7 +99,7 @@ def test_it_is_set_before_torch_is_imported():
     """The entry of a rank's process, whose settings and connection come with it, imports neither torch nor diffusers."""
     code = (
         "import sys\n"
-        "import parallel_backend.processes.entry, multiprocessing.connection\n"
+        "import parallel_backend.rank.start.entry, multiprocessing.connection\n"
         "print('torch' in sys.modules, 'diffusers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

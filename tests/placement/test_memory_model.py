@@ -16,23 +16,23 @@ from hypothesis import strategies as st
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.memory_guard import MemoryGuard, request_of
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
-from parallel_backend.client.placement.balance import even_stages, stages_by_size
-from parallel_backend.client.placement.device_memory import DeviceMemory, device_memories
-from parallel_backend.client.placement.memory_advice import Capacity, changes
-from parallel_backend.client.placement.memory_check import MemoryCheck
-from parallel_backend.client.placement.memory_model import KV_COPIES, Request, bytes_by_block, memory_of, step_tokens
-from parallel_backend.client.placement.model_sizes import model_sizes
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.host_memory import group_limits, host_memory
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.patching import latents_of
+from parallel_backend.placement.balance import even_stages, stages_by_size
+from parallel_backend.placement.device_memory import DeviceMemory, device_memories
+from parallel_backend.placement.memory_advice import Capacity, changes
+from parallel_backend.placement.memory_check import MemoryCheck
+from parallel_backend.placement.memory_model import KV_COPIES, Request, bytes_by_block, memory_of, step_tokens
+from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.failure_text import out_of_memory
 from parallel_backend.processes.pool import Pool, RankError, again
-from parallel_backend.quickstart.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.rank import worker
-from parallel_backend.rank.free_memory import group_limits, host_memory
 from parallel_backend.wire import messages as m
 from testing import tiny
 from testing.cases import OF_EACH_FORM, all_cases
@@ -56,7 +56,7 @@ def small_libraries():
     """What a GPU's libraries take would be nearly all that these models need: it is test_room.py's."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("COMMUNICATOR", "WORKSPACES"):
-            patch.setattr(f"parallel_backend.client.placement.memory_model.{name}", 0)
+            patch.setattr(f"parallel_backend.placement.memory_model.{name}", 0)
         yield
 
 

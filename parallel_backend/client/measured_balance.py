@@ -1,0 +1,45 @@
+"""How a model is cut over its ranks: as the user says, evenly, or by the blocks' seconds that the ranks measure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.placement.balance import Balance, check_stage_split, divide, even_stages, spill_seconds, timed_rows
+from parallel_backend.placement.memory_model import Request, beside_blocks, bytes_by_block
+from parallel_backend.placement.model_sizes import block_bytes, block_lists, model_sizes
+from parallel_backend.processes.pool import Poll, Pool
+from parallel_backend.wire import messages as m
+
+from .measurements import measured_blocks
+
+
+def balance(
+    pool: Pool,
+    checkpoint: Checkpoint,
+    degrees: Degrees,
+    dtype: str,
+    stage_split: str,
+    poll: Poll,
+    expected: Request | None = None,
+    copy_rates: Sequence[float] = (),
+) -> Balance:
+    """Cut the model. Where `stage_split` is auto and there is something to cut, ranks time its blocks and lose their model.
+
+    `expected`: the run that the model is loaded for. Blocks are timed with its number of tokens, and stages leave room for
+    what it keeps and computes. `copy_rates`: by rank, see spill_seconds.
+    """
+    lists = block_lists(checkpoint)
+    by_hand = check_stage_split(stage_split, degrees.pipe, len(lists))
+    even = (1 / degrees.patch,) * degrees.patch
+    if by_hand is not None or stage_split.strip().lower() == "even" or degrees.pipe == degrees.patch == 1:
+        return Balance(by_hand or even_stages(len(lists), degrees.pipe), even, None)
+    rows = timed_rows(expected, degrees, on_gpus=all("cuda" in device for device in pool.devices))
+    probes = measured_blocks(pool, m.Probe(str(checkpoint.path), dtype, rows), lists, poll)
+    sizes, beside = block_bytes(checkpoint, lists, dtype, degrees.tensor), None
+    if expected is not None:
+        model = model_sizes(checkpoint, dtype, pool.devices[0])
+        sizes = bytes_by_block(model, degrees, (expected,))
+        beside = beside_blocks(model, degrees, expected)
+    found = divide(degrees, lists, sizes, probes, beside=beside, spill=spill_seconds(copy_rates, expected))
+    return replace(found, timed_tokens=rows[0] * m.PROBE_COLUMNS)
