@@ -9,7 +9,7 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def document_of(settings: Settings, results: Sequence[Result], seconds: float) -
         "format": FORMAT,
         "version": VERSION,
         "pack": pack_version(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "seconds": round(seconds, 1),
         "devices": list(settings.devices),
         "summary": {status: sum(result.status == status for result in results) for status in STATUSES},

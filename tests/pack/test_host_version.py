@@ -4,11 +4,11 @@ import importlib.metadata
 import logging
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tomllib
 
 from host_version import DIFFUSERS, OLDEST, check_comfyui, check_diffusers
 
