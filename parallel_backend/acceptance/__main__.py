@@ -41,7 +41,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error("torch is not installed; ComfyUI's Python has it. Elsewhere: python -m pip install torch")
     from parallel_backend.core.device_choice import Host, all_gpus, is_auto, possible_devices
 
-    from .ground import Settings, at_least_two
+    from .session import Settings, at_least_two
 
     here = Host("cuda" if all_gpus() else "cpu")
     try:
