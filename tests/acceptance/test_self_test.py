@@ -5,6 +5,7 @@ import dataclasses
 import json
 import socket
 import sys
+import tomllib
 import types
 
 import jsonschema
@@ -547,3 +548,10 @@ def test_a_first_stage_that_lingers_over_its_send_takes_nothing_from_the_hop(mon
     findings = Findings()
     transport.look_at_hop(SelfTestSession(CPUS), findings)
     assert findings.figures["ms of a hop, median"] >= 0
+
+
+def test_the_packs_version_is_pyprojects_or_the_installed_packages(monkeypatch, tmp_path):
+    assert document.pack_version() == tomllib.loads((document.ROOT / "pyproject.toml").read_text())["project"]["version"]
+    monkeypatch.setattr(document, "ROOT", tmp_path)
+    monkeypatch.setattr("importlib.metadata.version", {"parallel-dit": "1.2.3"}.__getitem__)
+    assert document.pack_version() == "1.2.3"
