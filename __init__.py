@@ -8,9 +8,10 @@ if __package__:  # imported as a pack by ComfyUI; pytest may collect this file w
     # At the end of the path, so that the pack's own `nodes` never hides ComfyUI's.
     if (root := str(Path(__file__).parent)) not in sys.path:
         sys.path.append(root)
-    from .host_version import check_comfyui
+    from .host_version import check_comfyui, check_diffusers
 
     check_comfyui()  # before anything is imported that an older one lacks
+    check_diffusers()
     from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 
     WEB_DIRECTORY = "web"  # help pages, one per node, which ComfyUI finds in its docs folder; a script for the menu

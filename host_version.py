@@ -1,10 +1,14 @@
-"""Which ComfyUI the pack may be loaded by. Imports none of it but the file that says its version."""
+"""Which ComfyUI and which diffusers the pack may be loaded with. Imports neither, but for ComfyUI's file of its version."""
 
 import importlib
+import importlib.metadata
+import logging
 import re
 
 OLDEST = (0, 3, 64)
 """The oldest ComfyUI that it is tested in (tests/comfyui/test_oldest.py), and `requires-comfyui` of pyproject.toml."""
+DIFFUSERS = (0, 38), (0, 42)
+"""Oldest and newest minor version of diffusers that it is tested with: the bounds in pyproject.toml."""
 
 
 def check_comfyui() -> None:
@@ -19,3 +23,21 @@ def check_comfyui() -> None:
         found = "is so old that it does not say its version"
     oldest = ".".join(map(str, OLDEST))
     raise RuntimeError(f"Parallel DiT needs ComfyUI {oldest} or newer, and this one {found}. Update ComfyUI and restart it.")
+
+
+def check_diffusers() -> None:
+    """RuntimeError, saying what to do, where diffusers is absent or older than the first of DIFFUSERS; a warning in the log
+    where it is newer than the last one, since a newer one may work. A version without numbers is let pass."""
+    oldest, newest = (".".join(map(str, version)) for version in DIFFUSERS)
+    tested = f"diffusers {oldest} to {newest}"
+    update = "Install requirements.txt of its folder with ComfyUI's Python and restart ComfyUI."
+    try:
+        version = importlib.metadata.version("diffusers")
+    except importlib.metadata.PackageNotFoundError:
+        raise RuntimeError(f"Parallel DiT needs {tested}, which is not installed. {update}") from None
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    minor = DIFFUSERS[1] if numbers is None else tuple(map(int, numbers.groups()))
+    if minor < DIFFUSERS[0]:
+        raise RuntimeError(f"Parallel DiT needs {tested}, and {version} is installed. {update}")
+    if minor > DIFFUSERS[1]:
+        logging.warning("Parallel DiT is tested with %s, and %s is installed: a model may fail to load.", tested, version)

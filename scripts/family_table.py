@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from parallel_backend.core.degrees import AXES, WIDGETS  # noqa: E402
-from tests.families.cases import all_cases  # noqa: E402
+from testing.cases import all_cases  # noqa: E402
 
 START, END = "<!-- families: scripts/family_table.py -->", "<!-- end of families -->"
 SHORT = {

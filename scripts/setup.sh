@@ -16,6 +16,15 @@ fi
 PYTHON="$venv/bin/python"
 # pip's failure ends the script (pipefail); grep's, which has nothing to show where all went well, does not.
 install() { "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" 2>&1 | { grep -v '^WARNING: Location' || true; }; }
+# Installs what the pack and the given extras of pyproject.toml require and this environment lacks; with --constrained in front,
+# at the versions of constraints.txt.
+provide() {
+    local lacking
+    lacking=$("$PYTHON" "$root/scripts/requirements.py" "$@")
+    [ -z "$lacking" ] && return
+    echo "== installing" $lacking
+    install $lacking
+}
 
 if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
     echo "== installing torch"

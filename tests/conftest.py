@@ -23,12 +23,12 @@ from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing import tiny
+from testing.cases.case import Case
+from testing.fork_server import fork_server, started_by
 from testing.models import on_ranks
-from tests.families.cases.case import Case
-from tests.support import tiny
-from tests.support.fork_server import fork_server, started_by
+from testing.thread_ranks import thread_ranks
 from tests.support.requirements import NotHere
-from tests.support.thread_ranks import thread_ranks
 
 torch.set_num_threads(1)  # the ranks share the cores with this process
 hypothesis.settings.register_profile("no timed tests", deadline=None)

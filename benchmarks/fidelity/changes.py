@@ -27,7 +27,7 @@ from parallel_backend.rank.attention.parallel_attention import ParallelAttention
 from parallel_backend.rank.comm.change_codec import ChangeCodec
 from parallel_backend.rank.comm.collectives import start_gather
 from testing.models import on_ranks
-from tests.support.thread_ranks import thread_ranks
+from testing.thread_ranks import thread_ranks
 
 DISPLACED = Degrees(patch=2, patch_mode="displaced")
 

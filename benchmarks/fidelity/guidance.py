@@ -3,7 +3,7 @@
     python -m benchmarks.fidelity.guidance --images 12 --out benchmarks/results/guidance_NAME_DATE.json
     python -m benchmarks.fidelity.guidance --packs FOLDER --only "Skimmed CFG,Regional CFG"
 
-Nodes as a workflow has them, in a ComfyUI (tests/comfyui/inside/guidance_pictures.py): euler, one warm-up step. For each,
+Nodes as a workflow has them, in a ComfyUI (../harness/inside/guidance_pictures.py): euler, one warm-up step. For each,
 the digits read, and the PSNR to the same node with every call whole (decoded pictures in 0..1, mean over pictures) of
 PipeFusion with M bands and of one rank with steps dropped to the time predicted for PipeFusion on two stages, rounded up. A
 row "one rank" has the PSNR of a run without the node, which says how much the node does.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.harness import mini_model as mini
 from benchmarks.harness.comfyui_pictures import named, runs_compared, studio
-from tests.comfyui import test_guidance_in_bands as tables
+from testing.comfyui import guidance_names as tables
 
 NONE = "none"
 ELSEWHERE = (

@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.harness import mini_model as mini
 from benchmarks.harness.mini_model import CHUNK, judge, load, sample
+from parallel_backend.client import sampling
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.placement.pipeline_model import StageCost, finish_times
-from parallel_backend.quickstart import sampling
 
 ROWS_OF_TOKEN = 2
 """Latent rows of a token of the mini model."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.fidelity.samplers --packs FOLDER --images 10 --out benchmarks/results/samplers_NAME_DATE.json
 
-Samplers as a workflow has them, in a ComfyUI (tests/comfyui/inside/guidance_pictures.py), one warm-up step. For each, the
+Samplers as a workflow has them, in a ComfyUI (../harness/inside/guidance_pictures.py), one warm-up step. For each, the
 digits read, and the PSNR to the same sampler with every call whole (decoded pictures in 0..1, mean over pictures) of
 PipeFusion with M bands and of one rank with steps dropped to the time predicted for PipeFusion on two stages, rounded up. A
 row "one rank" has the PSNR to Euler's method.

@@ -13,7 +13,9 @@ from benchmarks.fidelity.quality import same_time_steps
 from benchmarks.harness import mini_model as mini
 from parallel_backend.quickstart.codec import decode
 from scripts.comfyui_server import find_python
-from tests.comfyui.conftest import ComfyUI, Inside
+from testing.comfyui.scripted import ComfyUI, Inside
+
+SCRIPTS = Path(__file__).parent / "inside"
 
 
 class Studio:
@@ -23,7 +25,7 @@ class Studio:
         self._inside, self._base, self.symbols, self._cfg = inside, base, symbols, cfg
 
     def make(self, runs: list[tuple[int, int]], packs: Path | None, **how: Any) -> dict[tuple[int, int], torch.Tensor]:
-        """`runs`: (steps, bands), 0 bands for whole calls. `how`: of tests/comfyui/inside/guidance_pictures.py."""
+        """`runs`: (steps, bands), 0 bands for whole calls. `how`: of benchmarks/harness/inside/guidance_pictures.py."""
         out = self._base / "out.safetensors"
         self._inside.run(
             "guidance_pictures",
@@ -46,7 +48,7 @@ def studio(images: int, cfg: float, comfyui: Path) -> Iterator[Studio]:
     with tempfile.TemporaryDirectory() as directory:
         base = Path(directory)
         save_file({str(index): each.clone() for index, each in enumerate(noise.split(1))}, base / "noise.safetensors")
-        inside = Inside(ComfyUI(checkout, find_python(checkout)), base)
+        inside = Inside(ComfyUI(checkout, find_python(checkout)), base, SCRIPTS)
         yield Studio(inside, base, symbols, cfg)
         inside.close()
 

@@ -1,6 +1,6 @@
 """Prompts with a text of their own each, whose encoder and ranks share a card. ComfyUI's Python runs it for changed_text.py.
 
-Arguments: those of tests/comfyui/inside/boot.py. A line of standard input has those of `measure`, as JSON; a line of
+Arguments: those of testing/comfyui/inside/boot.py. A line of standard input has those of `measure`, as JSON; a line of
 standard output has what came of it. All else that is printed goes to standard error.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 REPLIES = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "comfyui" / "inside"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "testing" / "comfyui" / "inside"))
 
 import boot  # noqa: E402
 import psutil  # noqa: E402

@@ -1,7 +1,7 @@
 """Steps of KSampler with ComfyUI's own MODEL and with ours, in one ComfyUI. ComfyUI's Python runs it for one_rank_native.py.
 
-Arguments: those of tests/comfyui/inside/boot.py. Each line of standard input asks for a measurement, as JSON: see `measure`.
-A line of standard output has what came of it. All else that is printed goes to standard error.
+Arguments: those of testing/comfyui/inside/boot.py. Each line of standard input asks for a measurement, as JSON: see
+`measure`. A line of standard output has what came of it. All else that is printed goes to standard error.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 REPLIES = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "comfyui" / "inside"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "testing" / "comfyui" / "inside"))
 
 import boot  # noqa: E402
 import psutil  # noqa: E402

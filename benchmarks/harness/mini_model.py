@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness.needs import need
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
@@ -118,6 +119,7 @@ class Report:
     """
 
     def __init__(self, options: argparse.Namespace, **about: str):
+        need("sklearn", "what reads the digits of the pictures")
         self._out, self._rows, self._started = options.out, [], time.perf_counter()
         self._about = {
             "date": date.today().isoformat(),

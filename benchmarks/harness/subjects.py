@@ -113,7 +113,7 @@ class Subject:
             file.write(struct.pack("<Q", len(text)) + text)
             for name, shape in ((name, value.shape) for name, value in shapes.items()):
                 values = torch.randn(shape, generator=generator)
-                # As tests/support/tiny.py has it: every part of the model shows in its output.
+                # As testing/tiny.py has it: every part of the model shows in its output.
                 values = values * 0.7 / shape[1:].numel() ** 0.5 if len(shape) > 1 else values * 0.1 + ("norm_" in name)
                 file.write(values.to(TORCH_DTYPES[self.dtype]).flatten().view(torch.uint8).numpy())
         return folder

@@ -22,8 +22,8 @@ from benchmarks.speed.two_ranks import EXACT, Mode
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
 
 SUBJECTS = {"field-pixart": PIXART_XL, "field-flux": FLUX_SCHNELL}
 ON_CPU = {

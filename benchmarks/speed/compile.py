@@ -26,8 +26,8 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.sampling import euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
 
 BLOCKS = 12
 BANDS = 4

@@ -23,9 +23,9 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
-from tests.support.vaes import OnRanks, decoder_of
+from testing.vaes import OnRanks, decoder_of
 
 from .two_ranks import Mode
 

@@ -50,8 +50,8 @@ from parallel_backend.planning.planner import advise
 from parallel_backend.planning.prediction import Prediction, predict
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Pool
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
 
 WORLD, STEPS = 2, 6
 MODEL, PIXELS = "flux-dev", 1024

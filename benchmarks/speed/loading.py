@@ -10,7 +10,7 @@ weight_dtype bf16, as on a GPU; one rank, and two that share the model.
 
 Ranks run already and have loaded a small model before, so what they import does not count. `held`: the highest sum over the
 ranks and the client, whose place ComfyUI has, of memory that the system cannot take back, above what they had; what ranks
-share counts once (tests/support/host_memory.py). `mapped`: the same of pages of files, which are the page cache's. Ranks are
+share counts once (testing/host_memory.py). `mapped`: the same of pages of files, which are the page cache's. Ranks are
 looked at every 50 ms. `streamed`: the same on emulated devices that have room for three tenths of the file, whose own
 bytes are taken off. `host`: weights in host memory, as the ranks count them.
 """
@@ -31,6 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import measuring
+from benchmarks.harness.needs import need
 from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, WEIGHTS, Subject
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
 from parallel_backend.core.degrees import Degrees
@@ -38,9 +39,8 @@ from parallel_backend.core.dtypes import TORCH_DTYPES
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.host_memory import held_bytes, mapped_bytes
 from testing.models import on_ranks
-from tests.support.host_memory import held_bytes, mapped_bytes
-from tests.support.quantised import quantise_blocks
 
 RANKS = 4
 MODES = {
@@ -68,7 +68,7 @@ FORMATS = {
     "w4a4": "w4a4",
     "w4a8": "w4a8, no codebook",
 }
-"""Format -> its name in tests.support.quantised; None: a plain file."""
+"""Format -> its name in testing.quantised; None: a plain file."""
 MINIMAX_H3 = {
     "num_attention_heads": 8,
     "attention_head_dim": 128,
@@ -191,7 +191,11 @@ def measure(
 def in_format(subject: Subject, folder: Path, path: Path, kind: str | None, dtype: torch.dtype) -> int:
     """Writes the weights in `folder` to `path` in the native layout, quantised as `kind`, others in `dtype`. Its bytes."""
     plain = to_original(subject.family, subject.config, load_file(folder / WEIGHTS))
-    stored = plain if kind is None else quantise_blocks(plain, kind)[0]
+    stored = plain
+    if kind is not None:
+        from testing.quantised import quantise_blocks  # it imports comfy_kitchen, which plain formats do without
+
+        stored = quantise_blocks(plain, kind)[0]
     kept = {key: value.to(dtype).contiguous() if value is plain.get(key) else value for key, value in stored.items()}
     save_file(kept, path)
     return path.stat().st_size
@@ -258,6 +262,8 @@ def main() -> None:
     options.add_argument("--formats", type=lambda text: text.split(","), help=f"of {', '.join(FORMATS)}")
     options.add_argument("--out", type=Path)
     given = options.parse_args()
+    if any(FORMATS[format] for format in given.formats or ()):
+        need("comfy_kitchen", "a quantised format")
     with tempfile.TemporaryDirectory() as directory:
         measured = (by_format if given.formats else by_mode)(given, Path(directory))
     result = {

@@ -26,8 +26,8 @@ from parallel_backend.client.sampling import linear_sigmas, sample_in_bands, sam
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.timeline_kinds import WORK
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
 
 SIDES = (128, 256)
 """Latent pixels: pictures of 1024 and 2048 pixels square."""

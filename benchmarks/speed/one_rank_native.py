@@ -22,18 +22,19 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import measuring
+from benchmarks.harness.needs import need
 from parallel_backend.acceptance.tiny_flux import randomise, save_original
 from parallel_backend.families import FAMILIES
 from scripts.comfyui_server import find_python
-from tests.comfyui.conftest import FLUX, SD3
-from tests.families.cases.wan import WAN
-from tests.support.quantised import quantise_blocks
+from testing.cases.wan import WAN
+from testing.comfyui.models import FLUX, SD3
 
 FORMATS = {"fp32": None, "bf16": None, "fp8": "fp8", "int8": "int8, rotated", "nvfp4": "nvfp4"}
-"""Format -> its name in tests.support.quantised; None: a plain file."""
+"""Format -> its name in testing.quantised; None: a plain file."""
 LIMIT = 1.03
 """Of a rank's time over native's."""
 
@@ -125,6 +126,13 @@ def row(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def quantised(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """The file's tensors. Imports comfy_kitchen, which plain formats do without."""
+    from testing.quantised import quantise_blocks
+
+    return quantise_blocks(state, kind)[0]
+
+
 def run(
     rounds: int,
     steps: int,
@@ -145,7 +153,7 @@ def run(
                 call = {"latent": subject.latent, "text": subject.text, "pooled": subject.pooled}
                 for format in formats:
                     file, kind = folder / f"{name}-{format}.safetensors", FORMATS[format]
-                    save_file(plain if kind is None else quantise_blocks(plain, kind)[0], file)
+                    save_file(plain if kind is None else quantised(plain, kind), file)
                     dtype = "bf16" if format == "bf16" else "fp32"
                     found = ask({"file": file.name, "dtype": dtype, "call": call, "steps": steps, "rounds": rounds})
                     file.unlink()
@@ -173,6 +181,8 @@ def main() -> None:
     options.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI")
     options.add_argument("--beside", default="not noted", help="what else ran on the machine, in words")
     given = options.parse_args()
+    if any(FORMATS[format] for format in given.formats):
+        need("comfy_kitchen", "a quantised format")
     subjects = {name: SUBJECTS[name] for name in given.cases}
     result = run(given.rounds, given.steps, measuring.TimedLog(), given.comfyui.resolve(), subjects, given.formats)
     measuring.report(result | {"beside": given.beside}, given.out)

@@ -15,8 +15,8 @@ from benchmarks.rivals.peers import APART, PLAIN, DiffusersRanks, PeerFailed, Xd
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
 
 WHAT = "two_ranks"
 

@@ -21,8 +21,8 @@ from benchmarks.harness import measuring
 from parallel_backend.processes.pool import Pool
 from parallel_backend.vaes import VAES
 from parallel_backend.vaes.base import Part, Weights
-from tests.support import tiny
-from tests.support.vaes import OnRanks
+from testing import tiny
+from testing.vaes import OnRanks
 
 
 @dataclass(frozen=True)

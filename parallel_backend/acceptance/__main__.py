@@ -9,19 +9,16 @@ docs/gpu.md says what each check means.
 """
 
 import argparse
+import importlib.util
 import sys
 import time
 from pathlib import Path
 
-from parallel_backend.core.device_choice import Host, all_gpus, is_auto, possible_devices
-
-from .document import document_of, dumps
-from .kit import CHECKS, FAILED, run
-from .report import describe
-from .session import Settings, at_least_two
+from .catalogue import ABOUT, CYCLES, STEPS
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The options, with `settings` of the self-test. Help is shown, and mistakes are named, without torch."""
     parser = argparse.ArgumentParser(
         prog="python -m parallel_backend.acceptance",
         description=__doc__,
@@ -32,14 +29,20 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a checkpoint, which one rank and all ranks sample with")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     parser.add_argument("--tokens", type=int, help="image tokens for --model; 4096 is Flux at 1024 x 1024")
-    parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--cycles", type=int, default=Settings.cycles, help="times that a model is loaded and unloaded")
-    parser.add_argument("--only", type=names, default=tuple(CHECKS), help=f"a list of {', '.join(CHECKS)}")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--cycles", type=int, default=CYCLES, help="times that a model is loaded and unloaded")
+    parser.add_argument("--only", type=names, default=tuple(ABOUT), help=f"a list of {', '.join(ABOUT)}")
     options = parser.parse_args(given)
-    if unknown := set(options.only) - set(CHECKS):
-        parser.error(f"--only: no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
+    if unknown := set(options.only) - set(ABOUT):
+        parser.error(f"--only: no check {', '.join(sorted(unknown))}; there are {', '.join(ABOUT)}")
     if options.model is not None and not options.model.exists():
         parser.error(f"--model: there is no {options.model}")
+    if importlib.util.find_spec("torch") is None:
+        parser.error("torch is not installed; ComfyUI's Python has it. Elsewhere: python -m pip install torch")
+    from parallel_backend.core.device_choice import Host, all_gpus, is_auto, possible_devices
+
+    from .session import Settings, at_least_two
+
     here = Host("cuda" if all_gpus() else "cpu")
     try:
         devices = possible_devices(options.devices, here)
@@ -52,6 +55,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def main(given: list[str] | None = None) -> int:
     options = arguments(given)
+    from .document import document_of, dumps
+    from .kit import FAILED, run
+    from .report import describe
+
     started = time.perf_counter()
 
     def progress(done: int, total: int, name: str) -> None:

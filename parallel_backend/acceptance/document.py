@@ -1,6 +1,7 @@
 """A self-test's results as one JSON, without what says whose machine it is. Its form: acceptance.schema.json."""
 
 import getpass
+import importlib.metadata
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def document_of(settings: Settings, results: Sequence[Result], seconds: float) -
         "format": FORMAT,
         "version": VERSION,
         "pack": pack_version(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "seconds": round(seconds, 1),
         "devices": list(settings.devices),
         "summary": {status: sum(result.status == status for result in results) for status in STATUSES},
@@ -62,8 +63,11 @@ def impersonal(text: str) -> str:
 
 
 def pack_version() -> str:
-    """Of pyproject.toml, which is part of the pack."""
-    found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    """Of pyproject.toml, which is part of the pack; where pip has installed the backend alone, what pip knows."""
+    project = ROOT / "pyproject.toml"
+    if not project.exists():
+        return importlib.metadata.version("parallel-dit")
+    found = re.search(r'^version = "(.*)"$', project.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else "?"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from parallel_backend.processes.pool import Poll
 
+from .catalogue import ABOUT
 from .faults import look_at_a_hang, look_at_a_killed_rank, look_at_a_stuck_gpu, look_at_memory_running_out
 from .findings import Findings, NotLookedAt
 from .kernels import look_at_kernels
@@ -39,24 +40,25 @@ class Result:
     figures: dict[str, object]
 
 
-CHECKS: dict[str, tuple[str, Callable[[SelfTestSession, Findings], None]]] = {
-    "system": ("driver, libraries, GPUs and how they are connected", look_at_system),
-    "kernels": ("attention kernels against fp64, on each device", look_at_kernels),
-    "quantised": ("one layer of each quantised format, on each device", look_at_quantised),
-    "one rank": ("one rank against diffusers on a CPU; half precision", look_at_one_rank),
-    "model file": ("your model on one rank and on all", look_at_model_file),
-    "links": ("bandwidth of every link between ranks", look_at_links),
-    "modes": ("every mode and product of modes against one rank", look_at_modes),
-    "bands": ("PipeFusion and displaced patches repeat bit for bit", look_at_bands),
-    "pictures": ("PipeFusion and displaced patches against exact steps", look_at_pictures),
-    "hop": ("what a pipeline's hop costs", look_at_hop),
-    "lifetime": ("memory after loading and unloading many times", look_at_lifetime),
-    "killed rank": ("a rank is killed on purpose: named error, next call works", look_at_a_killed_rank),
-    "out of memory": ("a rank is made to run out of memory: named error, next call works", look_at_memory_running_out),
-    "hang": ("a rank is made to hang: the watchdog names it", look_at_a_hang),
-    "stuck GPU": ("a GPU is made to spin: the watchdog names its rank", look_at_a_stuck_gpu),
+LOOKS: dict[str, Callable[[SelfTestSession, Findings], None]] = {
+    "system": look_at_system,
+    "kernels": look_at_kernels,
+    "quantised": look_at_quantised,
+    "one rank": look_at_one_rank,
+    "model file": look_at_model_file,
+    "links": look_at_links,
+    "modes": look_at_modes,
+    "bands": look_at_bands,
+    "pictures": look_at_pictures,
+    "hop": look_at_hop,
+    "lifetime": look_at_lifetime,
+    "killed rank": look_at_a_killed_rank,
+    "out of memory": look_at_memory_running_out,
+    "hang": look_at_a_hang,
+    "stuck GPU": look_at_a_stuck_gpu,
 }
-"""By name: what it is about, in a few words, and the check. One rank comes first, since others compare with it."""
+CHECKS = {name: (about, LOOKS[name]) for name, about in ABOUT.items()}
+"""By name: what it is about, in a few words, and the check."""
 
 
 def run(

@@ -24,6 +24,7 @@ from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest
 
+from .catalogue import CYCLES, STEPS
 from .findings import NotLookedAt
 from .tiny_flux import FLUX, random_flux, save_original
 
@@ -46,9 +47,9 @@ class Settings:
     """A checkpoint that one rank and all ranks sample with. None: no such check."""
     tokens: int | None = None
     """Image tokens of that. None: 4,096 on GPUs, which is Flux at 1024 x 1024, and 256 on CPU ranks."""
-    steps: int = 8
+    steps: int = STEPS
     """Steps of that, and of the bundled model."""
-    cycles: int = 20
+    cycles: int = CYCLES
     """Times that a model is loaded and unloaded."""
     hang_seconds: float = 5.0
     """Limit of the watchdog for the rank that is made to hang. The product's own is a minute."""

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import socket
 import sys
+import tomllib
 import types
 
 import jsonschema
@@ -24,7 +25,7 @@ from parallel_backend.processes.failure_text import P2P_OFF
 from parallel_backend.processes.pool import RankError
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.wire.rank_settings import SelfTest
-from tests.families.cases import all_cases
+from testing.cases import all_cases
 from tests.support.fake_cuda import ADA, AMPERE, fake_cuda
 
 CPUS = Settings(("cpu", "cpu"))
@@ -547,3 +548,10 @@ def test_a_first_stage_that_lingers_over_its_send_takes_nothing_from_the_hop(mon
     findings = Findings()
     transport.look_at_hop(SelfTestSession(CPUS), findings)
     assert findings.figures["ms of a hop, median"] >= 0
+
+
+def test_the_packs_version_is_pyprojects_or_the_installed_packages(monkeypatch, tmp_path):
+    assert document.pack_version() == tomllib.loads((document.ROOT / "pyproject.toml").read_text())["project"]["version"]
+    monkeypatch.setattr(document, "ROOT", tmp_path)
+    monkeypatch.setattr("importlib.metadata.version", {"parallel-dit": "1.2.3"}.__getitem__)
+    assert document.pack_version() == "1.2.3"

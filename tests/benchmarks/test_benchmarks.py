@@ -16,7 +16,7 @@ from benchmarks.rivals import field, peers
 from benchmarks.speed import first_picture, growth, offload, one_device, overheads, two_ranks
 from parallel_backend.client.sampling import euler, linear_sigmas
 from parallel_backend.core.degrees import Degrees
-from tests.support import tiny
+from testing import tiny
 
 SMALL = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
 FLUX = replace(

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from testing.comfyui.scripted import Inside
 from tests.campaigns.templates.conversion import Template, convert, graph_of
 from tests.campaigns.templates.menu import try_all
 from tests.campaigns.templates.report import END, START, replace_table, summary
 from tests.campaigns.templates.runner import DIFFERS, EQUAL, FAILED, NOT_OURS, NOT_RUN, REFUSED, judge, run_all
-from tests.comfyui.conftest import Inside, comfyui  # noqa: F401 (a fixture)
+from tests.comfyui.conftest import SCRIPTS, comfyui  # noqa: F401 (a fixture)
 from tests.support import chromium
 from tests.support.requirements import missing
 
@@ -66,7 +67,7 @@ def wanted(comfyui, tmp_path) -> Callable[..., list[Template]]:  # noqa: F811
 @pytest.mark.browser
 def test_templates_give_what_comfyuis_own_loaders_give(comfyui, tmp_path, wanted):  # noqa: F811
     names = ("image_z_image_turbo", "image_krea2_turbo_t2i")
-    with contextlib.closing(Inside(comfyui, tmp_path)) as inside:
+    with contextlib.closing(Inside(comfyui, tmp_path, SCRIPTS)) as inside:
         verdicts = {verdict.name: verdict for verdict in run_all(wanted(*names), inside, tmp_path)}
     assert {name: verdict.outcome for name, verdict in verdicts.items()} == dict.fromkeys(names, EQUAL), json.dumps(
         [verdict.as_json() for verdict in verdicts.values()], indent=1
@@ -78,6 +79,6 @@ def test_templates_give_what_comfyuis_own_loaders_give(comfyui, tmp_path, wanted
 @pytest.mark.browser
 def test_the_menus_command_on_a_template_is_queued_undone_and_equal(comfyui, tmp_path, wanted):  # noqa: F811
     graphs = [(template, graph_of(comfyui.python, template.name)) for template in wanted("image_z_image_turbo")]
-    with contextlib.closing(Inside(comfyui, tmp_path)) as inside:
+    with contextlib.closing(Inside(comfyui, tmp_path, SCRIPTS)) as inside:
         (trial,) = try_all(graphs, comfyui.checkout, comfyui.python, inside, tmp_path)
     assert trial.passed and trial.put["ParallelizeModel"] == 1, trial.as_json()

@@ -12,7 +12,7 @@ from parallel_backend.core.spans import Span, split
 from parallel_backend.families import FAMILIES
 from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.linear import PackedLinear
-from tests.support import tiny
+from testing import tiny
 
 CPU = torch.device("cpu")
 BLOCKS = tiny.FLUX["num_layers"] + tiny.FLUX["num_single_layers"]

@@ -26,7 +26,7 @@ from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.linear import PackedLinear, RankLinear
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
-from tests.support import tiny
+from testing import tiny
 from tests.support.fake_cuda import AMPERE, fake_cuda
 
 # Widths in whole blocks of 256; half of the heads are not.

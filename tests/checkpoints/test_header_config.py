@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
-from tests.families.cases import flux, ltx_video, wan, wan_vace
+from testing.cases import flux, ltx_video, wan, wan_vace
 
 CASES = {"wan": wan.CASES[0], "wan-vace": wan_vace.CASES[0], "ltx-video": ltx_video.CASES[0], "flux": flux.CASES[0]}
 

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
 from parallel_backend.checkpoints.limits import MAX_SETTING
 from parallel_backend.families import FAMILIES
+from testing import tiny
 from tests.campaigns.fuzz import files
-from tests.support import tiny
 
 SHAPES = {"a.weight": [4, 4]}
 

@@ -29,8 +29,8 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Shard, Span
 from parallel_backend.rank.stage import quantised_products
 from parallel_backend.rank.stage.linear import PackedLinear
-from tests.support import tiny
-from tests.support.quantised import KINDS, marked, quantise_blocks, quantised, settings
+from testing import tiny
+from testing.quantised import KINDS, marked, quantise_blocks, quantised, settings
 
 CONFIG = tiny.FLUX | {
     "num_layers": 2,

@@ -11,8 +11,8 @@ from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, e
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.sampling import linear_sigmas
 from parallel_backend.core.degrees import Degrees
+from testing import tiny
 from testing.models import conditioning_of
-from tests.support import tiny
 
 pytestmark = pytest.mark.threads
 

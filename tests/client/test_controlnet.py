@@ -24,8 +24,9 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.wire import messages as m
-from tests.families.cases import all_cases
-from tests.support import pretend_device, tiny
+from testing import tiny
+from testing.cases import all_cases
+from tests.support import pretend_device
 
 pytestmark = pytest.mark.threads
 

@@ -17,9 +17,9 @@ from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.prediction import predict
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing import tiny
 from testing.models import on_ranks
 from tests.conftest import Pools
-from tests.support import tiny
 
 pytestmark = [pytest.mark.threads, pytest.mark.slow]
 

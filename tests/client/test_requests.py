@@ -10,7 +10,7 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.wire import channel
-from tests.support import tiny
+from testing import tiny
 
 pytestmark = pytest.mark.threads
 

@@ -17,8 +17,8 @@ from parallel_backend.processes.pool import RankError
 from parallel_backend.rank.comm import peers
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing import tiny
 from testing.models import on_ranks, whole_call
-from tests.support import tiny
 
 pytestmark = pytest.mark.threads
 

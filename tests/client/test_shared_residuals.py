@@ -23,7 +23,8 @@ from parallel_backend.rank.engine import Engine
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.shared_memory import make_segment, sharing_possible
-from tests.support import fake_cuda, tiny
+from testing import tiny
+from tests.support import fake_cuda
 
 pytestmark = [
     pytest.mark.threads,

@@ -15,8 +15,8 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.client.step_cache import FIRST_COMPUTED, LONGEST_ROW, Computed, Forecast, StepCache
 from parallel_backend.core.degrees import Degrees
+from testing import tiny
 from tests.client.test_banded_run import PATCHING, PATIENCE, SHAPE, FakeModel, noise, run_all, start, text
-from tests.support import tiny
 
 Output = Callable[[float], torch.Tensor]
 BANDED_FIRST = FIRST_COMPUTED + 1

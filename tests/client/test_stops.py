@@ -8,7 +8,8 @@ import torch
 from parallel_backend.client.call import ModelCall, same_values
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.core.degrees import Degrees
-from tests.support import pretend_device, tiny
+from testing import tiny
+from tests.support import pretend_device
 
 pytestmark = pytest.mark.threads
 

@@ -35,7 +35,7 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.comm.recorder import Recorder
 from parallel_backend.wire.timeline_kinds import OUTSIDE, TRANSFER, WAIT, WORK
-from tests.support import tiny
+from testing import tiny
 
 STEPS = 4
 DISPLACED = Degrees(patch=2, patch_mode="displaced")

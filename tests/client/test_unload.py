@@ -15,9 +15,9 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.processes import pool as pool_module
 from parallel_backend.processes.pool import RankError
+from testing import tiny
+from testing.host_memory import held_bytes
 from testing.models import conditioning_of, whole_call
-from tests.support import tiny
-from tests.support.host_memory import held_bytes
 from tests.system.test_memory import CONFIG, write_random
 
 LARGE = CONFIG | {"num_layers": 1, "num_single_layers": 4}

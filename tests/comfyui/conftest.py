@@ -3,59 +3,26 @@
 The test process imports nothing of ComfyUI: it starts ComfyUI's own Python, which may be another one.
 """
 
-import json
 import os
-import subprocess
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from scripts.comfyui_server import PACK, STOP_SECONDS, ComfyUIServer, find_python, missing_requirements
+from scripts.comfyui_server import PACK, ComfyUIServer, find_python, missing_requirements
+from testing import tiny
+from testing.comfyui.models import FLUX, SD3
+from testing.comfyui.scripted import FORKED_RANKS, ComfyUI, Inside
 from tests.comfyui import standins
-from tests.support import tiny
 from tests.support.requirements import missing
 
 HERE = Path(__file__).parent
-SCRIPT_SECONDS = 900.0
-FORKED_RANKS = HERE / "forked_ranks"
+SCRIPTS = HERE / "inside"
 FOLDER = "parallel-dit"
 """The pack's own under custom_nodes. Of packs in folders with spaces ComfyUI finds no templates and no help pages."""
-FLUX = tiny.FLUX | {
-    "num_layers": 2,
-    "num_single_layers": 3,
-    "attention_head_dim": 128,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 64,
-    "pooled_projection_dim": 32,
-    "guidance_embeds": False,
-    "axes_dims_rope": (16, 56, 56),
-}
-"""Like tiny.FLUX, of a width that ComfyUI's own model detection takes: a multiple of 128 with rotary axes (16, 56, 56)."""
-SD3 = tiny.SD3 | {
-    "num_layers": 3,
-    "attention_head_dim": 64,
-    "num_attention_heads": 3,
-    "caption_projection_dim": 192,
-    "joint_attention_dim": 64,
-    "pooled_projection_dim": 32,
-}
-"""Like tiny.SD3, for ComfyUI, which takes depth and heads from the width: one of either for each 64 of it."""
-
-
-@dataclass(frozen=True)
-class ComfyUI:
-    """A checkout and the Python that runs it."""
-
-    checkout: Path
-    python: Path
 
 
 def ready(checkout: Path) -> ComfyUI:
@@ -99,53 +66,6 @@ def base(tmp_path_factory) -> Path:
     return base
 
 
-class Inside:
-    """A booted ComfyUI without a server, which runs the scripts of the folder inside/ one after the other: see serve.py."""
-
-    def __init__(self, comfyui: ComfyUI, base: Path):
-        self._base = base
-        self._log = (base / "inside.log").open("w")
-        self._process = subprocess.Popen(
-            [comfyui.python, HERE / "inside" / "serve.py", comfyui.checkout, base],
-            cwd=base,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},  # a process that has threads cannot be forked
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-
-    def run(
-        self, script: str, *, here: bool = False, skip: Iterable[str] = (), **arguments: Any
-    ) -> tuple[dict[str, Any], str]:
-        """Its main(**arguments): (what it found by case, all that it and its ranks printed).
-
-        `here`: in the process that all later scripts are forked from. `skip`: cases that it need not measure.
-        """
-        result, output = (self._base / f"{script}.{ending}" for ending in ("json", "txt"))
-        request = {"script": script, "arguments": arguments, "result": str(result), "output": str(output)}
-        request |= {"here": here, "skip": list(skip)}
-        with timed(SCRIPT_SECONDS, self._process):
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            code = self._process.stdout.readline().strip()
-        said = output if output.exists() else Path(self._log.name)
-        printed = said.read_text(errors="replace")
-        assert code == "0", f"{script} failed:\n{printed[-8000:]}"
-        logs = sorted((self._base / "user" / "parallel_dit" / "logs").glob("rank-*"))  # the last two starts' of each rank
-        return json.loads(result.read_text()), printed + "".join(log.read_text() for log in logs)
-
-    @property
-    def ended(self) -> bool:
-        """It was killed, for a script that took too long."""
-        return self._process.poll() is not None
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(STOP_SECONDS)
-        self._process.stdout.close()
-        self._log.close()
-
-
 def unselected(request: pytest.FixtureRequest, *names: str, of: Iterable[tuple]) -> list[str]:
     """Of these values of parameters with these names, those of no test of this file that is to run, as "one, other"."""
     calls = [
@@ -153,22 +73,6 @@ def unselected(request: pytest.FixtureRequest, *names: str, of: Iterable[tuple])
     ]
     wanted = {tuple(call[name] for name in names) for call in calls if set(names) <= call.keys()}
     return [", ".join(map(str, values)) for values in of if values not in wanted]
-
-
-@contextmanager
-def timed(seconds: float, process: subprocess.Popen) -> Iterator[None]:
-    """After so many seconds within it the process is killed, with all that it started: whoever waits for it is let go."""
-
-    def kill() -> None:
-        for each in (*psutil.Process(process.pid).children(recursive=True), process):
-            each.kill()
-
-    timer = threading.Timer(seconds, kill)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 @pytest.fixture(scope="session")
@@ -179,7 +83,7 @@ def bundled_workflows_models(base) -> None:
 
 @pytest.fixture(scope="session")
 def inside(comfyui, base) -> Iterator[Inside]:
-    inside = Inside(comfyui, base)
+    inside = Inside(comfyui, base, SCRIPTS)
     yield inside
     inside.close()
 

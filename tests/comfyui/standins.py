@@ -11,7 +11,7 @@ from diffusers import PixArtTransformer2DModel
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.support import tiny
+from testing import tiny
 
 Tensors = dict[str, torch.Tensor]
 ENCODERS_PACK, EMULATED_PACK = (Path(__file__).parent / name for name in ("tiny_encoders", "emulated_devices"))

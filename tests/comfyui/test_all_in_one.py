@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from testing import tiny
+from testing.comfyui.models import SD3
 from tests.comfyui import standins
-from tests.comfyui.conftest import SD3
-from tests.support import tiny
 
 pytestmark = pytest.mark.comfyui
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from testing.cases import all_cases
 from tests.comfyui.test_families import save_case
-from tests.families.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
 

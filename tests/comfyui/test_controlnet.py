@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from testing.cases import all_cases
 from tests.comfyui.conftest import unselected
-from tests.families.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
 

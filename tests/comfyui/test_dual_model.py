@@ -2,8 +2,8 @@
 
 import pytest
 
+from testing.cases import ideogram4
 from tests.comfyui.test_families import save_case
-from tests.families.cases import ideogram4
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.full]
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from parallel_backend.core.degrees import Degrees
-from tests.families.cases import all_cases
+from testing.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from testing.cases import z_image
 from tests.comfyui.conftest import unselected
-from tests.families.cases import z_image
 
 pytestmark = pytest.mark.comfyui
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.comfyui.conftest import FLUX
-from tests.support import tiny
+from testing import tiny
+from testing.comfyui.models import FLUX
 
 pytestmark = pytest.mark.comfyui
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from testing.cases import all_cases
 from tests.comfyui.conftest import unselected
 from tests.comfyui.test_families import save_case
-from tests.families.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
 

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from testing.cases import all_cases
+from testing.cases.ltx2 import native
+from testing.quantised import quantise_blocks
 from tests.comfyui.test_families import save_case
-from tests.families.cases import all_cases
-from tests.families.cases.ltx2 import native
-from tests.support.quantised import quantise_blocks
 
 pytestmark = pytest.mark.comfyui
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from testing.cases import all_cases
 from tests.comfyui.samplers import KINDS, OTHERS, selected
 from tests.comfyui.test_families import save_case
-from tests.families.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
 

@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from scripts.comfyui_server import ComfyUIServer
+from testing.host_memory import held_bytes
 from tests.comfyui.conftest import ranks
 from tests.comfyui.test_server import pixels, small, workflow
 from tests.comfyui.test_unload import LARGE, prompt, unload, unloading
 from tests.comfyui.websocket import Events
-from tests.support.host_memory import held_bytes
 from tests.support.package_files import install
 from tests.system.test_memory import write_random
 

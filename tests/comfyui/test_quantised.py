@@ -7,7 +7,7 @@ tests/checkpoints/test_quantised_formats.py compares single layers bit by bit.
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.support.quantised import quantise_blocks
+from testing.quantised import quantise_blocks
 
 pytestmark = pytest.mark.comfyui
 

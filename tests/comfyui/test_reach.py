@@ -2,8 +2,8 @@
 
 import pytest
 
+from testing.cases import all_cases
 from tests.comfyui.test_families import CASES, save_case
-from tests.families.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
 

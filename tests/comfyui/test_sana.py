@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.families.cases.sana import CASES
+from testing.cases.sana import CASES
 
 pytestmark = pytest.mark.comfyui
 

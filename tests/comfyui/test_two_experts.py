@@ -2,8 +2,8 @@
 
 import pytest
 
+from testing.cases import wan
 from tests.comfyui.test_families import save_case
-from tests.families.cases import wan
 
 pytestmark = pytest.mark.comfyui
 

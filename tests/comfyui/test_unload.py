@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from scripts.comfyui_server import ComfyUIServer
-from tests.comfyui.conftest import FLUX
+from testing.comfyui.models import FLUX
 from tests.comfyui.test_server import LOADER, SAMPLER, pixels, small
 from tests.comfyui.websocket import Events
 from tests.system.test_memory import write_random

@@ -15,7 +15,7 @@ from parallel_backend.planning.memory import lacking
 from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.ray_ranks import RayRanks, start_of
 from parallel_backend.rank.comm.process_group import backend_for
-from tests.support import tiny
+from testing import tiny
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sampl
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.base import tensor_plan
 from parallel_backend.families.base.patching import latents_of, like
-from tests.families.cases import OF_EACH_FORM, all_cases, of_each_form, one_of_each
-from tests.families.cases.case import Case
-from tests.support import tiny
+from testing import tiny
+from testing.cases import OF_EACH_FORM, all_cases
+from testing.cases.case import Case
+from tests.support.case_params import of_each_form, one_of_each
 
 pytestmark = pytest.mark.threads
 

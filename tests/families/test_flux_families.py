@@ -6,8 +6,8 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.families import FAMILIES
-from tests.families.cases import chroma, flux, flux2, longcat_image, ovis_image
-from tests.support import tiny
+from testing import tiny
+from testing.cases import chroma, flux, flux2, longcat_image, ovis_image
 
 KIN = (flux, chroma, flux2, longcat_image, ovis_image)
 CASES = {case.name: case for module in KIN for case in module.CASES}

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
-from tests.families.cases import cogvideox, hunyuan_video
-from tests.support import tiny
+from testing import tiny
+from testing.cases import cogvideox, hunyuan_video
 
 pytestmark = pytest.mark.threads
 

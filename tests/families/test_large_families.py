@@ -10,8 +10,8 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES, kandinsky5
 from parallel_backend.families.base.step_inputs import TEXT_MASK
-from tests.families.cases import hidream, hunyuan_video15, ideogram4
-from tests.families.cases import kandinsky5 as kandinsky5_cases
+from testing.cases import hidream, hunyuan_video15, ideogram4
+from testing.cases import kandinsky5 as kandinsky5_cases
 
 pytestmark = pytest.mark.threads
 

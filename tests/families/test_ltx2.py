@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.reader import text_values
-from tests.families.cases import ltx2
+from testing.cases import ltx2
 
 (CASE,) = (case for case in ltx2.CASES if case.name == "ltx-2.3")
 

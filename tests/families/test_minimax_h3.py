@@ -5,7 +5,7 @@ import torch
 
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import REFERENCES
-from tests.families.cases.minimax_h3 import CONFIG, GRID, payload
+from testing.cases.minimax_h3 import CONFIG, GRID, payload
 
 TEXT = torch.zeros(1, 7, CONFIG["text_dim"])
 

@@ -11,8 +11,8 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES
-from tests.families.cases import hunyuan_dit, pixart, sana
-from tests.support import tiny
+from testing import tiny
+from testing.cases import hunyuan_dit, pixart, sana
 
 pytestmark = pytest.mark.threads
 

@@ -9,7 +9,7 @@ from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.families.hidream import reference_picture
 from parallel_backend.families.parts.references import reference_tensors, reference_tokens
-from tests.families.cases.minimax_h3 import CONFIG, GRID, payload
+from testing.cases.minimax_h3 import CONFIG, GRID, payload
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES_AT_ZERO, TEXT_MASK
 from parallel_backend.families.others import OTHERS
 from parallel_backend.families.parts.references import AT_ZERO
-from tests.families.cases import krea2, lumina2, qwen_image, z_image
+from testing.cases import krea2, lumina2, qwen_image, z_image
 
 CASES = {"qwen-image": qwen_image.CASES[0], "z-image": z_image.CASES[0], "lumina2": lumina2.CASES[0]}
 WIDTH = 24  # of their text

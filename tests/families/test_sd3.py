@@ -12,7 +12,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
 from parallel_backend.rank.stage.build import build_stage
-from tests.support import tiny
+from testing import tiny
 
 pytestmark = pytest.mark.threads
 

@@ -14,8 +14,8 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.parts.wan import MARKS, PROMPT
 from parallel_backend.families.wan import VARIANTS
-from tests.families.cases import cogvideox, hunyuan_video, ltx2, ltx_video, wan, wan_animate_2
-from tests.support import tiny
+from testing import tiny
+from testing.cases import cogvideox, hunyuan_video, ltx2, ltx_video, wan, wan_animate_2
 
 pytestmark = pytest.mark.threads
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel_backend.families.models.wan_rotary import rotated
-from tests.support.tiny import relative
+from testing.tiny import relative
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-7), (torch.bfloat16, 3e-3)])

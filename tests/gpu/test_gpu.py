@@ -31,12 +31,12 @@ from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.comm.staging import from_staging, host_buffer, to_staging
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from parallel_backend.wire.sampling import RunStats
+from testing import tiny
+from testing.cases import all_cases
 from testing.models import on_ranks
+from testing.vaes import OnRanks, decoder_of
 from tests.checkpoints.test_formats import encode
-from tests.families.cases import all_cases
 from tests.rank import test_vae
-from tests.support import tiny
-from tests.support.vaes import OnRanks, decoder_of
 
 DEVICE = "cuda:0"
 ALONE, SHARED, DISTINCT, REVERSED = (DEVICE,), (DEVICE, DEVICE), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")

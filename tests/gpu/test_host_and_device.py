@@ -15,9 +15,9 @@ from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.pinned import pinning
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.shared_memory import make_segment
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
-from tests.support.thread_ranks import thread_ranks
+from testing.thread_ranks import thread_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda:0")

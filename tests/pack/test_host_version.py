@@ -1,14 +1,16 @@
-"""The pack says which ComfyUI it needs, before it imports what an older one lacks."""
+"""The pack says which ComfyUI and which diffusers it needs, before it imports what an older one lacks."""
 
+import importlib.metadata
+import logging
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tomllib
 
-from host_version import OLDEST, check_comfyui
+from host_version import DIFFUSERS, OLDEST, check_comfyui, check_diffusers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,3 +37,55 @@ def test_one_that_says_no_version_is_too_old(monkeypatch):
 def test_the_registry_is_told_the_same():
     tables = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert tables["tool"]["comfy"]["requires-comfyui"] == ">=" + ".".join(map(str, OLDEST))
+
+
+def installed(monkeypatch, version):
+    """diffusers of that version; None: none."""
+
+    def found(name):
+        assert name == "diffusers"
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+
+
+@pytest.mark.parametrize("version", ["0.38.0", "0.42.1", "0.42", "0.42.1+cu130", "0.38.0.dev0", "main"])
+def test_diffusers_that_it_is_tested_with(monkeypatch, caplog, version):
+    installed(monkeypatch, version)
+    check_diffusers()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("version", ["0.37.1", "0.9.0", "0.37.9.dev0"])
+def test_an_older_diffusers_is_refused_by_its_version(monkeypatch, version):
+    installed(monkeypatch, version)
+    with pytest.raises(RuntimeError, match=re.escape(f"needs diffusers 0.38 to 0.42, and {version} is installed. Install")):
+        check_diffusers()
+
+
+def test_without_diffusers(monkeypatch):
+    installed(monkeypatch, None)
+    with pytest.raises(RuntimeError, match=r"needs diffusers 0\.38 to 0\.42, which is not installed\. Install"):
+        check_diffusers()
+
+
+@pytest.mark.parametrize("version", ["0.43.0", "0.50.2", "1.0.0", "0.43.0.dev0"])
+def test_a_newer_diffusers_is_warned_of(monkeypatch, caplog, version):
+    installed(monkeypatch, version)
+    check_diffusers()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"tested with diffusers 0.38 to 0.42, and {version} is installed" in record.getMessage()
+
+
+def test_the_diffusers_here_is_one_that_it_is_tested_with(caplog):
+    check_diffusers()
+    assert caplog.messages == []
+
+
+def test_pip_is_told_the_same_diffusers():
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (major, oldest), (_, newest) = DIFFUSERS
+    assert f"diffusers>={major}.{oldest},<{major}.{newest + 1}" in required

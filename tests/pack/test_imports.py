@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 CLIENT_SIDE = """
@@ -52,6 +54,13 @@ print([name for name in ("scipy.stats", "transformers") if name in sys.modules],
 """
 """As entry.main does it, up to the class of a model."""
 
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None
+runpy.run_module("parallel_backend.acceptance", run_name="__main__")
+"""
+"""The self-test's command line."""
+
 
 def run(code: str, path: Path | None = None) -> list[str]:
     """What it prints. `path`: where modules are found beside the usual places."""
@@ -75,3 +84,11 @@ def test_a_rank_imports_the_models_and_neither_comfyui_nor_the_nodes(tmp_path):
 
 def test_a_rank_starts_without_what_only_pipelines_want_although_it_is_installed():
     assert run(STARTED_RANK) == ["[] True"]
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), [(["--help"], 0, "--devices"), ([], 2, "torch is not installed")])
+def test_the_self_tests_help_is_shown_where_torch_is_missing(arguments, code, said):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

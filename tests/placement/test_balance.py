@@ -12,8 +12,8 @@ from parallel_backend.placement.balance import ALIKE, check_stage_split, divide
 from parallel_backend.placement.model_sizes import block_bytes
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.diagnosis import Probed
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
 
 LISTS = ["double"] * 4 + ["single"] * 8
 SIZES = [2] * 4 + [1] * 8

@@ -36,13 +36,14 @@ from parallel_backend.processes.failure_text import out_of_memory
 from parallel_backend.processes.pool import Pool, RankError, again
 from parallel_backend.rank import worker
 from parallel_backend.wire import messages as m
+from testing import tiny
+from testing.cases import OF_EACH_FORM, all_cases
+from testing.cases.ltx_video import WithKeyframes
+from testing.cases.wan import TimePerFrame
 from testing.models import conditioning_of, on_ranks
 from tests.campaigns.faults.census import settle
-from tests.families.cases import OF_EACH_FORM, all_cases
-from tests.families.cases.ltx_video import WithKeyframes
-from tests.families.cases.wan import TimePerFrame
 from tests.rank.test_module_cache import Runs
-from tests.support import failing_rank, tiny
+from tests.support import failing_rank
 from tests.support.fake_cuda import AMPERE, fake_cuda
 
 CASES = [case for case in all_cases() if "pipe" not in case.row.unsupported]

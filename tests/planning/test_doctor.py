@@ -33,9 +33,9 @@ from parallel_backend.planning.rehearsed_costs import ALONE, RehearsedCosts, ban
 from parallel_backend.planning.report import describe_rehearsed, settings
 from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.processes.pool import Pool
+from testing import tiny
+from testing.cases import all_cases
 from testing.models import on_ranks
-from tests.families.cases import all_cases
-from tests.support import tiny
 
 GB = 10**9
 NVLINK, PCIE, ETHERNET = Link(1e-5, 200e9), Link(2e-5, 12e9), Link(1e-4, 0.3e9)

@@ -11,7 +11,7 @@ from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.rehearsal import rehearse
 from parallel_backend.planning.rehearsed_costs import banded_call, exact_call
 from parallel_backend.planning.workload import workload_of
-from tests.families.cases import all_cases
+from testing.cases import all_cases
 
 pytestmark = pytest.mark.threads
 

@@ -34,8 +34,8 @@ from parallel_backend.planning.report import _advice, choice, describe_planned
 from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, Probed
 from parallel_backend.wire.messages import LinksProbed
-from tests.families.cases import all_cases
-from tests.support import tiny
+from testing import tiny
+from testing.cases import all_cases
 
 WITHIN = 0.25
 GB = 10**9

@@ -14,8 +14,9 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.comm.transfers import Clock, Elapsed, Traffic
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.heartbeat import Heartbeat
+from testing import tiny
 from tests.processes.test_watchdog import Played, step
-from tests.support import fake_cuda, tiny
+from tests.support import fake_cuda
 
 pytestmark = pytest.mark.threads
 

@@ -21,8 +21,8 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError, wait_for
 from parallel_backend.wire.messages import BadMessage
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 5.0
@@ -193,7 +193,7 @@ def test_no_rank_outlives_a_killed_parent(flux_file, model, tmp_path):
         "        from parallel_backend.client.remote_transformer import RemoteTransformer\n"
         "        from parallel_backend.core.degrees import Degrees\n"
         "        from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands\n"
-        "        from tests.support import tiny\n"
+        "        from testing import tiny\n"
         f"        checkpoint = open_checkpoint({str(flux_file)!r})\n"
         "        model = on_ranks(pool, checkpoint, Degrees(pipe=2), 'fp32', 'sdpa', lambda: None)\n"
         "        x, _, tensors = tiny.inputs(tiny.FLUX)\n"

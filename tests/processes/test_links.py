@@ -18,9 +18,10 @@ from parallel_backend.processes import local
 from parallel_backend.processes.failure_text import P2P_OFF
 from parallel_backend.processes.pool import LinksDown, Pool, RankError
 from parallel_backend.wire.rank_settings import SELF_TEST
+from testing import tiny
 from testing.models import on_ranks
 from tests.processes.test_failures import wait_until_gone
-from tests.support import deaf_rank, tiny
+from tests.support import deaf_rank
 
 pytestmark = pytest.mark.processes
 

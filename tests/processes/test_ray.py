@@ -26,9 +26,9 @@ from parallel_backend.processes import ray_ranks
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.ray_ranks import RayRanks
 from parallel_backend.wire.loading import Load
+from testing import tiny
 from testing.models import on_ranks
 from tests.processes.test_failures import Loss, listening, wait_until_gone
-from tests.support import tiny
 
 pytestmark = [
     pytest.mark.ray,

@@ -38,10 +38,11 @@ from parallel_backend.processes.watchdog import Verdict, Watchdog
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.tcp import shutdown
+from testing import tiny
+from testing.fork_server import started_by
 from testing.models import on_ranks
 from tests.processes.test_failures import wait_until_gone
-from tests.support import acting_rank, tiny
-from tests.support.fork_server import started_by
+from tests.support import acting_rank
 from tests.system.test_memory import CONFIG, write_random
 
 SETUP = Setup(Path(), "fp32", ("cpu", "cpu"), Degrees(pipe=2), "auto")

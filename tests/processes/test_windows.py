@@ -28,7 +28,7 @@ from parallel_backend.rank.comm import link_probe
 from parallel_backend.rank.comm.process_group import backend_for
 from parallel_backend.rank.stage.store.device_copies import PlainCopies
 from parallel_backend.rank.start import parent_watch
-from tests.support import tiny
+from testing import tiny
 from tests.support.fake_cuda import ADA, RDNA3, fake_cuda
 
 pytestmark = pytest.mark.threads

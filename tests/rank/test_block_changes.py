@@ -18,8 +18,8 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families import FAMILIES
-from tests.families.cases import all_cases
-from tests.support import tiny
+from testing import tiny
+from testing.cases import all_cases
 
 pytestmark = pytest.mark.threads
 

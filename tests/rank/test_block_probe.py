@@ -9,9 +9,9 @@ from parallel_backend.checkpoints.packed_formats import Fp8, GgufBlocks, Half
 from parallel_backend.families import FAMILIES
 from parallel_backend.rank.block_probe import probe
 from parallel_backend.rank.stage.quantised_products import KitchenWeight
+from testing import tiny
+from testing.quantised import KINDS, quantise_blocks
 from tests.checkpoints.test_formats import make_gguf
-from tests.support import tiny
-from tests.support.quantised import KINDS, quantise_blocks
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.packed_values import CHANGE_BITS, change_bytes
 from parallel_backend.rank.comm.change_codec import BITS, ChangeCodec, ChangeGathering, Held
+from testing import tiny
 from testing.models import conditioning_of
 from tests.rank.test_transfer_codec import flux
-from tests.support import tiny
 
 pytestmark = pytest.mark.threads
 

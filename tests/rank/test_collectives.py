@@ -12,7 +12,7 @@ from parallel_backend.rank.comm import collectives, peers
 from parallel_backend.rank.comm.mesh import Axis, make_mesh
 from parallel_backend.rank.comm.transfers import PeerError, Traffic
 from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
-from tests.support import tiny
+from testing import tiny
 
 AXIS = Axis("ulysses", 3, 1, (0, 1, 2), None)
 DONE = SimpleNamespace(wait=lambda: True)

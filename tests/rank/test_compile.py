@@ -28,11 +28,12 @@ from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.stage.store.emulated import EmulatedCopies
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing import tiny
+from testing.cases import all_cases
+from testing.cases.case import Case
 from testing.models import on_ranks
 from tests.checkpoints.test_formats import make_gguf, scaled_new
-from tests.families.cases import all_cases
-from tests.families.cases.case import Case
-from tests.support import tiny, tracing_rank
+from tests.support import tracing_rank
 from tests.support.alone import nobody
 from tests.system.test_exactness import name
 

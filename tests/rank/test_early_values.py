@@ -9,7 +9,7 @@ import torch
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.attention import early_values, parallel_attention, ulysses
-from tests.families.cases import flux, krea2, sd3
+from testing.cases import flux, krea2, sd3
 
 pytestmark = pytest.mark.threads
 

@@ -14,7 +14,7 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.host_memory import host_store, sharing
 from parallel_backend.rank.host_memory.host_store import HostStore
-from tests.support import tiny
+from testing import tiny
 
 CPU = torch.device("cpu")
 SIZES = {f"block {index}": 1000 + 70_000 * (index % 3) for index in range(9)}

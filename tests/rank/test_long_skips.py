@@ -13,8 +13,8 @@ from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import Rows, StepInputs
 from parallel_backend.rank.stage.block_slots import StageDone
 from parallel_backend.rank.stage.build import build_stage
-from tests.families.cases.hunyuan_dit import CASES
-from tests.support import tiny
+from testing import tiny
+from testing.cases.hunyuan_dit import CASES
 
 pytestmark = pytest.mark.threads
 

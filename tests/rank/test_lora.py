@@ -21,8 +21,8 @@ from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
 from parallel_backend.wire import messages as m
-from tests.families.cases import all_cases
-from tests.support import tiny
+from testing import tiny
+from testing.cases import all_cases
 
 DEGREES = [Degrees(), Degrees(pipe=2), Degrees(tensor=2), Degrees(ulysses=2)]
 CONFIGS = {"flux": tiny.FLUX, "sd3": tiny.SD3 | {"dual_attention_layers": (0, 2)}}

@@ -33,10 +33,10 @@ from parallel_backend.rank.micro_step_graphs import MicroStepInputs
 from parallel_backend.rank.stage.module_cache import ModuleCache
 from parallel_backend.wire.rank_settings import EmulatedDevice
 from parallel_backend.wire.sampling import RunStats
+from testing.cases import all_cases
+from testing.cases.case import Case
 from testing.models import on_ranks
 from tests.conftest import Pools
-from tests.families.cases import all_cases
-from tests.families.cases.case import Case
 from tests.rank.test_lora import lora
 from tests.support.recorded_graphs import RecordedCaptures, in_graph
 

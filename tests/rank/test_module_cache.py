@@ -19,9 +19,10 @@ from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.stage.module_cache import CachedModule, ModuleCache
 from parallel_backend.wire import messages as m
-from tests.families.cases import all_cases, of_each_form
-from tests.support import tiny
+from testing import tiny
+from testing.cases import all_cases
 from tests.support.alone import nobody
+from tests.support.case_params import of_each_form
 
 CASES = [case for case in all_cases() if "pipe" not in case.row.unsupported]
 BANDS = 2

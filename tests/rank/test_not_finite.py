@@ -23,8 +23,9 @@ from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.finite_check import FiniteWatch
 from parallel_backend.wire import messages as m
+from testing import tiny
 from testing.models import conditioning_of, on_ranks, whole_call
-from tests.support import failing_rank, tiny
+from tests.support import failing_rank
 
 pytestmark = pytest.mark.threads
 

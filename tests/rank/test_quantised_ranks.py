@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
-from tests.families.cases import all_cases
+from testing import tiny
+from testing.cases import all_cases
+from testing.quantised import quantise_blocks
 from tests.rank.test_lora import lora, merged
-from tests.support import tiny
-from tests.support.quantised import quantise_blocks
 
 pytestmark = pytest.mark.threads
 

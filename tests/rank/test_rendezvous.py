@@ -16,8 +16,8 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.rank.comm.rendezvous import Rendezvous, StoreError, StoreFile
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.memory_model import KV_COPIES
+from testing import tiny
+from testing.cases import krea2
 from testing.models import conditioning_of
-from tests.families.cases import krea2
-from tests.support import tiny
 
 pytestmark = pytest.mark.threads
 

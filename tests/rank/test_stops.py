@@ -14,11 +14,11 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.attention import parallel_attention
 from parallel_backend.wire.rank_settings import RankSettings
+from testing.cases import all_cases
+from testing.cases.case import Case
 from testing.models import on_ranks
-from tests.families.cases import all_cases
-from tests.families.cases.case import Case
+from testing.thread_ranks import thread_ranks
 from tests.support import pretend_device
-from tests.support.thread_ranks import thread_ranks
 
 pytestmark = pytest.mark.threads
 

@@ -25,7 +25,7 @@ from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
-from tests.support import tiny
+from testing import tiny
 from tests.support.real_sizes import save_header
 
 pytestmark = pytest.mark.threads

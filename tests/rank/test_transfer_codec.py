@@ -18,8 +18,8 @@ from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.quickstart.prompt import CELLS
 from parallel_backend.rank.comm.transfer_codec import KINDS, Codec
 from scripts.digits import read_digits
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
 from tests.system.test_exactness import name
 
 pytestmark = pytest.mark.threads

@@ -17,7 +17,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.worker import Worker
 from parallel_backend.wire.sampling import RunStats
-from tests.support import tiny
+from testing import tiny
 
 pytestmark = pytest.mark.threads
 

@@ -28,8 +28,8 @@ from parallel_backend.vaes import VAES
 from parallel_backend.vaes.base import Edges, Weights
 from parallel_backend.vaes.kl import to_diffusers
 from parallel_backend.wire import messages as m
-from tests.support import tiny
-from tests.support.vaes import OnRanks, decoder_of
+from testing import tiny
+from testing.vaes import OnRanks, decoder_of
 
 LIMIT = 1e-5
 """Of the largest difference in fp32, as a part of the largest pixel."""

@@ -27,13 +27,13 @@ from parallel_backend.rank.stage.store.weight_group import ENDS
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing import tiny
 from testing.models import whole_call
+from testing.quantised import quantise_blocks
 from tests.campaigns.transport import cases
 from tests.campaigns.transport.runner import same
 from tests.conftest import Pools
-from tests.support import tiny
 from tests.support.alone import nobody
-from tests.support.quantised import quantise_blocks
 
 pytestmark = pytest.mark.threads
 

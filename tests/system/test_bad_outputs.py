@@ -15,8 +15,8 @@ from parallel_backend.client.vae import RemoteVAE
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.wire import messages as m
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
 from tests.support.tampering_rank import TWICE, others, tampering
 
 pytestmark = pytest.mark.processes

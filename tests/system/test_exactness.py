@@ -19,8 +19,9 @@ from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.model import MODEL_CONFIG, WEIGHTS
 from parallel_backend.quickstart.prompt import encode_prompt
 from parallel_backend.wire.timeline_kinds import TRANSFER
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import grouping_rank, tiny
+from tests.support import grouping_rank
 
 pytestmark = pytest.mark.threads
 

@@ -26,9 +26,10 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool, RankError
+from testing import tiny
+from testing.host_memory import held_bytes
 from testing.models import on_ranks, whole_call
-from tests.support import failing_rank, tiny
-from tests.support.host_memory import held_bytes
+from tests.support import failing_rank
 
 LIMIT = 0.02
 """Growth of a process's own memory."""
@@ -151,7 +152,7 @@ def test_a_leak_would_be_seen(flux_file, monkeypatch):
 
 def test_what_belongs_to_a_dropped_conditioning_goes_with_it(remote):
     """In the ranks: they report their memory by what they hold, so this looks at the engine in this process."""
-    from tests.families.cases import all_cases
+    from testing.cases import all_cases
     from tests.rank.test_module_cache import Runs
 
     case = next(case for case in all_cases() if case.name == "flux-dev")

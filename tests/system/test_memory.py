@@ -14,9 +14,9 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families import FAMILIES
 from parallel_backend.wire.lifecycle import Unload, Unloaded
+from testing import tiny
+from testing.host_memory import held_bytes
 from testing.models import on_ranks
-from tests.support import tiny
-from tests.support.host_memory import held_bytes
 
 CONFIG = tiny.FLUX | {
     "num_layers": 4,

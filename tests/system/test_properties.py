@@ -16,7 +16,7 @@ from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.stage_ops import Op, stage_ops
-from tests.support import tiny
+from testing import tiny
 
 TOLERANCE = 1e-5
 

@@ -14,8 +14,8 @@ import pytest
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp"}

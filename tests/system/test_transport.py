@@ -13,10 +13,10 @@ from parallel_backend.rank.attention import parallel_attention
 from parallel_backend.rank.comm import collectives
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.stage import tensor_parallel
+from testing import tiny
 from tests.campaigns.transport import cases
 from tests.campaigns.transport.cases import Case, all_of_them, product
 from tests.campaigns.transport.runner import RULES, Trials, rules_of, same, trials
-from tests.support import tiny
 
 pytestmark = pytest.mark.threads
 

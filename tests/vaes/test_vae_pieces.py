@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel_backend.vaes import VAES, streams
-from tests.support import tiny
+from testing import tiny
 
 LTX = {
     "channels": 3,

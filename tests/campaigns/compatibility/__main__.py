@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from scripts.comfyui_server import PACK, find_python
-from tests.comfyui.conftest import ComfyUI
+from testing.comfyui.scripted import ComfyUI
 
 from .report import SPOILT, replace_tables, tables
 from .runner import CORE, FAMILIES, Node, PackSession, save_models

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.comfyui.conftest import ComfyUI, Inside
+from testing.comfyui.scripted import ComfyUI, Inside
+from tests.comfyui.conftest import SCRIPTS
 from tests.comfyui.test_families import CASES, save_case
 
 from .settings import NEEDS, SETTINGS
@@ -79,7 +80,7 @@ class PackSession:
         shutil.rmtree(self.base, ignore_errors=True)
 
     def _boot(self) -> None:
-        self._inside = Inside(self.comfyui, self.base)
+        self._inside = Inside(self.comfyui, self.base, SCRIPTS)
         packs = (
             [] if self.pack is None else [self.pack.with_name(name) for name in NEEDS.get(self.pack.name, ())] + [self.pack]
         )

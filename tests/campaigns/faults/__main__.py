@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support.fork_server import forked_ranks
+from testing.fork_server import forked_ranks
 
 from . import orphans, report, table, trial
 from .session import fault_session

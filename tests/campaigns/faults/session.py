@@ -30,10 +30,10 @@ from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import STALL_FACTOR, START_SECONDS
 from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing import tiny
+from testing.vaes import OnRanks, decoder_of
 from tests.rank.test_lora import lora
 from tests.rank.test_vae import autoencoder, latent
-from tests.support import tiny
-from tests.support.vaes import OnRanks, decoder_of
 
 from . import census, rank
 from .fault import Fault

@@ -12,7 +12,7 @@ from pathlib import Path
 from parallel_backend.placement.links import Link, Links, alike
 from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
 from parallel_backend.planning.machine import Device, Machine
-from tests.support.fork_server import forked_ranks
+from testing.fork_server import forked_ranks
 from tests.wire.test_messages import MESSAGES
 
 from . import files, messages, ranks, settings

@@ -20,7 +20,7 @@ from parallel_backend.core.validate import check_model
 from parallel_backend.planning import calibration_file as cache
 from parallel_backend.planning.calibrated_costs import Calibration
 from parallel_backend.rank.stage.meta_model import meta_model
-from tests.families.cases import all_cases
+from testing.cases import all_cases
 
 from . import damage
 from .runner import Case

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[3]
-OURS = ("tests", "parallel_backend", "nodes", "scripts", "benchmarks")
+OURS = ("tests", "testing", "parallel_backend", "nodes", "scripts", "benchmarks")
 """Modules of the checkout, which a copy has its own of."""
 IMPORTS = ("torch.distributed", "diffusers.models.transformers.transformer_flux")
 IMPORTED_BEFORE = ("-W", "ignore::pytest.PytestAssertRewriteWarning")

@@ -10,8 +10,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.quickstart.model import WEIGHTS
+from testing import tiny
 from tests.comfyui import standins
-from tests.support import tiny
 
 from .requests import CONTROL_IMAGE, CONTROL_NET, LORA, VAES
 from .setups import DIGITS, FILES, FLUX_DEV, PIXART

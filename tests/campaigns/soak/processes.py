@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 
 from scripts.comfyui_server import ComfyUIServer
+from testing.host_memory import held_bytes
 from tests.comfyui.conftest import ranks
-from tests.support.host_memory import held_bytes
 
 from .record import SERVER, Reading
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from scripts.comfyui_server import PACK, find_python
-from tests.comfyui.conftest import ComfyUI, Inside
+from testing.comfyui.scripted import ComfyUI, Inside
+from tests.comfyui.conftest import SCRIPTS
 
 from .conversion import convert, graph_of
 from .menu import Trial, try_all
@@ -45,7 +46,7 @@ def main() -> int:
         for name in ("models/diffusion_models", "models/loras", "input", "output"):
             (base / name).mkdir(parents=True)
         chosen = convert(checkout, python, base, options.names)
-        with contextlib.closing(Inside(ComfyUI(checkout, python), base)) as inside:
+        with contextlib.closing(Inside(ComfyUI(checkout, python), base, SCRIPTS)) as inside:
             if options.menu:
                 graphs = [(template, graph_of(python, template.name)) for template in chosen]
                 return report_trials(try_all(graphs, checkout, python, inside, base), options.json)

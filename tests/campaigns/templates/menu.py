@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from scripts.comfyui_server import ComfyUIServer
+from testing.comfyui.scripted import FORKED_RANKS, Inside
 from tests.browser.editor import Editor
-from tests.comfyui.conftest import FOLDER, FORKED_RANKS, Inside
+from tests.comfyui.conftest import FOLDER
 
 from .conversion import Template, open_editor, without_unknown
 from .files import case_of
 from .runner import EQUAL, FAILED, Verdict, about, compare, loras, save_files
 
-STAND_INS = FORKED_RANKS.parent / "template_stand_ins"
+STAND_INS = Path(__file__).parents[2] / "comfyui" / "template_stand_ins"
 PLAN = "**/parallel_dit/plan"
 LACK = "no card holds the whole model"
 ALL_STEPS = 1000

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.comfyui.conftest import Inside
+from testing.cases.case import Case
+from testing.comfyui.scripted import Inside
 from tests.comfyui.test_families import CASES, save_case
-from tests.families.cases.case import Case
 
 from .conversion import Template
 from .files import case_of, what_it_is

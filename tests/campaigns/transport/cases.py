@@ -17,12 +17,12 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.wire import messages as m
+from testing import tiny
+from testing.cases import all_cases
+from testing.cases.case import Case as Family
 from testing.models import on_ranks
-from tests.families.cases import all_cases
-from tests.families.cases.case import Case as Family
+from testing.vaes import OnRanks, decoder_of
 from tests.rank.test_vae import autoencoder
-from tests.support import tiny
-from tests.support.vaes import OnRanks, decoder_of
 
 CONFIG = tiny.FLUX | {"num_layers": 1, "num_single_layers": 3, "num_attention_heads": 8, "attention_head_dim": 16}
 """A block for each of four stages."""

@@ -17,11 +17,11 @@ from parallel_backend.processes.local import Ranks, StartSettings
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from parallel_backend.rank.attention import parallel_attention
+from testing import tiny
 from testing.models import on_ranks
-from tests.support import tiny
+from testing.thread_ranks import thread_ranks
 from tests.support.strict.distributed import StrictDistributed
 from tests.support.strict.rules import ANY, ISSUE, Rules
-from tests.support.thread_ranks import thread_ranks
 
 from .cases import CONFIG, Case, Files, nothing
 

@@ -4,7 +4,6 @@ First the table nodes/sampling/known_local.py, on a model that is a function of 
 bands and the whole latent is the guidance. Then the bundled model on ranks.
 """
 
-import asyncio
 import importlib
 import logging
 import sys
@@ -15,144 +14,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from boot import BUNDLED, Results, comfy, difference, ksampler, load_pack, node, nodes, parallel, torch
-from samplers import Warnings
-from server import PromptServer
-
-HEIGHT, BANDS, STEPS = 12, 3, 5
-PACKS = (
-    *("Skimmed_CFG", "sd-dynamic-thresholding", "ComfyUI_essentials", "ComfyUI-KJNodes", "ComfyUI-Inspire-Pack"),
-    "ComfyUI-bleh",
+from boot import BUNDLED, Results, comfy, difference, ksampler, node, nodes, parallel, torch
+from guidance_nodes import (
+    PACKS_GUIDERS,
+    PACKS_PIXEL_WISE,
+    PACKS_WHOLE,
+    PIXEL_WISE,
+    WHOLE,
+    core,
+    guider_of,
+    load_packs,
+    times,
 )
-"""Folders that the packs' repositories are cloned to."""
+from samplers import Warnings
 
-
-def core(module: str, name: str, *arguments) -> Callable:
-    """Puts a node of ComfyUI's own on a MODEL, in front of `arguments`."""
-
-    def put(*model):
-        kind = getattr(importlib.import_module(f"comfy_extras.{module}"), name)
-        made = (kind.execute if hasattr(kind, "execute") else getattr(kind(), kind.FUNCTION))(*model, *arguments)
-        return getattr(made, "args", made)[0]
-
-    return put
-
-
-def of_pack(name: str, *arguments) -> Callable:
-    """Puts a pack's node on a MODEL."""
-
-    def put(model):
-        kind = nodes.NODE_CLASS_MAPPINGS[name]
-        return getattr(kind(), kind.FUNCTION)(model, *arguments)[0]
-
-    return put
-
-
-def filtered(operation: str, *arguments) -> Callable:
-    """Puts Latent Apply Operation CFG on a MODEL."""
-    importlib.import_module("comfy_extras.nodes_post_processing")  # nodes_latent imports it in a circle
-    operation = core("nodes_latent", operation, *arguments)
-    return lambda model: core("nodes_latent", "LatentApplyOperationCFG", operation())(model)
-
-
-def regional(model):
-    """Inspire's Regional CFG with a mask whose rows differ."""
-    return of_pack("RegionalCFG //Inspire", torch.linspace(0, 1, 64 * 64).reshape(1, 64, 64))(model)
-
-
-def perp_neg(model):
-    return core("nodes_perpneg", "PerpNeg", node("QuickstartPrompt", "7"), 0.8)(model)
-
-
-class AudioVAE:
-    """As much of one as LTXV Reference Audio needs."""
-
-    audio_sample_rate = 8
-
-    def encode(self, waveform: torch.Tensor) -> torch.Tensor:
-        return waveform.new_zeros(1, 8, 4, 16)
-
-
-AUDIO = {"waveform": torch.zeros(1, 2, 8), "sample_rate": 8}
-PIXEL_WISE = {
-    "CFGNorm": core("nodes_cfg", "CFGNorm", 0.8),
-    "CFGNorm before": core("nodes_cfg", "CFGNorm", 0.8, True),
-    "CFG Override": core("nodes_custom_sampler", "CFGOverride", 1.5, 0.0, 0.6),
-    "Epsilon Scaling": core("nodes_eps", "EpsilonScaling", 1.05),
-    "LTXV Modality Guidance": core("nodes_lt", "LTXVModalityGuidance", 3.0, 0.0, 0.6),
-    "LTXV Reference Audio": core("nodes_lt", "LTXVReferenceAudio", [], [], AUDIO, AudioVAE(), 2.0, 0.2, 1.0),
-    "LTXV STG": core("nodes_lt", "LTXVSpatioTemporalGuidance", 1.5, "1", 0.2, 1.0),
-    "Temporal Score Rescaling": core("nodes_eps", "TemporalScoreRescaling", 0.9, 0.8),
-    "Perturbed Attention": core("nodes_pag", "PerturbedAttentionGuidance", 2.0),
-    "Skip Layers": core("nodes_slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 0.7, "", "2"),
-    "Skip Layers simple": core("nodes_slg", "SkipLayerGuidanceDiTSimple", 0.2, 0.7, "", "2"),
-    "Video Linear CFG": core("nodes_video_model", "VideoLinearCFGGuidance", 1.0),
-    "Video Triangle CFG": core("nodes_video_model", "VideoTriangleCFGGuidance", 1.0),
-}
-WHOLE = {
-    "APG": core("nodes_apg", "APG", 0.5, 4.0, -0.5),
-    "CFG-Zero*": core("nodes_cfg", "CFGZeroStar"),
-    "FreSca": core("nodes_fresca", "FreSca", 0.9, 1.4, 3),
-    "Latent Sharpen": filtered("LatentOperationSharpen", 2, 1.0, 0.3),
-    "Latent Tonemap": filtered("LatentOperationTonemapReinhard", 0.7),
-    "Mahiro": core("nodes_mahiro", "Mahiro"),
-    "Perp-Neg": perp_neg,
-    "RenormCFG": core("nodes_lumina2", "RenormCFG", 100.0, 0.9),
-    "RescaleCFG": core("nodes_model_advanced", "RescaleCFG", 0.7),
-    "Skip Layers rescaled": core("nodes_slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 1.0, "", "2", 0.7),
-    "TCFG": core("nodes_tcfg", "TCFG"),
-}
-PACKS_PIXEL_WISE = {
-    "Skimmed CFG": of_pack("Skimmed CFG", 5.0, False, False),
-    "Skimmed CFG replace": of_pack("Skimmed CFG - replace"),
-    "Skimmed CFG linear": of_pack("Skimmed CFG - linear interpolation", 4.0),
-    "Skimmed CFG dual": of_pack("Skimmed CFG - linear interpolation dual scales", 4.0, 2.0),
-    "Skimmed CFG flip": of_pack("Skimmed CFG - Timed flip", 0.3, False),
-    "Guidance Timestepping": of_pack("GuidanceTimestepping+", 2.0, 0.2, 0.8),
-}
-PACKS_WHOLE = {
-    "Difference CFG": of_pack("Skimmed CFG - Difference CFG", 2.0, "linear_distance", 0.9),
-    "Difference CFG sum": of_pack("Skimmed CFG - Difference CFG", 2.0, "absolute_sum", 0.9),
-    "Dynamic Thresholding": of_pack("DynamicThresholdingSimple", 2.0, 0.95),
-    "Dynamic Thresholding full": of_pack(
-        "DynamicThresholdingFull",
-        *(2.0, 0.95, "Half Cosine Down", 1.0, "Half Cosine Up", 1.0, 1.0, "enable", "MEAN", "STD", 0.9),
-    ),
-    "CFG-Zero* (KJ)": of_pack("CFGZeroStarAndInit", True, 0),
-    "Regional CFG": regional,
-    "Contrastive CFG": lambda model: nodes.NODE_CLASS_MAPPINGS["BlehContrastiveOrthoCFG"].go(
-        model=model, start_dim=1, end_dim=-1
-    )[0],
-    "Contrastive CFG after": lambda model: nodes.NODE_CLASS_MAPPINGS["BlehContrastiveOrthoCFG"].go(
-        model=model, patch_mode="post_cfg", start_dim=1, end_dim=-1
-    )[0],
-}
-
-
-PACKS_GUIDERS = ("ScheduledCFGGuidance", "ScheduledCFGGuider", "ScheduledPerpNegCFGGuider")
-
-
-def guider_of(model, name: str, steps: int = STEPS, texts: tuple[str, ...] = ("3 1 4 1", "", "7"), cfg: float = 3.0):
-    """A guider of that name with its conditioning set: a prompt, the negative one, and what Perp-Neg calls the empty one."""
-    texts = [node("QuickstartPrompt", text) for text in texts]
-    if name == "PerpNegGuider":
-        return core("nodes_perpneg", name, *texts, cfg, 0.8)(model)
-    if name == "ScheduledCFGGuidance":  # KJNodes
-        return nodes.NODE_CLASS_MAPPINGS[name]().get_guider(model, cfg, *texts[:2], 0.0, 0.5)[0]
-    if name.startswith("Scheduled"):  # Inspire
-        kind = nodes.NODE_CLASS_MAPPINGS[f"{name} //Inspire"]()
-        given = (*texts, 0.8) if "PerpNeg" in name else texts[:2]
-        return kind.get_guider(model, *given, times(steps), cfg + 1, cfg - 1, "linear")[0]
-    made = comfy.samplers.CFGGuider(model)
-    made.set_conds(*texts[:2])
-    made.set_cfg(cfg)
-    return made
-
-
-def times(steps: int = STEPS) -> torch.Tensor:
-    return torch.linspace(1, 0, steps + 1) * 0.95
-
-
+HEIGHT, BANDS = 12, 3
 PERTURBING = ("stg_self_attn_blocks", "a2v_cross_attn", "patches_replace")
 """Entries of transformer_options by which guidance nodes ask for a second, worse prediction."""
 
@@ -170,12 +46,6 @@ def pixel_wise(
     text, t = (value.reshape(-1, *[1] * (x.ndim - 1)) for value in (text, t))
     worse = any(name in transformer_options for name in PERTURBING)
     return x * 0.6 + torch.sin(x.roll(1, 1) * 2 + text) * (0.3 + 0.2 * t) + 0.3 * worse * x.roll(2, 1)
-
-
-def load_packs(folder: Path, names: tuple[str, ...] = PACKS) -> None:
-    PromptServer(asyncio.new_event_loop())  # packs add routes to it
-    for pack in names:
-        load_pack(folder / pack)
 
 
 class Toy:

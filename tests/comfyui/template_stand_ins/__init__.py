@@ -18,10 +18,11 @@ from server import PromptServer
 import nodes
 
 NODE_CLASS_MAPPINGS = {}
-INSIDE = Path(__file__).resolve().parents[1] / "inside"
+HERE = Path(__file__).resolve()
+INSIDE = HERE.parents[1] / "inside", HERE.parents[3] / "testing" / "comfyui" / "inside"
 get_output_data = execution.get_output_data
 
-sys.path.append(str(INSIDE))
+sys.path.extend(map(str, INSIDE))
 with mock.patch.object(sys, "argv", ["server", str(Path(nodes.__file__).parent), folder_paths.base_path]):
     import boot  # noqa: F401 (it looks at the arguments as a script of that folder gets them)
 import templates  # noqa: E402

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from tests.support.mailbox import Distributed, Group, P2POp
+from testing.mailbox import Distributed, Group, P2POp
 
 from .fabric import Fabric
 from .operation import Communicator, Operation, Tensors

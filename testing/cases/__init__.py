@@ -1,0 +1,20 @@
+"""One file per family: tiny configurations, how diffusers' pipelines call the model, and what ComfyUI needs to build it."""
+
+import importlib
+import pkgutil
+
+from testing.cases.case import Case
+
+
+def all_cases() -> list[Case]:
+    """Every `CASES` of the modules beside this file."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "case")
+    return [case for name in names for case in importlib.import_module(f"{__name__}.{name}").CASES]
+
+
+OF_EACH_FORM = (
+    *("flux", "sd3", "qwen-image", "krea2", "z-image", "lumina2", "pixart", "hunyuan-dit", "sana", "hidream-i1"),
+    *("wan", "wan-vace", "hunyuan-video", "ltx-2", "minimax-h3"),
+)
+"""Families that have between them every form of blocks, text and latents: two streams in one order and the other, one
+stream, text looked at, text whole, long skips, linear attention, experts, streams beside, videos, sound."""

@@ -1,0 +1,124 @@
+"""Boots ComfyUI in this process, and what the scripts beside this file share. ComfyUI's own Python runs it, see serve.py.
+
+Arguments: the ComfyUI checkout, a base directory, and start flags of ComfyUI's own.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+PACK = Path(__file__).resolve().parents[3]
+FORKED_RANKS = PACK / "testing" / "comfyui" / "forked_ranks"
+CHECKOUT, BASE = (Path(argument) for argument in sys.argv[1:3])
+
+os.chdir(CHECKOUT)
+sys.path.insert(0, str(CHECKOUT))
+sys.argv[1:] = ["--cpu", "--base-directory", str(BASE), *sys.argv[3:]]
+
+import comfy.options  # noqa: E402
+
+comfy.options.enable_args_parsing()
+
+import comfy.samplers  # noqa: E402
+import comfy.sd  # noqa: E402
+import torch.multiprocessing  # noqa: E402
+from comfy.ldm.modules import attention  # noqa: E402
+
+import nodes  # noqa: E402
+
+BUNDLED = "quickstart-digits (bundled)"
+
+
+def load_pack(folder: Path) -> None:
+    """As ComfyUI does it at its start; the pack's nodes are then in `nodes.NODE_CLASS_MAPPINGS`."""
+    assert asyncio.run(nodes.load_custom_node(str(folder))), f"{folder} did not import"
+
+
+def spawned_ranks() -> AbstractContextManager:
+    """Within it ranks are spawned, as users' are, rather than forked."""
+    return patch.object(torch.multiprocessing, "get_context", multiprocessing.get_context)
+
+
+def node(name: str, *arguments: Any, **named: Any) -> Any:
+    """First output of a V1 node. `arguments`: values of its first inputs, in the order of the node's widgets."""
+    kind = nodes.NODE_CLASS_MAPPINGS[name]
+    types = kind.INPUT_TYPES()
+    inputs = [*types["required"], *types.get("optional", {})]
+    return getattr(kind(), kind.FUNCTION)(**dict(zip(inputs, arguments, strict=False)), **named)[0]
+
+
+def parallel(
+    name: str,
+    pipe: int = 2,
+    batch: int = 1,
+    devices: str = "cpu,cpu",
+    config: Any = None,
+    tensor: int = 1,
+    stage_split: str = "auto",
+) -> Any:
+    """Parallel DiT Loader's MODEL in fp32."""
+    return node("ParallelDiTLoader", name, "fp32", pipe, tensor, batch, devices, config, stage_split)
+
+
+def sequence(ulysses: int = 1, ring: int = 1, patch_mode: str = "none", patch: int = 1, patch_warmup_steps: int = 1) -> Any:
+    """What Ulysses Config gives out."""
+    return node("UlyssesConfig", ulysses, ring, patch_mode, patch, "auto", True, patch_warmup_steps)
+
+
+def ksampler(model, prompts, latent, sampler="euler", steps=4, cfg=3.0, seed=42, denoise=1.0, scheduler="simple"):
+    """KSampler's samples. `latent`: a tensor, or what a LATENT link carries."""
+    latent = latent if isinstance(latent, dict) else {"samples": latent}
+    return nodes.common_ksampler(model, seed, steps, cfg, sampler, scheduler, *prompts, latent, denoise=denoise)[0][
+        "samples"
+    ]
+
+
+def parts_of(latent: Any) -> list[torch.Tensor]:
+    """The parts of a nested latent; a latent that is none is the only one."""
+    return list(latent.unbind()) if getattr(latent, "is_nested", False) else [latent]
+
+
+def difference(a: Any, b: Any) -> float:
+    """Largest absolute difference of latents; NaN counts as infinite."""
+    pairs = zip(parts_of(a), parts_of(b), strict=True)
+    return max(float(torch.nan_to_num((own - other).abs(), nan=float("inf")).max()) for own, other in pairs)
+
+
+def other_attention(model):
+    """The native MODEL with another of ComfyUI's attention kernels.
+
+    What its samples then differ by is what fp32 rounding does on this CPU, for the same picture 1e-5 or 2e-5.
+    """
+    usual = attention.optimized_attention
+    other = attention.attention_basic if usual is attention.attention_pytorch else attention.attention_pytorch
+    clone = model.clone()
+    options = clone.model_options["transformer_options"]
+    options["optimized_attention_override"] = lambda _usual, *arguments, **named: other(*arguments, **named)
+    return clone
+
+
+class Results:
+    """Case -> what it gave, or {"error": text}. It becomes JSON, so that the test process needs nothing of ComfyUI.
+
+    `skip`: cases that no test asks for in this session.
+    """
+
+    def __init__(self, skip: Iterable[str] = ()):
+        self.found: dict[str, Any] = {}
+        self._skip = frozenset(skip)
+
+    def case(self, name: str, measure: Callable[[], Any]) -> None:
+        if name in self._skip:
+            return
+        try:
+            with torch.inference_mode():
+                self.found[name] = measure()
+        except Exception as error:
+            self.found[name] = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}

@@ -1,0 +1,94 @@
+"""A ComfyUI in a process of its own that runs scripts, for tests and benchmarks.
+
+The process that starts it imports nothing of ComfyUI: it starts ComfyUI's own Python, which may be another one.
+"""
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+INSIDE = Path(__file__).parent / "inside"
+"""What scripts import of ours: modules without a package, as ComfyUI's process has none of ours."""
+FORKED_RANKS = Path(__file__).parent / "forked_ranks"
+SCRIPT_SECONDS = 900.0
+STOP_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class ComfyUI:
+    """A checkout and the Python that runs it."""
+
+    checkout: Path
+    python: Path
+
+
+class Inside:
+    """A booted ComfyUI without a server, which runs scripts one after the other: see inside/serve.py."""
+
+    def __init__(self, comfyui: ComfyUI, base: Path, scripts: Path):
+        """`base`: ComfyUI's base directory, with checkpoints. `scripts`: the folder that the scripts are in."""
+        self._base = base
+        self._log = (base / "inside.log").open("w")
+        self._process = subprocess.Popen(
+            [comfyui.python, INSIDE / "serve.py", comfyui.checkout, base, scripts],
+            cwd=base,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},  # a process that has threads cannot be forked
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def run(
+        self, script: str, *, here: bool = False, skip: Iterable[str] = (), **arguments: Any
+    ) -> tuple[dict[str, Any], str]:
+        """Its main(**arguments): (what it found by case, all that it and its ranks printed).
+
+        `here`: in the process that all later scripts are forked from. `skip`: cases that it need not measure.
+        """
+        result, output = (self._base / f"{script}.{ending}" for ending in ("json", "txt"))
+        request = {"script": script, "arguments": arguments, "result": str(result), "output": str(output)}
+        request |= {"here": here, "skip": list(skip)}
+        with timed(SCRIPT_SECONDS, self._process):
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            code = self._process.stdout.readline().strip()
+        said = output if output.exists() else Path(self._log.name)
+        printed = said.read_text(errors="replace")
+        assert code == "0", f"{script} failed:\n{printed[-8000:]}"
+        logs = sorted((self._base / "user" / "parallel_dit" / "logs").glob("rank-*"))  # the last two starts' of each rank
+        return json.loads(result.read_text()), printed + "".join(log.read_text() for log in logs)
+
+    @property
+    def ended(self) -> bool:
+        """It was killed, for a script that took too long."""
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(STOP_SECONDS)
+        self._process.stdout.close()
+        self._log.close()
+
+
+@contextmanager
+def timed(seconds: float, process: subprocess.Popen) -> Iterator[None]:
+    """After so many seconds within it the process is killed, with all that it started: whoever waits for it is let go."""
+
+    def kill() -> None:
+        for each in (*psutil.Process(process.pid).children(recursive=True), process):
+            each.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
