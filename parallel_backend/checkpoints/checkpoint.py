@@ -117,7 +117,6 @@ class Checkpoint:
             heads=sizes.heads(config),
             blocks=self.family.blocks.total(config),
             key_heads=sizes.key_heads(config),
-            unsupported=self.family.unsupported,
             tensor_degrees=self.tensor_degrees,
         )
 

@@ -105,7 +105,7 @@ class RemoteTransformer:
         self.cut = SequenceCut(self.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
         scatter = Scatter(checkpoint, degrees, self.stage_blocks, self.cut, ranks, self._posting.shared)
         self._posting.start(self.cut, scatter, ConditioningCache(checkpoint, ranks, scatter), self.resident.wake)
-        self._runs = Runs(ranks, self._posting, self._memory, family)
+        self._runs = Runs(ranks, self._posting, self._memory)
         load = m.Load(
             path=str(checkpoint.path),
             dtype=dtype,

@@ -22,7 +22,7 @@ from tests.families.cases import all_cases, of_each_form
 from tests.support import tiny
 from tests.support.alone import nobody
 
-CASES = [case for case in all_cases() if "pipe" not in case.row.unsupported]
+CASES = all_cases()
 BANDS = 2
 BIG = 64
 """Values of the largest weight from which on a module counts in these tiny models."""

@@ -302,7 +302,7 @@ class Family:
 
     native_classes: tuple[str, ...]
     """Classes of ComfyUI's supported_models whose transformer this family computes. A file that ComfyUI takes for another
-    one is refused. Empty where ComfyUI has no such model."""
+    one is refused."""
 
     file: FileLayout
     blocks: Blocks
@@ -318,9 +318,6 @@ class Family:
 
     patching: Patching = field(default_factory=Patching)
     """How latents become tokens."""
-
-    unsupported: tuple[str, ...] = ()
-    """Mesh axes on which the family cannot have more than one rank. "pipe" stands for bands too."""
 
     half_dtypes: Callable[[Config], tuple[str, ...]] = lambda _config: ("bf16",)
     """Those of core.dtypes.HALVES that the model can be computed in, the best first, as ComfyUI has them
