@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
+from parallel_backend.families.base.family import (
+    CacheScope,
+    Family,
+    FileLayout,
+    FolderLayout,
+    Forward,
+    Inputs,
+    Sizes,
+    Source,
+)
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.parts.conditioning import (
     check_learned_variance,
@@ -125,8 +134,10 @@ PIXART = Family(
         key_map=_key_map,
         ignored=UNUSED,
         max_settings={"sample_size": 512},
-        older_class="Transformer2DModel",
-        takes_folder=lambda config: config.get("norm_type", "ada_norm_single") == "ada_norm_single",
+        folder=FolderLayout(
+            takes=lambda config: config.get("norm_type", "ada_norm_single") == "ada_norm_single",
+            older_class="Transformer2DModel",
+        ),
     ),
     blocks=Blocks(
         lists=(block_list(BLOCKS),),

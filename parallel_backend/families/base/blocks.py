@@ -79,9 +79,10 @@ class BlockList:
     """The blocks cannot run without text: where a rank has none they get one token that nothing looks at. Only where
     `Forward.whole_latent`."""
 
-    skips: Callable[[int, int], int] = lambda _done, _count: 0
-    """Long skips. (blocks that have run, blocks of the list) -> how many blocks, from the first on, have an output that a
-    later block still wants. Those outputs cross to the next stage with the hidden states."""
+    def skips(self, done: int, count: int) -> int:
+        """Long skips. (blocks that have run, blocks of the list) -> how many blocks, from the first on, have an output that
+        a later block still wants. Those outputs cross to the next stage with the hidden states."""
+        return 0
 
 
 @dataclass(frozen=True)
