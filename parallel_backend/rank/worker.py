@@ -189,7 +189,7 @@ class Worker:
 
     @functools.cached_property
     def _copy_rate(self) -> float:
-        """See RankMemory. Measured once."""
+        """See DeviceMemoryReport. Measured once."""
         return measured_copy_rate(self.device) if self.device.type == "cuda" else 0.0
 
     def _reply(self, message: Any) -> None:
@@ -219,7 +219,7 @@ class Worker:
             self._newest.rest()
         self._newest = engine
 
-    def _read_memory(self) -> m.RankMemory:
+    def _read_memory(self) -> m.DeviceMemoryReport:
         """The device's memory, and what the model that asks has of it."""
         engines = self.engines.items()
         held = {number: each.residency.device_bytes + each.stage.adapters.nbytes for number, each in engines}

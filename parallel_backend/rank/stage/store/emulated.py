@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from parallel_backend.wire.diagnosis import RankMemory
+from parallel_backend.wire.diagnosis import DeviceMemoryReport
 from parallel_backend.wire.rank_settings import EmulatedDevice
 
 STALE = 0xFF
@@ -34,12 +34,12 @@ class EmulatedCopies:
     def free(self) -> int:
         return self.settings.nbytes - self.used
 
-    def memory(self, held: int, host_free: int) -> RankMemory:
-        """`held`: see RankMemory. `host_free`: bytes that are free in the host's memory, where the rank really is."""
+    def memory(self, held: int, host_free: int) -> DeviceMemoryReport:
+        """`held`: see DeviceMemoryReport. `host_free`: free bytes of the host's memory, where the rank really is."""
         node, settings = platform.node(), self.settings
         place = f"{node} emulated {self.rank}"
         rate = settings.bytes_per_second
-        return RankMemory(self.rank, place, self.free, held, 0, settings.nbytes, node, host_free, rate)
+        return DeviceMemoryReport(self.rank, place, self.free, held, 0, settings.nbytes, node, host_free, rate)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.free:
