@@ -15,26 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel_backend.core.degrees import AXES, WIDGETS  # noqa: E402
 from testing.cases import all_cases  # noqa: E402
 
 START, END = "<!-- families: scripts/family_table.py -->", "<!-- end of families -->"
-SHORT = {
-    "batch": "batch",
-    "pipe": "PipeFusion",
-    "patch": "patches",
-    "ring": "ring",
-    "ulysses": "Ulysses",
-    "tensor": "tensor",
-}
-"""Axis -> column words; the axes' widgets are degrees.WIDGETS."""
-
-
-def modes(case) -> str:
-    """The modes that the case has at two ranks."""
-    assert SHORT.keys() == WIDGETS.keys()
-    present = {axis for degrees in case.modes for axis in AXES if getattr(degrees, axis) > 1}
-    return "all" if present == set(AXES) else ", ".join(SHORT[axis] for axis in AXES if axis in present)
 
 
 def row(case, figures: dict[str, float]) -> str | None:
@@ -45,9 +28,8 @@ def row(case, figures: dict[str, float]) -> str | None:
     native = figures.get(f"ComfyUI parity, largest difference, {case.name}")
     cells = (
         case.name,
-        modes(case),
         f"{exact:.1e}",
-        f"{warm:.1e}" if warm is not None else "not measured" if any(d.pipe > 1 for d in case.modes) else "none",
+        f"{warm:.1e}" if warm is not None else "not measured",
         case.notes.get("native", "not measured") if native is None else f"{native:.1e}",
     )
     return "| " + " | ".join(cells) + " |"
@@ -55,8 +37,8 @@ def row(case, figures: dict[str, float]) -> str | None:
 
 def table(figures: dict[str, float]) -> str:
     head = (
-        "| family | modes | exact modes against the class | PipeFusion's warm-up | KSampler against ComfyUI's own model |",
-        "|---|---|---|---|---|",
+        "| family | exact modes against the class | PipeFusion's warm-up | KSampler against ComfyUI's own model |",
+        "|---|---|---|---|",
     )
     rows = [row(case, figures) for case in all_cases()]
     return "\n".join((*head, *(line for line in rows if line is not None)))

@@ -20,7 +20,6 @@ from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.setup import Setup
 from parallel_backend.families import Family
-from parallel_backend.families.base.family import Inputs
 from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 from parallel_backend.placement.expected_request import expected_request
@@ -303,8 +302,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         given |= {"context": context, "latent": tuple(latents[0].shape)}
         tensors = family.inputs.conditioning(config, given)
         timestep = for_entries(timestep, tensors, len(latents[0]))
-        carried = family.inputs.carried if is_carried else Inputs.carried
-        latents, finish = carried(latents, timestep, given)
+        if is_carried:
+            latents, finish = family.inputs.carried(latents, timestep, given)
         if controls := fun_controls(family, options):
             layers = self.fun_control.model(
                 [self.patches, self.bypass_patches], self.hook_patches.values(), self.patches_uuid
@@ -332,7 +331,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         else:
             exact = float(options["sigmas"].max()) > band.exact_above
             outputs = band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
-        outputs = finish(outputs)
+        outputs = finish(outputs) if is_carried else outputs
         return list(outputs) if len(outputs) > 1 else outputs[0]
 
     def _sizes(self, latents: Latents, band: "Band | None") -> dict[str, Any]:

@@ -197,11 +197,6 @@ class RemoteModelPatcher(RankMemoryPatcher):
 def make_model(checkpoint: Checkpoint, setup: Setup, comm_overlap: bool) -> RemoteModelPatcher:
     """The MODEL for this checkpoint. Starts nothing and loads nothing."""
     stub = RemoteDiffusionModel(checkpoint, setup, comm_overlap)
-    if not checkpoint.family.native_classes:  # ComfyUI takes it for one with similar keys
-        raise ValueError(
-            f"model_name: {checkpoint.path.name} is a model of the kind {checkpoint.family.name}, which ComfyUI itself does "
-            "not have: it can be run from Python only."
-        )
     config = comfy.model_detection.model_config_from_unet(stub.native_tensors, "", metadata=_metadata(checkpoint))
     if config is None:
         raise ValueError(f"model_name: this ComfyUI does not know the model in {checkpoint.path.name}. Update ComfyUI.")

@@ -117,7 +117,6 @@ class Checkpoint:
             heads=sizes.heads(config),
             blocks=self.family.blocks.total(config),
             key_heads=sizes.key_heads(config),
-            unsupported=self.family.unsupported,
             tensor_degrees=self.tensor_degrees,
         )
 
@@ -250,7 +249,8 @@ def _unknown(name: str, entries: dict[str, Entry]) -> str:
 def _configure(path: Path, family: Family, entries: dict[str, Entry], stated: dict[str, Any]) -> dict[str, Any]:
     try:
         shown = family.file.configure({key: entry.shape for key, entry in entries.items()})
-        config = family.file.stated(stated) | shown
+        header = family.file.header
+        config = shown if header is None else header.arguments(stated) | shown
     except KeyError as missing:
         raise ValueError(f"model_name: {path.name} looks like {family.name}, but lacks {missing}.") from missing
     settings = _settings(family, config, stated)
@@ -292,13 +292,13 @@ def _open_folder(path: Path) -> Checkpoint:
         raise ValueError(f"model_name: the folder {path.name} lacks its weights: there is no .safetensors file in it.")
     entries = _with_values(path.name, attach_quantisation(path.name, entries, stated))
     config = _constructor_arguments(path.name, family, config, len(entries))
-    key_map = {target: family.file.folder_source(config, target) for target in family.file.key_map(config)}
+    key_map = {target: family.file.folder.source(config, target) for target in family.file.key_map(config)}
     return _checked(Checkpoint(path, family, config, key_map, entries))
 
 
 def _made_for(family: Family, kind: str | None, config: dict[str, Any]) -> bool:
     """Whether a folder of class `kind` with this config.json is of the family."""
-    return kind in (family.model_class, family.file.older_class) and family.file.takes_folder(config)
+    return kind in (family.model_class, family.file.folder.older_class) and family.file.folder.takes(config)
 
 
 def _read_config(path: Path) -> Any:

@@ -18,8 +18,6 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_SETTING = 1 << 20
 MAX_LIST = 1 << 10
 MAX_TEXT = 1 << 10
-MAX_VIDEO = 1 << 23
-"""Most positions of a video that a model was trained for."""
 
 
 def check_settings(
@@ -37,9 +35,7 @@ def check_settings(
                 f"model_name: {name} says that its {setting} is {str(value)[:80]}, which no model of this kind has. Its "
                 "config.json is damaged, or made to do harm: get the model anew."
             )
-    video = [settings[part] for part in layout.video_size if isinstance(settings.get(part), int)]
-    if math.prod(video) > MAX_VIDEO:
-        raise ValueError(f"model_name: {name} says that it was made for videos of {' x '.join(map(str, video))}.")
+    layout.check_together(name, settings)
 
 
 def check_stated(name: str, family: Family, config: Mapping[str, Any], stated: Mapping[str, Any]) -> None:

@@ -74,12 +74,7 @@ class ConditioningCache:
         return conditioning
 
     def check_size(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-        """ValueError if the model has no positions for this grid, makes fewer frames, or `tensors` are for another one."""
-        frames = self._family.sizes.max_frames
-        if frames is not None and grid[0] > frames:
-            raise ValueError(
-                f"latent_image: the latent has {grid[0]} frames, this model makes {frames}. Use its own Empty Latent node."
-            )
+        """ValueError if the model has no positions for this grid, or the grid or `tensors` are for another one."""
         side = self._family.sizes.max_side(self._config)
         if side is not None and max(grid[-2:]) > side:
             rows, columns = (size * self._family.patching.side for size in grid[-2:])

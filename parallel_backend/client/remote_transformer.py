@@ -51,7 +51,7 @@ class RemoteTransformer:
         self.checkpoint, self.setup, self.family, self.degrees = checkpoint, setup, checkpoint.family, setup.degrees
         self.balance, self._memory, self._posting, self._adaptation = balance, memory, posting, adaptation
         self._ranks, self.pool = memory.ranks, memory.ranks.pool
-        self._runs = Runs(self._ranks, posting, memory, self.family)
+        self._runs = Runs(self._ranks, posting, memory)
         self._ranks.listen(posting.on_output, self._on_failure)
 
     @property

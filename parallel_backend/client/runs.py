@@ -2,7 +2,6 @@
 
 import itertools
 
-from parallel_backend.families import Family
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Poll, wait_for
 from parallel_backend.wire import messages as m
@@ -14,20 +13,12 @@ from .posting import Posting
 class Runs:
     """Runs by number. Under a run's number its calls keep their K/V buffers on the ranks."""
 
-    def __init__(self, ranks: ModelRanks, posting: Posting, memory: MemoryGuard, family: Family):
-        self._ranks, self._posting, self._memory, self._family = ranks, posting, memory, family
+    def __init__(self, ranks: ModelRanks, posting: Posting, memory: MemoryGuard):
+        self._ranks, self._posting, self._memory = ranks, posting, memory
         self._numbers = itertools.count(1)
 
     def open(self, extrapolate: bool) -> int:
-        """The number of a new run. `extrapolate`: see sampling.OpenRun.
-
-        ValueError for a family whose keys and values cannot be kept from call to call.
-        """
-        if "pipe" in self._family.unsupported:
-            raise ValueError(
-                f"model: {self._family.name} has no attention that could use old keys, so it cannot be sampled in bands. "
-                "Remove PipeFusion."
-            )
+        """The number of a new run. `extrapolate`: see sampling.OpenRun."""
         with self._posting.in_order():
             run = next(self._numbers)
             self._ranks.tell(m.OpenRun(run, extrapolate))

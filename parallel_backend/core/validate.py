@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from .attention_kernels import ATTENTION, AUTO, KERNELS, known_devices, wanted
-from .degrees import WIDGETS, Degrees
+from .degrees import Degrees
 from .devices import device_kind
 
 MOST_RANKS = 64
@@ -66,21 +66,13 @@ def check_model(
     heads: int,
     blocks: int,
     key_heads: int | None = None,
-    unsupported: tuple[str, ...] = (),
     tensor_degrees: Collection[int] | None = None,
 ) -> None:
     """Raise ValueError, naming the widget, if a model with that many attention heads and blocks cannot be cut so.
 
-    `key_heads`: None for as many as `heads`. `unsupported`: axes that the model's kind cannot be cut along.
+    `key_heads`: None for as many as `heads`.
     `tensor_degrees`: those that the file's quantised weights can be cut to. None: all.
     """
-    for axis in unsupported:
-        if getattr(degrees, axis) > 1:
-            instead = " or ".join(WIDGETS[other] for other in ("ulysses", "ring", "batch") if other not in unsupported)
-            raise ValueError(
-                f"{WIDGETS[axis]} is {getattr(degrees, axis)}, but this kind of model cannot be cut so. Set it to 1 and use "
-                f"{instead}."
-            )
     if degrees.pipe > blocks:
         raise ValueError(
             f"pipefusion_degree is {degrees.pipe}, but this model has {blocks} transformer blocks: a stage needs at "

@@ -4,13 +4,25 @@ Key layouts: ComfyUI's and diffusers' CogVideoXTransformer3DModel. Positions are
 pipelines; ComfyUI 0.33 has others for 1.0 (5b's are stretched by 1.875, 2b's are rotary).
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from parallel_backend.families.base.family import (
+    CacheScope,
+    Family,
+    FileLayout,
+    FolderLayout,
+    Forward,
+    Inputs,
+    Sizes,
+    Source,
+    TimeEmbed,
+)
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
 from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
@@ -22,6 +34,8 @@ HEADS_OF_2B = 30
 """Attention heads of 2b. It is the one model whose positions are added, not rotary; nothing else in the weights shows it."""
 TRAINED = {"sample_height": 60, "sample_width": 90, "max_text_seq_length": 226}
 """Latent rows, latent columns and text tokens that the 1.0 models count positions by."""
+VIDEO_SIZE, MAX_VIDEO = ("sample_height", "sample_width", "sample_frames"), 1 << 23
+"""Settings that together are the size of a video for which the constructor makes positions, and their largest product."""
 PROJECTION, TABLE = "patch_embed.proj.weight", "patch_embed.pos_embedding"
 
 _BLOCK = {  # diffusers module <- original module
@@ -136,17 +150,24 @@ def _rotary(step: StepInputs, config: Config) -> tuple[torch.Tensor, torch.Tenso
     return table.real.repeat_interleave(2, 1), table.imag.repeat_interleave(2, 1)
 
 
+class _FileLayout(FileLayout):
+    def check_together(self, name: str, settings: Mapping[str, Any]) -> None:
+        """The constructor makes positions for a whole video."""
+        video = [settings[side] for side in VIDEO_SIZE if isinstance(settings.get(side), int)]
+        if math.prod(video) > MAX_VIDEO:
+            raise ValueError(f"model_name: {name} says that it was made for videos of {' x '.join(map(str, video))}.")
+
+
 COGVIDEOX = Family(
     name="cogvideox",
     model_class="CogVideoXTransformer3DModel",
     native_classes=("CogVideoX_T2V", "CogVideoX_I2V", "CogVideoX_Inpaint"),
-    file=FileLayout(
+    file=_FileLayout(
         detect=lambda shapes: _embeds_by(4, shapes),
         configure=_configure,
         key_map=_key_map,
         max_settings={"sample_height": 512, "sample_width": 512, "sample_frames": 256, "max_text_seq_length": 1 << 16},
-        video_size=("sample_height", "sample_width", "sample_frames"),
-        takes_folder=lambda config: config.get("patch_size_t") is None,
+        folder=FolderLayout(takes=lambda config: config.get("patch_size_t") is None),
     ),
     blocks=Blocks(
         lists=(
@@ -194,7 +215,7 @@ COGVIDEOX_15 = replace(
     file=replace(
         COGVIDEOX.file,
         detect=lambda shapes: _embeds_by(2, shapes),
-        takes_folder=lambda config: config.get("patch_size_t") == 2,
+        folder=FolderLayout(takes=lambda config: config.get("patch_size_t") == 2),
     ),
     patching=Patching(frames=2, video=True),
 )

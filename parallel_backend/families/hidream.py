@@ -6,6 +6,7 @@ HiDream's, which diffusers' HiDreamImageTransformer2DModel has too; the forward 
 known on the device alone: each block stops the host to ask.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -160,6 +161,16 @@ _OF_IMAGE = tuple(f"ff_i.{expert}" for expert in _EXPERTS)
 ATTENTION = {"block.attn1": JOINT}
 VALUES = Values(text="to_v_t", image_argument="norm_hidden_states", text_argument="norm_encoder_hidden_states")
 
+
+class _Inputs(Inputs):
+    def references(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
+        return [] if given.get("image_cond") is None else [given["image_cond"]]
+
+
+class _Forward(Forward):
+    untraced = ("block.ff_i",)  # experts: each has as many tokens as chose it
+
+
 HIDREAM = Family(
     name="hidream-i1",
     model_class="HiDreamImageTransformer2DModel",
@@ -181,18 +192,16 @@ HIDREAM = Family(
         text_first=False,
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"]),
-    inputs=Inputs(
+    inputs=_Inputs(
         conditioning=_conditioning,
         accepts=("y", "encoder_hidden_states_llama3", "image_cond"),
-        references=lambda given: [] if given.get("image_cond") is None else [given["image_cond"]],
         token_tensors=("context",),
         vector_tensors=("pooled", "llama"),
         example=_example,
     ),
-    forward=Forward(
+    forward=_Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("t_embedder"),
-        untraced=("block.ff_i",),
         output=lambda tokens: -rearrange(tokens, "b n (p c) -> b n (c p)", p=4),
         cached_modules={
             "t_embedder": CacheScope.CALL,

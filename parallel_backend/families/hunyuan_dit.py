@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import Blocks
+from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
 from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
 from parallel_backend.families.base.tensor_plan import GATHER
@@ -21,7 +21,7 @@ from parallel_backend.families.parts.conditioning import (
     text,
     without_variance,
 )
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_plan
 from parallel_backend.families.parts.key_map import KeyMap
 
 TRAINED = 32
@@ -92,9 +92,14 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _skips(done: int, count: int) -> int:
-    """Blocks 0 ... L/2 - 2 give their output to blocks L - 1 ... L/2 + 1, the last one first."""
-    return max(0, min(done - 1, count // 2 - 1) - max(0, done - count // 2 - 1))
+class _BlockList(BlockList):
+    def skips(self, done: int, count: int) -> int:
+        """Blocks 0 ... L/2 - 2 give their output to blocks L - 1 ... L/2 + 1, the last one first."""
+        return max(0, min(done - 1, count // 2 - 1) - max(0, done - count // 2 - 1))
+
+
+class _Forward(Forward):
+    weight_readers = ("time_extra_emb.pooler",)
 
 
 def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -175,7 +180,14 @@ HUNYUAN_DIT = Family(
         max_settings={"sample_size": 512, "text_len": 1 << 16, "text_len_t5": 1 << 16},
     ),
     blocks=Blocks(
-        lists=(block_list("blocks", cuts={"image_rotary_emb": image_tables(0)}, skips=_skips),),
+        lists=(
+            _BlockList(
+                "blocks",
+                returns=("image",),
+                attention={"attn1": JOINT},
+                cuts={"image_rotary_emb": image_tables(0)},
+            ),
+        ),
         counts=lambda config: {"blocks": config["num_layers"]},
         # No prologue: the class asks its small patch embedding for the patch size at the end.
         epilogue=("norm_out", "proj_out"),
@@ -189,7 +201,7 @@ HUNYUAN_DIT = Family(
         exact=("image_meta_size",),
         example=_example,
     ),
-    forward=Forward(
+    forward=_Forward(
         arguments=_arguments,
         whole_latent=True,
         time_embed=TimeEmbed("time_extra_emb"),
@@ -197,7 +209,6 @@ HUNYUAN_DIT = Family(
         cached_modules={"text_embedder": CacheScope.PROMPT}
         | dict.fromkeys(("time_extra_emb", "*.norm1.linear", "norm_out.linear"), CacheScope.CALL)
         | TEXT_KEYS,
-        weight_readers=("time_extra_emb.pooler",),
     ),
     half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={"blocks": block_plan("ff", norms=False) | dict.fromkeys(("norm1.linear", "skip_linear"), GATHER)},

@@ -114,6 +114,10 @@ def _blocks(name: str, rotary: str) -> BlockList:
     return BlockList(name, returns=("image", "text"), cuts={rotary: image_tables(0)}, needs_text=True)
 
 
+class _Forward(Forward):
+    drops_mask = True
+
+
 HUNYUAN_VIDEO = Family(
     name="hunyuan-video",
     model_class="HunyuanVideoTransformer3DModel",
@@ -142,11 +146,10 @@ HUNYUAN_VIDEO = Family(
         vector_tensors=("pooled", "guidance"),
         example=_example,
     ),
-    forward=Forward(
+    forward=_Forward(
         arguments=_arguments,
         whole_latent=True,
         time_embed=TimeEmbed("time_text_embed"),
-        drops_mask=True,
         cached_modules=per_call("time_text_embed"),
     ),
     tensor_plan={

@@ -12,7 +12,17 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks, Values
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from parallel_backend.families.base.family import (
+    CacheScope,
+    Family,
+    FileLayout,
+    FolderLayout,
+    Forward,
+    Inputs,
+    Sizes,
+    Source,
+    TimeEmbed,
+)
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
@@ -162,7 +172,7 @@ def _family(name: str, native: str, video: bool) -> Family:
             configure=_configure,
             key_map=_key_map,
             max_settings={"num_text_blocks": 1 << 8, "num_visual_blocks": 1 << 10},
-            takes_folder=takes,
+            folder=FolderLayout(takes),
         ),
         blocks=Blocks(
             lists=(

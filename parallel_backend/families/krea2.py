@@ -101,14 +101,18 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _prepare(model: nn.Module, step: StepInputs) -> None:
-    """The whole text is fused on each rank that has it, which then goes on with its own tokens."""
-    fusion, project, last = model.text_fusion, model.txt_in, model.final_layer
-    if (words := step.tensors.get("context")) is not None:
-        layers = words.unflatten(-1, (model.config["num_text_layers"], -1))
-        fusion.forward = lambda _text, attention_mask=None: type(fusion).forward(fusion, layers)
-        project.forward = lambda fused: type(project).forward(project, fused[:, step.text.slice])
-    last.forward = lambda tokens, embedded: type(last).forward(last, tokens, embedded[: len(tokens)])
+class _Forward(Forward):
+    def prepare(self, model: nn.Module, step: StepInputs) -> None:
+        """The whole text is fused on each rank that has it, which then goes on with its own tokens."""
+        fusion, project, last = model.text_fusion, model.txt_in, model.final_layer
+        if (words := step.tensors.get("context")) is not None:
+            layers = words.unflatten(-1, (model.config["num_text_layers"], -1))
+            fusion.forward = lambda _text, attention_mask=None: type(fusion).forward(fusion, layers)
+            project.forward = lambda fused: type(project).forward(project, fused[:, step.text.slice])
+        last.forward = lambda tokens, embedded: type(last).forward(last, tokens, embedded[: len(tokens)])
+
+    def float32(self, config: Config) -> tuple[str, ...]:
+        return tuple(f".{norm}.weight" for norm in ("norm", "norm1", "norm2", "norm_q", "norm_k"))
 
 
 def _modulation(modulation: torch.Tensor, step: StepInputs) -> torch.Tensor:
@@ -147,6 +151,14 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
     return tensors | reference_tensors(PATCHING, given | {"ref_latents_method": method}, method, methods=(method,))
 
 
+def _check_grid(grid: tuple[int, ...], _tensors: dict[str, torch.Tensor]) -> None:
+    """See Inputs.check_grid. The latent has an axis of frames, and the model makes one."""
+    if grid[0] > 1:
+        raise ValueError(
+            f"latent_image: the latent has {grid[0]} frames, this model makes 1. Use its own Empty Latent node."
+        )
+
+
 KREA2 = Family(
     name="krea2",
     model_class="Krea2Transformer2DModel",
@@ -166,7 +178,6 @@ KREA2 = Family(
     sizes=Sizes(
         latent_channels=lambda config: config["in_channels"] // 4,
         key_heads=lambda config: config["num_key_value_heads"],
-        max_frames=1,
     ),
     inputs=Inputs(
         conditioning=_conditioning,
@@ -175,17 +186,16 @@ KREA2 = Family(
         whole_text=True,
         vector_tensors=(REFERENCES_AT_ZERO,),
         example=lambda config, tokens: {"context": torch.randn(1, tokens, _text_width(config))},
+        check_grid=_check_grid,
     ),
-    forward=Forward(
+    forward=_Forward(
         arguments=_arguments,
-        prepare=_prepare,
         cached_modules={
             "rotary_emb": CacheScope.BAND,
             "text_fusion": CacheScope.PROMPT,
             "time_embed": CacheScope.CALL,
             "time_mod_proj": CacheScope.CALL,
         },
-        float32=lambda _config: tuple(f".{norm}.weight" for norm in ("norm", "norm1", "norm2", "norm_q", "norm_k")),
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan={BLOCKS: _PLAN},

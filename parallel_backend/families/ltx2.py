@@ -6,6 +6,7 @@ Lightricks, which ComfyUI's files have, and diffusers' LTX2VideoTransformer3DMod
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -181,6 +182,12 @@ def _block_keys(block: KeyMap, config: Config) -> None:
         attention.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, ("weight",))
 
 
+class _Sizes(Sizes):
+    def text_hidden(self, config: Config) -> int:
+        """Of the sound, which is the text stream."""
+        return config["audio_num_attention_heads"] * config["audio_attention_head_dim"]
+
+
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
     """See Inputs.example."""
     widths = zip(("context", "sound_context"), ltx2_inputs.text_widths(config), strict=True)
@@ -209,9 +216,8 @@ LTX2 = Family(
     file=FileLayout(
         detect=lambda shapes: "patchify_proj.weight" in shapes and "audio_adaln_single.linear.weight" in shapes,
         configure=_configure,
-        stated=_stated,
         key_map=_key_map,
-        header=HEADER,
+        header=replace(HEADER, arguments=_stated),
         settings=ltx2_text.SETTINGS,
     ),
     blocks=Blocks(
@@ -221,10 +227,7 @@ LTX2 = Family(
         epilogue=("norm_out", "proj_out", "audio_norm_out", "audio_proj_out"),
         native={"double_block": BLOCKS},
     ),
-    sizes=Sizes(
-        latent_channels=lambda config: config["in_channels"],
-        text_hidden=lambda config: config["audio_num_attention_heads"] * config["audio_attention_head_dim"],
-    ),
+    sizes=_Sizes(latent_channels=lambda config: config["in_channels"]),
     inputs=Inputs(
         conditioning=ltx2_inputs.conditioning,
         accepts=ltx2_inputs.ACCEPTS,

@@ -3,6 +3,9 @@
 Key layouts: MiniMax's (which ComfyUI's files use) and diffusers' MiniMaxH3Transformer3DModel.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from parallel_backend.families.base.blocks import BlockList, Blocks
@@ -10,12 +13,14 @@ from parallel_backend.families.base.family import (
     CacheScope,
     Family,
     FileLayout,
+    Finish,
     Forward,
     HeaderConfig,
     Inputs,
     Sizes,
     Source,
 )
+from parallel_backend.families.base.patching import Latents
 from parallel_backend.families.base.step_inputs import REFERENCES, Config, Shapes
 from parallel_backend.families.base.tensor_plan import (
     COLUMN_BY_HEADS,
@@ -140,17 +145,34 @@ def _block_keys(block: KeyMap, config: Config) -> None:
     block.split("attn.qkv_proj", dict.fromkeys(("attn.to_q", "attn.to_k", "attn.to_v"), width), _WEIGHT)
 
 
+class _FileLayout(FileLayout):
+    def computed(self, config: Config) -> dict[str, tuple[int, ...]]:
+        return {"rope.inv_freq": (config["rope_freq_dim"],)}
+
+
+class _Inputs(Inputs):
+    def references(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
+        return videos(given)
+
+    def carried(self, latents: Latents, timestep: torch.Tensor, given: dict[str, Any]) -> tuple[Latents, Finish]:
+        return carried(latents, timestep, given)
+
+
+class _Forward(Forward):
+    def float32(self, config: Config) -> tuple[str, ...]:
+        return *_FLOAT32, *(_CURVE if config.get("adaln_curve_grid") else ())
+
+
 MINIMAX_H3 = Family(
     name="minimax-h3",
     model_class="MiniMaxH3Transformer3DModel",
     class_module="parallel_backend.families.models.minimax_h3",
     native_classes=("MiniMaxH3",),
-    file=FileLayout(
+    file=_FileLayout(
         detect=lambda shapes: {"video_patch_proj.weight", "audio_patch_proj.weight"} <= shapes.keys(),
         configure=_configure,
         key_map=_key_map,
         header=HEADER,
-        computed=lambda config: {"rope.inv_freq": (config["rope_freq_dim"],)},
     ),
     blocks=Blocks(
         lists=(BlockList(BLOCKS, returns=("image",), joined=True),),
@@ -160,19 +182,17 @@ MINIMAX_H3 = Family(
         native={"double_block": BLOCKS},
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"], hidden=lambda config: config["hidden_size"]),
-    inputs=Inputs(
+    inputs=_Inputs(
         conditioning=conditioning,
         accepts=("minimax_payload", "denoise_mask", "audio_denoise_mask"),
-        references=videos,
         options=tuple(SHIFTS),
-        carried=carried,
         token_tensors=("context",),
         whole_text=True,
         vector_tensors=VECTORS,
         exact=("shifts", "levels", REFERENCES),
         example=lambda config, tokens: conditioning(config, {"context": torch.randn(1, tokens, config["text_dim"])}),
     ),
-    forward=Forward(
+    forward=_Forward(
         arguments=arguments,
         cached_modules={
             "rope": CacheScope.BAND,
@@ -181,7 +201,6 @@ MINIMAX_H3 = Family(
             "time_embedder": CacheScope.CALL,
             **dict.fromkeys(("context_embedder", "token_refiner"), CacheScope.PROMPT),
         },
-        float32=lambda config: (*_FLOAT32, *(_CURVE if config.get("adaln_curve_grid") else ())),
     ),
     tensor_plan={
         BLOCKS: _BLOCK_PLAN | {"adaln_proj.linear": GATHER},

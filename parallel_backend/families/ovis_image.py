@@ -11,7 +11,17 @@ import torch
 
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from parallel_backend.families.base.family import (
+    CacheScope,
+    Family,
+    FileLayout,
+    FolderLayout,
+    Forward,
+    Inputs,
+    Sizes,
+    Source,
+    TimeEmbed,
+)
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import COLUMN, GATHER, ROW, WIDTH, CutKind, LayerCut
@@ -116,7 +126,7 @@ OVIS_IMAGE = Family(
         configure=_configure,
         key_map=_key_map,
         aliases=NORM_ALIASES,
-        folder_source=_folder_source,
+        folder=FolderLayout(source=_folder_source),
     ),
     blocks=Blocks(
         lists=(BlockList(DOUBLE), BlockList(SINGLE)),

@@ -11,17 +11,34 @@ from typing import Any
 import torch
 
 from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
+from parallel_backend.families.base.family import (
+    CacheScope,
+    Family,
+    FileLayout,
+    FolderLayout,
+    Forward,
+    Inputs,
+    Sizes,
+    Source,
+)
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.parts.conditioning import check_learned_variance, count_blocks, text, without_variance
+from parallel_backend.families.parts.conditioning import (
+    check_learned_variance,
+    count_blocks,
+    hidden,
+    text,
+    without_variance,
+)
 from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
-from parallel_backend.families.parts.pixart_keys import UNUSED, block_keys, model_keys
+from parallel_backend.families.parts.key_map import KeyMap
 
 HEAD = 72
 """Width of a head in every model of this family. Nothing in the weights shows it."""
 SAMPLE = 128
 """Side of the latent that positions are made for, if the file does not show it. All multiples of 64 give the same."""
 BLOCKS = "transformer_blocks"
+UNUSED = ("pos_embed", r"y_embedder\.y_embedding")
+"""`FileLayout.ignored`: a table of positions, which the class computes, and the text of prompts dropped in training."""
 SIZE_EMBEDDERS = {"resolution_embedder": "csize_embedder", "aspect_ratio_embedder": "ar_embedder"}
 
 
@@ -53,14 +70,34 @@ def _knows_sizes(config: Config) -> bool:
     return config["sample_size"] == 128 if given is None else given
 
 
+def _model_keys() -> KeyMap:
+    """The modules around the blocks."""
+    keys, times = KeyMap(), "adaln_single"
+    keys.copy({"pos_embed.proj": "x_embedder.proj", f"{times}.linear": "t_block.1", "proj_out": "final_layer.linear"})
+    keys.copy({f"{times}.emb.timestep_embedder.linear_{index}": f"t_embedder.mlp.{2 * index - 2}" for index in (1, 2)})
+    keys.copy({f"caption_projection.linear_{index}": f"y_embedder.y_proj.fc{index}" for index in (1, 2)})
+    keys.tensor("scale_shift_table", "final_layer.scale_shift_table")
+    return keys
+
+
+def _block_keys(keys: KeyMap, config: Config, index: int) -> None:
+    block, width = keys.inside(f"transformer_blocks.{index}.", f"blocks.{index}."), hidden(config)
+    block.tensor("scale_shift_table")
+    parameters = ("weight", "bias") if config["attention_bias"] else ("weight",)
+    block.split("attn.qkv", {f"attn1.to_{part}": width for part in "qkv"}, parameters)
+    block.split("cross_attn.kv_linear", {f"attn2.to_{part}": width for part in "kv"})
+    block.copy({"attn1.to_out.0": "attn.proj", "attn2.to_q": "cross_attn.q_linear", "attn2.to_out.0": "cross_attn.proj"})
+    block.copy({"ff.net.0.proj": "mlp.fc1", "ff.net.2": "mlp.fc2"})
+
+
 def _key_map(config: Config) -> dict[str, Source]:
     check_learned_variance("PixArt", config["out_channels"] == 2 * config["in_channels"])
-    keys = model_keys(config, "pos_embed", "adaln_single")
+    keys = _model_keys()
     if _knows_sizes(config):
         for ours, theirs in SIZE_EMBEDDERS.items():
             keys.copy({f"adaln_single.emb.{ours}.linear_{index}": f"{theirs}.mlp.{2 * index - 2}" for index in (1, 2)})
     for index in range(config["num_layers"]):
-        block_keys(keys, config, index).copy({"ff.net.0.proj": "mlp.fc1", "ff.net.2": "mlp.fc2"})
+        _block_keys(keys, config, index)
     return keys.sources
 
 
@@ -97,8 +134,10 @@ PIXART = Family(
         key_map=_key_map,
         ignored=UNUSED,
         max_settings={"sample_size": 512},
-        older_class="Transformer2DModel",
-        takes_folder=lambda config: config.get("norm_type", "ada_norm_single") == "ada_norm_single",
+        folder=FolderLayout(
+            takes=lambda config: config.get("norm_type", "ada_norm_single") == "ada_norm_single",
+            older_class="Transformer2DModel",
+        ),
     ),
     blocks=Blocks(
         lists=(block_list(BLOCKS),),

@@ -71,21 +71,22 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _prepare(model: nn.Module, step: StepInputs) -> None:
-    """Rotary tables of the rank's tokens, and whether references are at time 0.
+class _Forward(Forward):
+    def prepare(self, model: nn.Module, step: StepInputs) -> None:
+        """Rotary tables of the rank's tokens, and whether references are at time 0.
 
-    ComfyUI has row 0 of an odd grid at -(rows // 2), diffusers one further away.
-    """
-    rows, columns = step.grid[-2:]
-    words = torch.arange(step.text.start, step.text.stop, device=step.timestep.device) + max(rows // 2, columns // 2)
-    rope, positions = model.pos_embed, (step.positions(-(rows // 2), -(columns // 2)), words[:, None].expand(-1, 3))
-    tables = tuple(rotary_table(each, rope.axes_dim, rope.theta) for each in positions)
-    rope.forward = lambda *_args, **_named: tables
-    model.zero_cond_t, last = False, model.norm_out  # what the forward makes of it itself is for tokens in its own order
-    for block in model.transformer_blocks:
-        block.zero_cond_t = REFERENCES_AT_ZERO in step.tensors
-    last.forward = lambda tokens, embedded: type(last).forward(last, tokens, embedded[: len(tokens)])
-    _let_text_be_empty(sys.modules[type(model).__module__])
+        ComfyUI has row 0 of an odd grid at -(rows // 2), diffusers one further away.
+        """
+        rows, columns = step.grid[-2:]
+        words = torch.arange(step.text.start, step.text.stop, device=step.timestep.device) + max(rows // 2, columns // 2)
+        rope, positions = model.pos_embed, (step.positions(-(rows // 2), -(columns // 2)), words[:, None].expand(-1, 3))
+        tables = tuple(rotary_table(each, rope.axes_dim, rope.theta) for each in positions)
+        rope.forward = lambda *_args, **_named: tables
+        model.zero_cond_t, last = False, model.norm_out  # what the forward makes of it itself is for tokens in its own order
+        for block in model.transformer_blocks:
+            block.zero_cond_t = REFERENCES_AT_ZERO in step.tensors
+        last.forward = lambda tokens, embedded: type(last).forward(last, tokens, embedded[: len(tokens)])
+        _let_text_be_empty(sys.modules[type(model).__module__])
 
 
 def _let_text_be_empty(module: Any) -> None:
@@ -146,10 +147,9 @@ QWEN_IMAGE = Family(
         token_tensors=("context",),
         vector_tensors=(REFERENCES_AT_ZERO,),
     ),
-    forward=Forward(
+    forward=_Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("time_text_embed"),
-        prepare=_prepare,
         cached_modules={"pos_embed": CacheScope.BAND}
         | dict.fromkeys(("time_text_embed", "*.img_mod", "*.txt_mod", "norm_out.linear"), CacheScope.CALL),
     ),

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import CacheScope, Source
+from parallel_backend.families.base.family import CacheScope, FolderLayout, Source
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import COLUMN_BY_HEADS, ROW_BY_HEADS
 from parallel_backend.families.parts import wan
@@ -78,7 +78,7 @@ def _add_motion(motion: KeyMap, blocks: int) -> None:
 
 
 def _folder_source(config: Config, parameter: str) -> Source:
-    """See FileLayout.folder_source."""
+    """See FolderLayout.source."""
     match parameter.split("."):
         case ["patch_embedding", stream, leaf]:
             return Source(f"{'pose_' if stream == 'pose' else ''}patch_embedding.{leaf}")
@@ -130,7 +130,7 @@ WAN_ANIMATE = replace(
         detect=lambda shapes: wan.kind(shapes) == "animate",
         configure=_configure,
         key_map=_key_map,
-        folder_source=_folder_source,
+        folder=FolderLayout(source=_folder_source),
         header=wan.header("animate", motion_encoder_dim=lambda config: (config["motion_encoder_dim"],)),
         ignored=(*WAN.file.ignored, r"motion_encoder\..*\.kernel"),
     ),

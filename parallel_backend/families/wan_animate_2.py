@@ -72,10 +72,9 @@ WAN_ANIMATE_2 = replace(
     file=replace(
         WAN.file,
         detect=lambda shapes: wan.kind(shapes) == "" and "img_emb.proj.0.weight" in shapes,
-        takes_header=lambda stated: stated.get("model_type") == KIND,
         configure=wan.configure,
         key_map=_key_map,
-        header=wan.header(KIND),
+        header=replace(wan.header(KIND), takes=lambda header: header.get("model_type") == KIND),
     ),
     blocks=replace(
         WAN.blocks,

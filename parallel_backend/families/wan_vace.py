@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from parallel_backend.families.base.blocks import JOINT
-from parallel_backend.families.base.family import CacheScope, Source
+from parallel_backend.families.base.family import CacheScope, FolderLayout, Source
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import GATHER
 from parallel_backend.families.parts import wan
@@ -36,7 +36,7 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _folder_source(config: Config, parameter: str) -> Source:
-    """See FileLayout.folder_source."""
+    """See FolderLayout.source."""
     match parameter.split("."):
         case ["patch_embedding", stream, leaf]:
             return Source(f"{'vace_' if stream == 'control' else ''}patch_embedding.{leaf}")
@@ -92,7 +92,7 @@ WAN_VACE = replace(
         detect=lambda shapes: wan.kind(shapes) == "vace",
         configure=_configure,
         key_map=_key_map,
-        folder_source=_folder_source,
+        folder=FolderLayout(source=_folder_source),
         header=wan.header(
             "vace",
             vace_layers=lambda config: (len(config["vace_layers"]),),

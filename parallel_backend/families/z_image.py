@@ -47,8 +47,9 @@ _PLAN = {
 }
 
 
-def _padded(tokens: int) -> int:
-    return tokens + -tokens % MULTIPLE
+class _Inputs(Inputs):
+    def padded(self, tokens: int) -> int:
+        return tokens + -tokens % MULTIPLE
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -130,12 +131,11 @@ Z_IMAGE = Family(
         head_size=lambda config: config["dim"] // config["n_heads"],
         max_side=lambda config: min(config["axes_lens"][1:]),
     ),
-    inputs=Inputs(
+    inputs=_Inputs(
         conditioning=lambda config, given: caption("Z-Image", config, (config["axes_lens"][0] - 2) // 32 * 32, given),
         accepts=ACCEPTS,
         token_tensors=("context",),
         example=lambda config, tokens: {"context": torch.randn(1, tokens, config["cap_feat_dim"])},
-        padded=_padded,
     ),
     forward=Forward(
         arguments=_arguments,

@@ -16,7 +16,7 @@ from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.blocks import ATTENTIONS, JOINT, PAIRED
+from parallel_backend.families.base.blocks import JOINT, PAIRED
 from parallel_backend.families.base.tensor_plan import cut_of, cut_outside
 
 
@@ -42,8 +42,6 @@ class ModelSizes:
     """Bytes of a value that is computed with."""
     joint: bool
     """Text tokens run through the blocks."""
-    unsupported: tuple[str, ...] = ()
-    """Mesh axes that the model's family cannot be cut along."""
     expanded: int = 0
     """Bytes of the largest packed weight of a linear layer once it is expanded, as it is at each use."""
     on_gpus: bool = False
@@ -73,7 +71,6 @@ class ModelSizes:
             heads=self.heads,
             blocks=len(self.block_bytes),
             key_heads=self.key_heads,
-            unsupported=self.unsupported,
             tensor_degrees=self.tensor_degrees,
         )
 
@@ -125,8 +122,8 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
 
     def layers(name: str, over: dict[str, str]) -> tuple[str, ...]:
         found = [tokens for layer, tokens in over.items() if f"{name}.{layer}" in modules]
-        both = [tokens for kind in found for tokens in ((JOINT, JOINT) if kind == PAIRED else (kind,))]  # two streams' keys
-        return tuple(tokens for tokens in both if tokens in ATTENTIONS)
+        # PAIRED keeps the keys of two streams.
+        return tuple(tokens for kind in found for tokens in ((JOINT, JOINT) if kind == PAIRED else (kind,)))
 
     attention, prologue = [], []
     for spec in family.blocks.lists:
@@ -149,7 +146,6 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         family.sizes.hidden(config),
         computed,
         joint_text(checkpoint),
-        family.unsupported,
         computed * _largest_packed(checkpoint, dtype),
         on_gpus,
         checkpoint.tensor_degrees,

@@ -77,8 +77,7 @@ def calibration_of(
 ) -> Calibration:
     """What the ranks found, as a calibration. A GPU counts with all of its memory: what is free now may change."""
     family, config = checkpoint.family, checkpoint.config
-    linear = "pipe" in family.unsupported  # its attention has no keys to look at, so it costs nothing for each
-    pairs = 0.0 if linear else pairs_of(family.sizes.hidden(config))
+    pairs = pairs_of(family.sizes.hidden(config))
     text = PROBE_TEXT if joint_text(checkpoint) else 0
     tokens = [count * PROBE_COLUMNS + text for count in rows]
     lists = [name for name, count in family.blocks.counts(config).items() for _ in range(count)]

@@ -14,7 +14,6 @@ from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.early_values import install_early_values
 from parallel_backend.rank.attention.kernel_choice import choose_kernel
-from parallel_backend.rank.attention.linear_attention import install_linear
 from parallel_backend.rank.attention.parallel_attention import install_parallel_attention
 from parallel_backend.rank.comm.change_codec import changes_for
 from parallel_backend.rank.comm.peers import Peers
@@ -101,9 +100,7 @@ class LoadedStage:
         self.attention = AttentionContext(
             degrees, axes, kernel, self.traffic, family.forward.drops_mask, sharing=sharing, **codecs
         )
-        attention = [(module, over) for module, over, _ in stage.attention]
-        install_parallel_attention(attention, self.attention)
-        install_linear(attention, self.attention)
+        install_parallel_attention([(module, over) for module, over, _ in stage.attention], self.attention)
         if not setup.compile:  # inside a graph a layer cannot be called before its place
             install_early_values(stage.attention, self.attention, family.sizes.head_size(config), family.blocks.text_first)
         self.module_cache = ModuleCache(self.model, family.forward.cached_modules, steady=setup.cuda_graphs)

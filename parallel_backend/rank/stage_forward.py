@@ -79,7 +79,6 @@ class StageForward:
             text_first=self._family.blocks.text_first,
             text_mask=None if text_mask is None else text_mask[step.entries.slice],
             image_padding=self._family.image_padding(conditioning.grid),
-            row=token_order.row,
             frames=self._frame_rows(conditioning),
             guidance=conditioning.changes.guidance,
         )

@@ -13,8 +13,8 @@ def all_cases() -> list[Case]:
 
 
 OF_EACH_FORM = (
-    *("flux", "sd3", "qwen-image", "krea2", "z-image", "lumina2", "pixart", "hunyuan-dit", "sana", "hidream-i1"),
+    *("flux", "sd3", "qwen-image", "krea2", "z-image", "lumina2", "pixart", "hunyuan-dit", "hidream-i1"),
     *("wan", "wan-vace", "hunyuan-video", "ltx-2", "minimax-h3"),
 )
 """Families that have between them every form of blocks, text and latents: two streams in one order and the other, one
-stream, text looked at, text whole, long skips, linear attention, experts, streams beside, videos, sound."""
+stream, text looked at, text whole, long skips, experts, streams beside, videos, sound."""

@@ -53,7 +53,7 @@ class Case:
     `tensors(generator, batch)`: conditioning tensors as the family's `conditioning` gives them. `reference(model, x,
     timestep, tensors)`: diffusers' own forward, called as its pipeline calls it, on a latent of any size, with the
     sampler's timestep: what the family must equal. `convert`: diffusers' converter from the original key layout.
-    `modes`: those of two ranks that the family has. `sampled`: the output has the latent's shape, so that a sampler can be
+    `sampled`: the output has the latent's shape, so that a sampler can be
     tried without ComfyUI, which adds the other channels. `fine_time`: a timestep in bf16 is as good. `full`: tables of all
     cases have it in the full tier only: it is a further variant of a model that another case shows in the default tier.
     `marks`: keys without values of a single file.
@@ -69,7 +69,6 @@ class Case:
     timestep: float = 0.7
     convert: Callable[[Tensors], Tensors] | None = None
     adjust: Callable[[torch.nn.Module], None] = lambda model: None  # after random weights: tables, norms
-    modes: tuple[Degrees, ...] = PAIRS
     native: Native | None = None
     bands: int = 3
     sampled: bool = True

@@ -14,7 +14,7 @@ VACE = WAN | {"num_layers": 4, "vace_layers": (0, 2), "vace_in_channels": 96}
 
 def of_diffusers(model):
     """diffusers' class with the weights of ours."""
-    source = FAMILIES["wan-vace"].file.folder_source
+    source = FAMILIES["wan-vace"].file.folder.source
     theirs = diffusers.WanVACETransformer3DModel(**VACE).eval()
     theirs.load_state_dict({source(VACE, key).key: value for key, value in model.state_dict().items()})
     return theirs

@@ -10,20 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parallel_backend.core.degrees import Degrees
 from testing.cases import all_cases
 
 pytestmark = pytest.mark.comfyui
 
 CASES = [case for case in all_cases() if case.native is not None]
-MODES = {"one rank": Degrees(), "all warm-up": Degrees(pipe=2), "ulysses": Degrees(ulysses=2)}
-
+MODES = ("one rank", "all warm-up", "ulysses")
 OVER_SEQUENCE_RANKS = ("flux-dev", "sd3.5-medium", "krea2", "wan-2.1-t2v", "ltx-2.3", "minimax-h3")
-
-
-def modes(case) -> list[str]:
-    """Those of MODES that the family has."""
-    return [mode for mode, degrees in MODES.items() if degrees == Degrees() or degrees in case.modes]
 
 
 def described(value, tensors: dict[str, torch.Tensor]):
@@ -39,9 +32,7 @@ def described(value, tensors: dict[str, torch.Tensor]):
 def only_in_full(case, mode: str) -> bool:
     """One rank alone, where two show the same; and all but one mode of most cases. What they have of their own is how
     ComfyUI's conditioning becomes the ranks' tensors; how either mode cuts these is in tests/families."""
-    if mode == "one rank":
-        return "ulysses" in modes(case)
-    return mode == "ulysses" and "all warm-up" in modes(case) and case.name not in OVER_SEQUENCE_RANKS
+    return mode == "one rank" or (mode == "ulysses" and case.name not in OVER_SEQUENCE_RANKS)
 
 
 def save_case(case, base: Path, tried: Sequence[str] = ()) -> None:
@@ -95,7 +86,7 @@ def parity(request, inside, base):
     [
         pytest.param(case, mode, id=f"{case.name}-{mode}", marks=pytest.mark.full if only_in_full(case, mode) else ())
         for case in CASES
-        for mode in modes(case)
+        for mode in MODES
     ],
 )
 def test_ksampler_equals_the_native_model(parity, case, mode, measured):

@@ -35,7 +35,6 @@ def test_what_the_model_can_be_cut_into_is_let_through(degrees, model):
         (Degrees(tensor=5, ulysses=3), MODEL, "ulysses_degree <= 2"),
         (Degrees(tensor=4), MODEL | {"key_heads": 3}, "tensor_parallel_degree <= 3"),
         (Degrees(tensor=2, ulysses=5), MODEL | {"key_heads": 3}, "ulysses_degree <= 4"),
-        (Degrees(ring=2), MODEL | {"unsupported": ("ring", "pipe")}, "use ulysses_degree or split_batch_degree"),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.families.cases.case import PAIRS
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
@@ -69,17 +70,15 @@ def modes_of_two(case: Case) -> tuple[list[Degrees], list[Degrees]]:
     single = {axis: Degrees(**{axis: 2}) for axis in ("ulysses", "tensor", "pipe", "batch", "ring")}
     single["patch"] = Degrees(patch=2, patch_mode="displaced")
     other = ("ring", "patch")[CASES.index(case) % 2]
-    if not {single["batch"], single[other]} <= set(case.modes):
-        return list(case.modes), []
     product = replace(single[other], batch=2)
     alone = ("ulysses", "tensor", "pipe") if shows_its_form(case) else ("tensor", "pipe")
-    every = [product] * (not is_further(case)) + [single[axis] for axis in alone if single[axis] in case.modes]
-    return every, [degrees for degrees in case.modes if degrees not in every]
+    every = [product] * (not is_further(case)) + [single[axis] for axis in alone]
+    return every, [degrees for degrees in PAIRS if degrees not in every]
 
 
 def banded_modes(case: Case, *modes: Degrees) -> list[Degrees]:
-    """Of a case that can be sampled, those of the modes that it has."""
-    return [degrees for degrees in modes if degrees in case.modes and case.sampled]
+    """The modes, of a case that can be sampled."""
+    return list(modes) if case.sampled else []
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -182,7 +181,7 @@ def compare(case, pools, made, given_and_expected, degrees, latent, measured):
 def sizes(case: Case) -> tuple[list[str], list[str]]:
     """In the default tier those that neither two ranks' calls nor two ranks' bands have, in the tests below."""
     elsewhere = case.odd is None or (not is_further(case) and banded_modes(case, Degrees(pipe=2)))
-    return ([], ["whole"]) if elsewhere and case.modes else (["whole"], [])
+    return ([], ["whole"]) if elsewhere else (["whole"], [])
 
 
 @cases_with("size", lambda case: sizes(case)[0], lambda case: sizes(case)[1] + (["odd"] if case.odd else []))

@@ -46,7 +46,7 @@ from tests.rank.test_module_cache import Runs
 from tests.support import failing_rank
 from tests.support.fake_cuda import AMPERE, fake_cuda
 
-CASES = [case for case in all_cases() if "pipe" not in case.row.unsupported]
+CASES = all_cases()
 GB = 10**9
 BELOW, ABOVE = 0.4, 1.25
 """Measured activations over the estimate. Above 1 a run that is thought to fit may not; far below, one is warned about that
@@ -124,7 +124,7 @@ OF_FORMS = list({case.family: case for case in reversed(CASES) if case.family in
         )
         for case in CASES
         for degrees in MODES
-        if degrees in case.modes and case.sampled
+        if case.sampled
     ],
 )
 def test_buffers_of_every_family(case, degrees, pools, made):

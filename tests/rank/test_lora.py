@@ -30,7 +30,7 @@ REFERENCES = {"flux": tiny.reference, "sd3": tiny.sd3_reference}
 LIMIT = 1e-5
 FAMILIES = {case.family: case for case in reversed(all_cases())}
 """The first case of each."""
-DEFAULT = ("flux", "krea2", "minimax-h3", "qwen-image", "sana", "wan", "z-image")
+DEFAULT = ("flux", "krea2", "minimax-h3", "qwen-image", "wan", "z-image")
 """Of these: what layers are in the file alone, fused, cut by heads, and of a class of ours."""
 SHOWS = 0.01
 """Relative change of the output that says that a delta was not just rounding."""
@@ -101,9 +101,9 @@ def output(model, given) -> torch.Tensor:
     [pytest.param(case, id=name, marks=() if name in DEFAULT else pytest.mark.full) for name, case in FAMILIES.items()],
 )
 def test_every_family(load, tmp_path, measured, case):
-    """Over tensor parallelism where the family has it: its own ways to cut a layer cut the adapters too."""
+    """Over tensor parallelism: a family's own ways to cut a layer cut the adapters too."""
     path = case.save(case.model(), tmp_path / "model.safetensors")
-    model = load(path, Degrees(tensor=2) if Degrees(tensor=2) in case.modes else Degrees())
+    model = load(path, Degrees(tensor=2))
     computed = case.row.file.computed(case.config)
     given, state = case.inputs(), {key: value for key, value in load_file(path).items() if key not in computed}
     before = output(model, given)

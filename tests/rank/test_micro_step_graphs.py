@@ -177,11 +177,7 @@ def test_a_run_with_graphs_gives_the_same_bits(name, ranks, extrapolate, dtype, 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=case.name)
-        for case in all_cases()
-        if case.sampled and "pipe" not in case.row.unsupported and not case.full
-    ],
+    [pytest.param(case, id=case.name) for case in all_cases() if case.sampled and not case.full],
 )
 def test_every_family_gives_the_same_bits(case, pools, files, caplog):
     x, _, tensors = case.inputs(batch=1)

@@ -24,7 +24,7 @@ from testing.cases import all_cases
 from tests.support.alone import nobody
 from tests.support.case_params import of_each_form
 
-CASES = [case for case in all_cases() if "pipe" not in case.row.unsupported]
+CASES = all_cases()
 BANDS = 2
 BIG = 64
 """Values of the largest weight from which on a module counts in these tiny models."""

@@ -9,17 +9,14 @@ from parallel_backend.core.spans import Span
 
 from .step_inputs import ArgumentCut, Config, StepInputs
 
-JOINT, IMAGE, LINEAR, NEIGHBOURS = "joint", "image", "linear", "neighbours"
-"""Which tokens a module mixes. JOINT: attention over text and image. IMAGE: attention over the image alone. LINEAR: linear
-attention over the image. NEIGHBOURS: 3 x 3 convolutions over the image."""
+JOINT, IMAGE = "joint", "image"
+"""Which tokens an attention module mixes. JOINT: text and image. IMAGE: the image alone."""
 TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE = "text", "image to text", "text to image"
 """TEXT: attention over the text stream alone. The others: queries of the first stream look at keys of the second."""
 PAIRED = "paired"
 """Attention of two streams of a video's tokens, whose heads have the channels of one, then those of the other. The second
 attends to itself, without frame 0, which it has not; the first to itself and, in every frame, to that frame of the second.
 Heads of one stream's width attend as JOINT."""
-ATTENTIONS = (JOINT, IMAGE, TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE, PAIRED)
-"""Those that ParallelAttention computes, with keys and values that a run can keep."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class BlockList:
     of reference pictures in their places. (value that the forward has, micro-step) -> value."""
 
     attention: Mapping[str, str] = field(default_factory=lambda: {"attn": JOINT})
-    """Module of a block that looks at other tokens -> of ATTENTIONS, LINEAR or NEIGHBOURS."""
+    """Attention module of a block -> the tokens that it mixes, of JOINT to PAIRED."""
 
     values: Values | None = Values()
     """Of the modules in `attention` that are JOINT or IMAGE. None: they are made together with something else, or changed
@@ -82,9 +79,10 @@ class BlockList:
     """The blocks cannot run without text: where a rank has none they get one token that nothing looks at. Only where
     `Forward.whole_latent`."""
 
-    skips: Callable[[int, int], int] = lambda _done, _count: 0
-    """Long skips. (blocks that have run, blocks of the list) -> how many blocks, from the first on, have an output that a
-    later block still wants. Those outputs cross to the next stage with the hidden states."""
+    def skips(self, done: int, count: int) -> int:
+        """Long skips. (blocks that have run, blocks of the list) -> how many blocks, from the first on, have an output that
+        a later block still wants. Those outputs cross to the next stage with the hidden states."""
+        return 0
 
 
 @dataclass(frozen=True)

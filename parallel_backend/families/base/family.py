@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -59,12 +59,35 @@ class HeaderConfig:
     others: bool
     """Entries of other names are allowed: ComfyUI's class takes no notice of them. Otherwise they are refused."""
 
+    arguments: Callable[[Mapping[str, Any]], Config] = lambda _header: {}
+    """What the header says -> arguments of the class's constructor that no tensor shows. `FileLayout.configure` goes before
+    it. ValueError if the header does not say enough."""
+
+    takes: Callable[[Mapping[str, Any]], bool] = lambda _header: True
+    """Whether a file whose header says this is of the family, where several families have the same keys."""
+
+
+@dataclass(frozen=True)
+class FolderLayout:
+    """How the family's diffusers folders differ from what its class saves."""
+
+    takes: Callable[[Config], bool] = lambda _config: True
+    """Whether a folder with this config.json is of this family, where several families share a class."""
+
+    source: Callable[[Config, str], Source] = lambda _config, parameter: Source(parameter)
+    """Parameter of the class -> its source in the folder, another one where the class is one of ours."""
+
+    older_class: str = ""
+    """`Family.model_class` in the folders that older versions of diffusers made."""
+
 
 @dataclass(frozen=True)
 class FileLayout:
     """How checkpoints of the family are recognised and read. Read by checkpoints/.
 
-    Single files have the original key layout, which is that of ComfyUI's own model class. Folders have diffusers'.
+    Single files have the original key layout, which is that of ComfyUI's own model class. Folders have diffusers'. A method
+    has the usual answer: a family with another one overrides the method, in a class in the family's own file. The same
+    holds for Sizes, Inputs, Forward and BlockList.
     """
 
     detect: Callable[[Shapes], bool]
@@ -77,16 +100,8 @@ class FileLayout:
     """Constructor arguments -> every parameter of the class -> its source in the original key layout. ValueError for a
     configuration that cannot run."""
 
-    stated: Callable[[Mapping[str, Any]], Config] = lambda _said: {}
-    """What a single file's header says (see HeaderConfig) -> arguments of the class's constructor that no tensor shows.
-    `configure` goes before it. ValueError if the header does not say enough."""
-
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Endings of keys that some files use -> the usual ones."""
-
-    computed: Callable[[Config], Mapping[str, tuple[int, ...]]] = lambda _config: {}
-    """Tensors of the original layout that the class computes itself -> their shapes. ComfyUI's detection looks at them; a
-    file may lack them."""
 
     ignored: tuple[str, ...] = ()
     """Keys (regular expressions) that a file may have and the class has no use for. Other keys without use are refused."""
@@ -95,26 +110,26 @@ class FileLayout:
     """Entries of the configuration that the class's constructor does not take -> their value where neither a single file's
     header (JSON `config`, as in Lightricks' files) nor a folder's config.json says it."""
 
-    takes_header: Callable[[Mapping[str, Any]], bool] = lambda _stated: True
-    """Whether a single file whose header says this is of the family, where several families have the same keys."""
-
     header: HeaderConfig | None = None
     """What a single file's header may say. None: ComfyUI does not read it for models of this kind."""
+
+    folder: FolderLayout = FolderLayout()
+    """How diffusers folders are recognised and read. Usually as the class saves them."""
 
     max_settings: Mapping[str, int] = field(default_factory=dict)
     """Settings that the constructor makes tables from -> the largest value that is built. Others have a common limit."""
 
-    video_size: tuple[str, ...] = ()
-    """Settings that together are the size of a video for which the constructor makes positions. Their product is limited."""
+    def takes_header(self, header: Mapping[str, Any]) -> bool:
+        """Whether a single file whose header says this is of the family."""
+        return self.header is None or self.header.takes(header)
 
-    folder_source: Callable[[Config, str], Source] = lambda _config, parameter: Source(parameter)
-    """Parameter of the class -> its source in a diffusers folder, another one where the class is one of ours."""
+    def computed(self, config: Config) -> Mapping[str, tuple[int, ...]]:
+        """Tensors of the original layout that the class computes itself -> their shapes. ComfyUI's detection looks at them;
+        a file may lack them."""
+        return {}
 
-    older_class: str = ""
-    """`Family.model_class` in the folders that older versions of diffusers made."""
-
-    takes_folder: Callable[[Config], bool] = lambda _config: True
-    """Whether a folder with this config.json is of this family, where several families share a class."""
+    def check_together(self, name: str, settings: Mapping[str, Any]) -> None:
+        """ValueError for settings of checkpoint `name` each of which is within its limit, while all together are not."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +142,6 @@ class Sizes:
     hidden: Callable[[Config], int] = lambda config: config["num_attention_heads"] * config["attention_head_dim"]
     """Channels of a token between blocks."""
 
-    text_hidden: Callable[[Config], int | None] = lambda _config: None
-    """Channels of the text stream's tokens between blocks. None: as many as the image's. At most as many."""
-
     heads: Callable[[Config], int] = lambda config: config["num_attention_heads"]
     """Attention heads."""
 
@@ -139,11 +151,12 @@ class Sizes:
     head_size: Callable[[Config], int] = lambda config: config["attention_head_dim"]
     """Channels of a head."""
 
-    max_frames: int | None = None
-    """Latent frames that a model makes at once. None: any number."""
-
     max_side: Callable[[Config], int | None] = lambda _config: None
     """Tokens along a side that there are positions for. None: any number."""
+
+    def text_hidden(self, config: Config) -> int | None:
+        """Channels of the text stream's tokens between blocks. None: as many as the image's. At most as many."""
+        return None
 
 
 Finish = Callable[[Latents], Latents]
@@ -170,9 +183,6 @@ class Inputs:
     """Conditioning tensors [B, T, ...] of the text that runs through the blocks. Only the first stage gets them. Several of
     them, one behind the other, only where `Forward.whole_latent`."""
 
-    references: Callable[[Mapping[str, Any]], Sequence[torch.Tensor]] = lambda given: given.get("ref_latents") or ()
-    """Arguments of ComfyUI's model call -> the latents in them that become tokens of references (REFERENCES)."""
-
     whole_text: bool = False
     """The prologue mixes the text's tokens, so every rank of the first stage has all of them at every micro-step, and
     `Forward.prepare` sees to it that the blocks get the rank's own. So it is in any case with `Forward.whole_latent`."""
@@ -194,16 +204,19 @@ class Inputs:
     options: tuple[str, ...] = ()
     """Entries of ComfyUI's transformer_options that `conditioning` and `carried` get too, where there are such."""
 
-    carried: Callable[[Latents, torch.Tensor, dict[str, Any]], tuple[Latents, Finish]] = lambda latents, _timestep, _given: (
-        latents,
-        lambda outputs: outputs,
-    )
-    """Where a sampler carries latents in another form than the model takes them: (a call's latents, its timestep, its
-    arguments) -> latents as the model takes them, and what makes the sampler's outputs of the model's."""
+    def references(self, given: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+        """Arguments of ComfyUI's model call -> the latents in them that become tokens of references (REFERENCES)."""
+        return given.get("ref_latents") or ()
 
-    padded: Callable[[int], int] = lambda tokens: tokens
-    """Tokens -> tokens with those that the class itself adds, to the text and to the image alike. Those of the image follow
-    it at once; they count as the first of the text, and layers over the image see them too."""
+    def carried(self, latents: Latents, timestep: torch.Tensor, given: dict[str, Any]) -> tuple[Latents, Finish]:
+        """Where a sampler carries latents in another form than the model takes them: (a call's latents, its timestep, its
+        arguments) -> latents as the model takes them, and what makes the sampler's outputs of the model's."""
+        return latents, lambda outputs: outputs
+
+    def padded(self, tokens: int) -> int:
+        """Tokens -> tokens with those that the class itself adds, to the text and to the image alike. Those of the image
+        follow it at once; they count as the first of the text, and layers over the image see them too."""
+        return tokens
 
     def text_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Tokens of the text that runs through the blocks: of all `token_tensors`, with those that the class adds."""
@@ -264,30 +277,32 @@ class Forward:
     time_embed: TimeEmbed | None = None
     """None: the class does not round the timestep."""
 
-    prepare: Callable[[nn.Module, StepInputs], None] = lambda _model, _step: None
-    """Tells modules of the model, before the forward, what the forward's arguments cannot."""
-
     output: Callable[[torch.Tensor], torch.Tensor] = lambda out: out
     """What the forward returns -> tokens [b, n, c], or a latent where `whole_latent`."""
-
-    drops_mask: bool = False
-    """The forward makes an attention mask for the whole sequence. The TEXT_MASK, which says the same, is used instead."""
 
     cached_modules: Mapping[str, CacheScope] = field(default_factory=dict)
     """Submodules whose output many micro-steps share -> which. Each is computed once for those. In a name, a star in front
     stands for a block ("<list>.<index>"), elsewhere for an index. tests/rank/test_module_cache.py finds what is missing."""
 
-    float32: Callable[[Config], tuple[str, ...]] = lambda _config: ()
-    """Modules and parameters that are float32 whatever dtype the blocks compute in: as in ComfyUI's class, or since ours
-    adds to them in float32. Names as in `cached_modules`; one that begins with a dot is an ending of parameters' names."""
+    drops_mask: ClassVar[bool] = False
+    """The forward makes an attention mask for the whole sequence. The TEXT_MASK, which says the same, is used instead."""
 
-    untraced: tuple[str, ...] = ()
+    untraced: ClassVar[tuple[str, ...]] = ()
     """Modules of a block, by name in it, that torch.compile cannot trace, as sizes in them depend on values. Their output
     has their input's shape."""
 
-    weight_readers: tuple[str, ...] = ()
+    weight_readers: ClassVar[tuple[str, ...]] = ()
     """Submodules that hand the weights of their linear layers to a function of torch, rather than call the layers. LoRA is
     added to those weights, not beside them."""
+
+    def prepare(self, model: nn.Module, step: StepInputs) -> None:
+        """Tells modules of the model, before the forward, what the forward's arguments cannot."""
+
+    def float32(self, config: Config) -> tuple[str, ...]:
+        """Modules and parameters that are float32 whatever dtype the blocks compute in: as in ComfyUI's class, or since ours
+        adds to them in float32. Names as in `cached_modules`; one that begins with a dot is an ending of parameters'
+        names."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -302,7 +317,7 @@ class Family:
 
     native_classes: tuple[str, ...]
     """Classes of ComfyUI's supported_models whose transformer this family computes. A file that ComfyUI takes for another
-    one is refused. Empty where ComfyUI has no such model."""
+    one is refused."""
 
     file: FileLayout
     blocks: Blocks
@@ -318,9 +333,6 @@ class Family:
 
     patching: Patching = field(default_factory=Patching)
     """How latents become tokens."""
-
-    unsupported: tuple[str, ...] = ()
-    """Mesh axes on which the family cannot have more than one rank. "pipe" stands for bands too."""
 
     half_dtypes: Callable[[Config], tuple[str, ...]] = lambda _config: ("bf16",)
     """Those of core.dtypes.HALVES that the model can be computed in, the best first, as ComfyUI has them

@@ -43,8 +43,6 @@ class AttentionStep:
     """[b, T] bool: text tokens that may be seen. None: all."""
     image_padding: int = 0
     """First tokens of the text that belong to the image (Family.image_padding)."""
-    row: int = 0
-    """Image tokens in a row."""
     over_image: bool = True
     """The image's tokens are among the keys."""
     queries: list[int] | None = None
@@ -57,7 +55,7 @@ class AttentionStep:
     _over: dict[str, "AttentionStep"] = field(default_factory=dict)
 
     def over(self, tokens: str) -> "AttentionStep":
-        """The micro-step as layers see it that mix these of ATTENTIONS."""
+        """The micro-step as layers see it that mix these tokens (base/blocks.py)."""
         if tokens in (JOINT, PAIRED):
             return self  # kept in itself it would hold the K/V buffer until Python looks for cycles
         if tokens not in self._over:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.blocks import ATTENTIONS, JOINT, PAIRED
+from parallel_backend.families.base.blocks import JOINT, PAIRED
 from parallel_backend.families.models.normalized_guidance import normalized
 from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
 from parallel_backend.rank.comm.collectives import Gathering, all_reduce, start_gather
@@ -42,7 +42,7 @@ class ParallelAttention:
     layer: int
     """Number of the layer within the stage, by which the K/V buffer knows it."""
     over: str = JOINT
-    """Tokens that the layer mixes, of ATTENTIONS."""
+    """Tokens that the layer mixes, see `BlockList.attention`."""
     head_size: int = 0
     """Channels of one stream's head. Only where `over` is PAIRED."""
 
@@ -235,7 +235,7 @@ def install_parallel_attention(modules: list[tuple[torch.nn.Module, str]], conte
 
     Modules without one, of another model in the process, keep diffusers' behaviour. Idempotent.
     """
-    for layer, (module, over) in enumerate((module, over) for module, over in modules if over in ATTENTIONS):
+    for layer, (module, over) in enumerate(modules):
         if not hasattr(module.processor, "_parallel_config"):
             module.processor = SdpaProcessor(module.processor)
         module.processor._parallel_config = ParallelAttention(

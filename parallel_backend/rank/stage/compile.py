@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_backend.rank.attention.linear_attention import SharedLinearAttention
 from parallel_backend.rank.attention.parallel_attention import ParallelAttention
 from parallel_backend.rank.attention.sdpa_redirect import SdpaProcessor, SdpaRedirect
 
@@ -178,7 +177,7 @@ class Compiler:
                     module.processor = object.__new__(_traceable(type(processor.processor)))
                     vars(module.processor).update(vars(processor.processor))
                 module.processor._parallel_config = GraphAttention(attention, name, self._order)
-            elif name in self._untraced or (name and self._stays_outside(module, processor)):
+            elif name in self._untraced or (name and self._stays_outside(module)):
                 traced.modules[name] = module
                 module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
                 module.__class__ = _outside(type(module))
@@ -195,9 +194,9 @@ class Compiler:
         return self._widths(name) if module._forward_hooks else module.weight_shape[0]
 
     @staticmethod
-    def _stays_outside(module: nn.Module, processor: Any) -> bool:
+    def _stays_outside(module: nn.Module) -> bool:
         """Whether a module has transfers or hooks, which torch would trace again for every block, or a packed weight."""
-        own = isinstance(module, (PackedLinear, SharedRMSNorm, CachedModule)) or isinstance(processor, SharedLinearAttention)
+        own = isinstance(module, (PackedLinear, SharedRMSNorm, CachedModule))
         return own or bool(module._forward_hooks or module._forward_pre_hooks)
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

@@ -235,7 +235,6 @@ def look_at(checkpoint: Checkpoint) -> None:
                 heads=family.sizes.heads(config),
                 blocks=family.blocks.total(config),
                 key_heads=family.sizes.key_heads(config),
-                unsupported=family.unsupported,
             )
         except ValueError as error:
             assert "_degree is " in str(error), error

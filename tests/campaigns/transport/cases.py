@@ -108,13 +108,12 @@ def naive() -> Case:
 
 
 def family(case: Family) -> Case:
-    """In the mode of its own with the most ranks, and in bands where it has such."""
-    degrees = max((mode for mode in case.modes if mode.world <= 4), key=lambda mode: (mode.world, mode.sizes))
+    """With a batch on two ranks, and in bands if it can be sampled."""
 
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
         x, timestep, tensors = case.inputs()
-        found = [load(files.family(case), degrees).predict(ModelCall(x, timestep, tensors), nothing)]
-        if case.sampled and Degrees(pipe=2) in case.modes and degrees.world == 2:
+        found = [load(files.family(case), Degrees(batch=2)).predict(ModelCall(x, timestep, tensors), nothing)]
+        if case.sampled:
             model, sigmas = load(files.family(case), Degrees(pipe=2)), linear_sigmas(2) * case.timestep / 0.7
             found.append(sample_in_bands(model, x, sigmas, Prompt(tensors, {}, 1.0), case.bands, 1)[0])
         return [part for each in found for part in latents_of(each)]
