@@ -23,7 +23,7 @@ import torch.multiprocessing
 
 from parallel_backend.core.devices import device_kind
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.rank_settings import SELF_TEST, EmulatedDevice, RankSettings, SelfTest
+from parallel_backend.wire.rank_settings import SELF_TEST, RankSettings, SelfTest
 
 from .rank_log import new_logs, tail
 
@@ -46,11 +46,9 @@ class StartSettings:
     devices: tuple[str, ...]
     threads: int
     timeout: timedelta
-    slowdown: tuple[float, ...]
     logs: Path | None = None
     heartbeat_seconds: float = 1.0
     self_test: SelfTest = SELF_TEST
-    emulated: EmulatedDevice | None = None
 
 
 class Ranks(Protocol):
@@ -148,11 +146,9 @@ class LocalRanks:
             rendezvous=self._store,
             threads=start.threads,
             timeout=start.timeout,
-            slowdown=start.slowdown[index],
             log=self._logs[index],
             heartbeat_seconds=start.heartbeat_seconds,
             self_test=start.self_test,
-            emulated=start.emulated,
         )
         process = context.Process(
             target=self._entry, args=(settings, theirs), name=f"parallel-dit rank {index}", daemon=True

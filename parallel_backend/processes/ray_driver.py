@@ -31,7 +31,6 @@ class RayJob:
     devices: tuple[str, ...]
     threads: int
     timeout: timedelta
-    slowdown: tuple[float, ...]
     entry: Callable[[RankSettings, Connection], None]
     root: str
     heartbeat_seconds: float
@@ -187,7 +186,6 @@ def start(ray: Any, job: RayJob, group: Any, bundles: list[int], ready: dict[str
             rendezvous=rendezvous,
             threads=job.threads,
             timeout=job.timeout,
-            slowdown=job.slowdown[rank],
             heartbeat_seconds=job.heartbeat_seconds,
             self_test=job.self_test,
         )

@@ -67,7 +67,6 @@ class RayRanks:
             devices=start.devices,
             threads=start.threads,
             timeout=start.timeout,
-            slowdown=start.slowdown,
             entry=rank_entry(),
             root=ROOT,
             heartbeat_seconds=start.heartbeat_seconds,

@@ -25,15 +25,6 @@ SELF_TEST = SelfTest()
 
 
 @dataclass(frozen=True)
-class EmulatedDevice:
-    """A device with a memory of its own that a CPU rank stands in for, in tests and benchmarks: only weights count, and
-    copies from host memory take their time, beside compute (rank/stage/store/emulated.py)."""
-
-    nbytes: int
-    bytes_per_second: float
-
-
-@dataclass(frozen=True)
 class RankSettings:
     rank: int
     devices: tuple[str, ...]
@@ -44,15 +35,11 @@ class RankSettings:
     """CPU threads that the rank may use."""
     timeout: timedelta
     """Of the process group's operations."""
-    slowdown: float
-    """2 makes the rank compute half as fast. Stands in for a slower device in tests and benchmarks."""
     log: Path | None = None
     """File for what the rank prints. None: that goes where the client's output goes."""
     heartbeat_seconds: float = 1.0
     """Time from one heartbeat to the next."""
     self_test: SelfTest = SELF_TEST
-    emulated: EmulatedDevice | None = None
-    """Of a CPU rank."""
 
     @property
     def device(self) -> str:

@@ -23,9 +23,8 @@ from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.engine import Engine
-from parallel_backend.rank.stage.store.emulated import EmulatedCopies
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.emulated_device import EmulatedCopies, EmulatedDevice
 from tests.checkpoints.test_formats import make_gguf, scaled_new
 from tests.families.cases import all_cases
 from tests.families.cases.case import Case
@@ -50,7 +49,7 @@ class OneRank:
         blocks = (Span(0, self.family.blocks.total(self.checkpoint.config)),)
         load = m.Load(str(path), dtype, (1,) * 6, "none", (1.0,), blocks, "sdpa", compile=compile, resident=resident)
         copies = EmulatedCopies(0, EmulatedDevice(1 << 30, 1e10)) if resident else None
-        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody(), copies=copies)
+        self.engine = Engine(0, torch.device("cpu"), load, lambda fraction: None, nobody(), copies=copies)
         self._seq = itertools.count(1)
 
     @property
@@ -259,7 +258,7 @@ def tracing_pools():
     def get(world: int) -> Pool:
         if world not in made:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(launch, "main", tracing_rank.tracing)
+                patch.setattr(launch, "rank_entry", lambda: tracing_rank.tracing)
                 made[world] = Pool(("cpu",) * world)
         return made[world]
 
@@ -349,7 +348,9 @@ def test_cancel_does_not_wait_for_the_compiler(flux_file, pools, monkeypatch):
 
     inputs = tiny.inputs(tiny.FLUX)
     expected = pools.load(flux_file, Degrees()).predict(*inputs, lambda: None)
-    monkeypatch.setattr(launch, "main", tracing_rank.tracing_slowly)  # of ranks to come; those of `pools` are for all tests
+    monkeypatch.setattr(
+        launch, "rank_entry", lambda: tracing_rank.tracing_slowly
+    )  # of ranks to come; those of `pools` are for all tests
     polls = itertools.count()
 
     def poll():

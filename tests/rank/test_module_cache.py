@@ -40,7 +40,7 @@ class Runs:
         self.family = family = checkpoint.family
         blocks = (Span(0, family.blocks.total(checkpoint.config)),)
         load = m.Load(str(path), "fp32", Degrees().sizes, "none", (1.0,), blocks, "auto")
-        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody())
+        self.engine = Engine(0, torch.device("cpu"), load, lambda fraction: None, nobody())
         self.x, self.timestep, tensors = case.inputs()
         self.shapes = [tuple(latent.shape) for latent in latents_of(self.x)]
         grid, beside = family.patching.grid(self.shapes[0]), family.patching.beside_tokens(self.shapes)

@@ -33,6 +33,7 @@ from parallel_backend.rank.comm import peers
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.lifecycle import Stop
 from parallel_backend.wire.rank_settings import RankSettings
+from testing.emulated_device import EmulatedDevice, worker_on
 from tests.support.mailbox import Distributed
 
 
@@ -56,10 +57,12 @@ class Meeting:
 
 @dataclass
 class ThreadRanks:
-    """What a Pool starts, see processes.local.Ranks. `distributed` stands in the ranks' modules."""
+    """What a Pool starts, see processes.local.Ranks. `distributed` stands in the ranks' modules. `device`: each rank's, if
+    that is emulated."""
 
     distributed: Distributed
     start: StartSettings
+    device: EmulatedDevice | None = None
     channels: list[Channel] = field(default_factory=list)
 
     def __post_init__(self):
@@ -74,7 +77,7 @@ class ThreadRanks:
             self.channels.append(Channel(ours, lends=True))
             self._theirs.append(theirs)
             thread = RankThread(target=self._run, args=(rank, theirs), name=f"rank {rank}", daemon=True)
-            thread.collects = self.start.emulated is not None
+            thread.collects = self.device is not None
             self._threads.append(thread)
             thread.start()
 
@@ -87,13 +90,11 @@ class ThreadRanks:
             rendezvous=("", 0),
             threads=1,
             timeout=start.timeout,
-            slowdown=start.slowdown[rank],
             heartbeat_seconds=start.heartbeat_seconds,
             self_test=start.self_test,
-            emulated=start.emulated,
         )
         try:
-            worker.run(settings, connection)
+            worker.run(settings, connection, self.device and functools.partial(worker_on, self.device))
         except SystemExit:
             pass
         except OSError:
@@ -167,8 +168,8 @@ def _one_at_a_time(lock: threading.Lock, function: Callable[..., Any]) -> Callab
 
 
 @contextlib.contextmanager
-def thread_ranks(distributed: Distributed | None = None) -> Iterator[Callable[[StartSettings], Ranks]]:
-    """What a Pool takes as `start`. Within it the modules of parallel_backend.rank serve rank threads.
+def thread_ranks(distributed: Distributed | None = None) -> Iterator[Callable[..., Ranks]]:
+    """What a Pool takes as `start`, see ThreadRanks. Within it the modules of parallel_backend.rank serve rank threads.
 
     `distributed`: what stands in for torch.distributed; None for the mailbox. May be nested: the innermost ends first.
     """
