@@ -348,9 +348,8 @@ def test_cancel_does_not_wait_for_the_compiler(flux_file, pools, monkeypatch):
 
     inputs = tiny.inputs(tiny.FLUX)
     expected = pools.load(flux_file, Degrees()).predict(*inputs, lambda: None)
-    monkeypatch.setattr(
-        launch, "rank_entry", lambda: tracing_rank.tracing_slowly
-    )  # of ranks to come; those of `pools` are for all tests
+    # Of ranks to come; those of `pools` are for all tests.
+    monkeypatch.setattr(launch, "rank_entry", lambda: tracing_rank.tracing_slowly)
     polls = itertools.count()
 
     def poll():
