@@ -12,6 +12,7 @@ import torch
 from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.rank.comm.transfers import Elapsed
 from parallel_backend.rank.engine import Engine
+from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.start.entry import main
 from parallel_backend.rank.worker import Worker
 from parallel_backend.wire.diagnosis import Probe, Probed
@@ -56,7 +57,8 @@ class SlowWorker(Worker):
 
     def _load(self, message: Load) -> Engine:
         rank = self.settings.rank
-        return SlowEngine(self.slowdown, rank, self.device, message, self._report, self._peers, self.heartbeat, self.copies)
+        stage = LoadedStage(rank, self.device, message, self._report, self._peers, self.heartbeat, self.copies)
+        return SlowEngine(self.slowdown, rank, message, stage)
 
     def _probe(self, message: Probe) -> Probed:
         found = super()._probe(message)

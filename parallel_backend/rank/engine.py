@@ -4,11 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.transfers import Elapsed
-from parallel_backend.rank.stage.store.device_copies import DeviceCopies
 from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound, Timeline
-from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.loading import Load, Residency
 from parallel_backend.wire.sampling import OpenRun, Output, PutConditioning, RunStats, Step
 from parallel_backend.wire.timeline_kinds import OUTSIDE, WORK, StepLabel
@@ -26,19 +23,9 @@ from .stage_ops import Op, stage_ops
 class Engine:
     """A loaded stage that runs micro-steps. Methods wait for other ranks only in the transfers of the mesh."""
 
-    def __init__(
-        self,
-        rank: int,
-        device: torch.device,
-        load: Load,
-        progress: Callable[[float], None],
-        peers: Peers,
-        heartbeat: Heartbeat | None = None,
-        copies: DeviceCopies | None = None,
-    ):
-        """Load the rank's own part of the checkpoint, see LoadedStage."""
-        self.rank = rank
-        self.stage = stage = LoadedStage(rank, device, load, progress, peers, heartbeat or Heartbeat(), copies)
+    def __init__(self, rank: int, load: Load, stage: LoadedStage):
+        """`stage`: what `load` says of this rank, loaded."""
+        self.rank, self.stage, device = rank, stage, stage.device
         self.conditionings = ConditioningStore(stage.family, device, stage.dtype)
         self.runs = RunBuffers()
         self._traffic, self._link = stage.traffic, stage.link

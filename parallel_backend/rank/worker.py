@@ -35,6 +35,7 @@ from parallel_backend.wire.rank_settings import RankSettings
 from .allocator import give_back, keep_freed
 from .block_probe import probe
 from .engine import Engine
+from .loaded_stage import LoadedStage
 from .pinned import pinning
 
 log = logging.getLogger(__name__)
@@ -188,7 +189,8 @@ class Worker:
 
     def _load(self, message: m.Load) -> Engine:
         rank, peers = self.settings.rank, self._peers
-        return Engine(rank, self.device, message, self._report, peers, self.heartbeat, self.copies)
+        stage = LoadedStage(rank, self.device, message, self._report, peers, self.heartbeat, self.copies)
+        return Engine(rank, message, stage)
 
     def _probe(self, message: m.Probe) -> m.Probed:
         return probe(self.settings.rank, open_checkpoint(message.path), self.device, message.dtype, message.rows)

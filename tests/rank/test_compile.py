@@ -23,7 +23,9 @@ from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.engine import Engine
+from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.wire import messages as m
+from parallel_backend.wire.heartbeat import Heartbeat
 from testing.emulated_device import EmulatedCopies, EmulatedDevice
 from tests.checkpoints.test_formats import make_gguf, scaled_new
 from tests.families.cases import all_cases
@@ -49,7 +51,8 @@ class OneRank:
         blocks = (Span(0, self.family.blocks.total(self.checkpoint.config)),)
         load = m.Load(str(path), dtype, (1,) * 6, "none", (1.0,), blocks, "sdpa", compile=compile, resident=resident)
         copies = EmulatedCopies(0, EmulatedDevice(1 << 30, 1e10)) if resident else None
-        self.engine = Engine(0, torch.device("cpu"), load, lambda fraction: None, nobody(), copies=copies)
+        stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat(), copies)
+        self.engine = Engine(0, load, stage)
         self._seq = itertools.count(1)
 
     @property

@@ -16,8 +16,10 @@ from parallel_backend.families.base.family import CacheScope, name_pattern
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.rank.engine import Engine
+from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.stage.module_cache import CachedModule, ModuleCache
 from parallel_backend.wire import messages as m
+from parallel_backend.wire.heartbeat import Heartbeat
 from tests.families.cases import all_cases, of_each_form
 from tests.support import tiny
 from tests.support.alone import nobody
@@ -40,7 +42,8 @@ class Runs:
         self.family = family = checkpoint.family
         blocks = (Span(0, family.blocks.total(checkpoint.config)),)
         load = m.Load(str(path), "fp32", Degrees().sizes, "none", (1.0,), blocks, "auto")
-        self.engine = Engine(0, torch.device("cpu"), load, lambda fraction: None, nobody())
+        stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat())
+        self.engine = Engine(0, load, stage)
         self.x, self.timestep, tensors = case.inputs()
         self.shapes = [tuple(latent.shape) for latent in latents_of(self.x)]
         grid, beside = family.patching.grid(self.shapes[0]), family.patching.beside_tokens(self.shapes)

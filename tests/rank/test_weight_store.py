@@ -20,10 +20,12 @@ from parallel_backend.core.spans import Span
 from parallel_backend.rank import loaded_stage
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.host_memory import host_store, sharing
+from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.stage.store import slots, weight_store
 from parallel_backend.rank.stage.store.weight_group import ENDS
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.wire import messages as m
+from parallel_backend.wire.heartbeat import Heartbeat
 from testing.emulated_device import EmulatedCopies, EmulatedDevice, EmulatedOutOfMemoryError
 from tests.campaigns.transport import cases
 from tests.campaigns.transport.runner import same
@@ -97,7 +99,8 @@ class Alone:
             resident=() if resident is None else (resident,),
         )
         self.copies = EmulatedCopies(0, EmulatedDevice(device, RATE))
-        self.engine = Engine(0, torch.device("cpu"), load, lambda fraction: None, nobody(), copies=self.copies)
+        stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat(), self.copies)
+        self.engine = Engine(0, load, stage)
         self.store = self.engine.stage.store
         self.sequence = 0
 

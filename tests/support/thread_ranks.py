@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -32,7 +32,6 @@ from parallel_backend.rank import loaded_stage, worker
 from parallel_backend.rank.comm import peers
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.lifecycle import Stop
-from parallel_backend.wire.rank_settings import RankSettings
 from testing.emulated_device import EmulatedDevice, worker_on
 from tests.support.mailbox import Distributed
 
@@ -83,16 +82,7 @@ class ThreadRanks:
 
     def _run(self, rank: int, connection: Connection) -> None:
         self.distributed.enter(self._world, rank)
-        start = self.start
-        settings = RankSettings(
-            rank=rank,
-            devices=start.devices,
-            rendezvous=("", 0),
-            threads=1,
-            timeout=start.timeout,
-            heartbeat_seconds=start.heartbeat_seconds,
-            self_test=start.self_test,
-        )
+        settings = replace(self.start, threads=1).of_rank(rank, ("", 0))
         try:
             worker.run(settings, connection, self.device and functools.partial(worker_on, self.device))
         except SystemExit:
