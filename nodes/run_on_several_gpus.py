@@ -34,7 +34,7 @@ GGUF_FOLDER = "unet_gguf"
 
 
 @dataclass(frozen=True)
-class Fate:
+class LoaderPlan:
     """What becomes of a loader.
 
     `parallel`: it is one of ours. `takes`: Parallelize Model may stand behind it. `why`: why not. `pipefusion`: why Apply
@@ -78,7 +78,7 @@ def asked(body: Any) -> list[Mapping[str, Any]]:
 
 
 def answer(loaders: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """{"devices", "why", "loaders"}: how many there are; why nothing is to be gained, empty where it is; a Fate for each."""
+    """{"devices", "why", "loaders"}: how many there are; why nothing is to be gained, or an empty text; LoaderPlans."""
     try:
         devices = possible_devices("auto")
     except ValueError as error:  # ComfyUI runs on what ranks do not
@@ -89,29 +89,29 @@ def answer(loaders: list[Mapping[str, Any]]) -> dict[str, Any]:
         why = f"ComfyUI shows {kind} on this machine.{why_hidden()}"
     elif not loaders_say_it():
         why = f"This version of ComfyUI does not say which file a MODEL is from. {INSTEAD}"
-    fates = [fate(each["class_type"], each["inputs"], devices) for each in loaders]
-    return {"devices": len(devices), "why": why, "loaders": [asdict(each) for each in fates]}
+    plans = [loader_plan(each["class_type"], each["inputs"], devices) for each in loaders]
+    return {"devices": len(devices), "why": why, "loaders": [asdict(each) for each in plans]}
 
 
-def fate(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, ...]) -> Fate:
+def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, ...]) -> LoaderPlan:
     """Of one loader, with the values of its inputs: links to other nodes among them."""
     if class_type in OURS:
-        return Fate(parallel=True)
+        return LoaderPlan(parallel=True)
     if (found := model_file(inputs)) is None:
-        return Fate(why="which model file it loads is not known")
+        return LoaderPlan(why="which model file it loads is not known")
     name, path = found
     try:
         checkpoint = open_checkpoint(path)
     except ValueError as error:
-        return Fate(file=name, why=str(error).removeprefix("model_name: "))
+        return LoaderPlan(file=name, why=str(error).removeprefix("model_name: "))
     if path.suffix.lower() in GGUF:
-        return Fate(
+        return LoaderPlan(
             file=name, why="a loader of GGUF files does not say which file a MODEL is from; take Parallel DiT Loader"
         )
     dtypes = checkpoint.family.half_dtypes(checkpoint.config), half_dtypes(devices)
     dtype = resolve_dtype("default", checkpoint.dtype, devices, *dtypes)
     weights = model_sizes(checkpoint, dtype, devices[0]).weight_bytes
-    return Fate(takes=True, file=name, pipefusion=why_pipefusion(weights, cards(devices)))
+    return LoaderPlan(takes=True, file=name, pipefusion=why_pipefusion(weights, cards(devices)))
 
 
 def model_file(inputs: Mapping[str, Any]) -> tuple[str, Path] | None:

@@ -10,9 +10,9 @@ import comfy.utils
 import folder_paths
 
 from parallel_backend.acceptance.document import document_of, dumps
-from parallel_backend.acceptance.ground import Host, Settings, at_least_two
 from parallel_backend.acceptance.kit import run
 from parallel_backend.acceptance.report import describe
+from parallel_backend.acceptance.session import Host, Settings, at_least_two
 from parallel_backend.client.registry import registry
 
 from .model.diffusion_model import remote_stub

@@ -15,7 +15,7 @@ import torch
 from parallel_backend.core.host_memory import host_memory
 from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.rank.start.entry import main
-from parallel_backend.wire.diagnosis import RankMemory
+from parallel_backend.wire.diagnosis import DeviceMemoryReport
 from parallel_backend.wire.rank_settings import RankSettings
 
 if TYPE_CHECKING:  # ranks import it themselves, once their environment is set
@@ -53,11 +53,13 @@ class EmulatedCopies:
     def free(self) -> int:
         return self.settings.nbytes - self.used
 
-    def memory(self, rank: int, held: int, others: int, vae: int) -> RankMemory:
+    def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
         """Parts of VAEs are in host memory, where the rank really is."""
         node, settings = platform.node(), self.settings
         place, host_free = f"{node} emulated {rank}", host_memory()[0]
-        return RankMemory(rank, place, self.free, held, 0, settings.nbytes, node, host_free, settings.bytes_per_second)
+        return DeviceMemoryReport(
+            rank, place, self.free, held, 0, settings.nbytes, node, host_free, settings.bytes_per_second
+        )
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.free:

@@ -12,7 +12,7 @@ row "one rank" has the PSNR of a run without the node, which says how much the n
 from pathlib import Path
 
 from benchmarks.harness import mini_model as mini
-from benchmarks.harness.comfyui_pictures import named, runs_beside, studio
+from benchmarks.harness.comfyui_pictures import named, runs_compared, studio
 from tests.comfyui import test_guidance_in_bands as tables
 
 NONE = "none"
@@ -39,7 +39,7 @@ def main() -> None:
     with studio(options.images, options.cfg, options.comfyui) as made_by:
         for name in (NONE, *names):
             packs = options.packs if name in _of_packs() else None
-            runs = {steps: runs_beside(steps, options.bands) for steps in options.steps}
+            runs = {steps: runs_compared(steps, options.bands) for steps in options.steps}
             made = made_by.make([run for each in runs.values() for run in each], packs, name=name)
             for steps, each in runs.items():
                 without.setdefault(steps, made[steps, 0])

@@ -11,7 +11,7 @@ row "one rank" has the PSNR to Euler's method.
 from pathlib import Path
 
 from benchmarks.harness import mini_model as mini
-from benchmarks.harness.comfyui_pictures import named, runs_beside, studio
+from benchmarks.harness.comfyui_pictures import named, runs_compared, studio
 
 EULER = "euler"
 SAMPLERS = (
@@ -31,7 +31,7 @@ def main() -> None:
     report, euler = mini.Report(options), {}
     with studio(options.images, options.cfg, options.comfyui) as made_by:
         for name in (EULER, *(name for name in SAMPLERS if not options.only or name in options.only)):
-            runs = {steps: runs_beside(steps, options.bands) for steps in options.steps}
+            runs = {steps: runs_compared(steps, options.bands) for steps in options.steps}
             made = made_by.make([run for each in runs.values() for run in each], options.packs, name="none", sampler=name)
             for steps, each in runs.items():
                 euler.setdefault(steps, made[steps, 0])

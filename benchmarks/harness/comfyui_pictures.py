@@ -51,13 +51,13 @@ def studio(images: int, cfg: float, comfyui: Path) -> Iterator[Studio]:
         inside.close()
 
 
-def runs_beside(steps: int, bands: list[int]) -> list[tuple[int, int]]:
+def runs_compared(steps: int, bands: list[int]) -> list[tuple[int, int]]:
     """A whole run, runs in bands, and whole runs with steps dropped to the time predicted for those on two stages."""
     fewer = {max(same_time_steps(steps, 2, count)) for count in bands}
     return [(steps, 0), *((steps, count) for count in bands), *((count, 0) for count in sorted(fewer))]
 
 
 def named(steps: int, run: tuple[int, int]) -> str:
-    """A run of `runs_beside`, in words."""
+    """A run of `runs_compared`, in words."""
     count, bands = run
     return f"M={bands}" if bands else "one rank" if count == steps else f"one rank, {count} steps instead"

@@ -93,9 +93,9 @@ def measure(file: str, dtype: str, call: dict[str, Any], steps: int, rounds: int
             figures, last[name] = cases[name](steps)
             found[name].append(figures)
     cores = (time.perf_counter() - began) * (os.cpu_count() or 1)
-    beside = (machine_seconds() - machine - (cpu_seconds() - own)) / cores
+    others = (machine_seconds() - machine - (cpu_seconds() - own)) / cores
     difference = float((last["rank"] - last["native"]).norm() / last["native"].norm())
-    return found | {"difference": difference, "beside": beside}
+    return found | {"difference": difference, "beside": others}
 
 
 def main() -> None:

@@ -34,10 +34,10 @@ from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .controlnet import residuals
 from .fun_control import FunControl, fun_controls
 from .lora import PREFIX, NativeWeights, Patch
+from .make_room import make_room
 from .native_call import by_name, leaves_wrappers_to_parent, native_class, runs_wrappers, wrappers_of
 from .native_names import NativeNames
 from .reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
-from .room import make_room
 from .run_shapes import PART, Shapes, is_for_all
 from .step_cache import SamplingCache
 from .text_guidance import GUIDANCE_KEY, LAYERS, TextLayers
@@ -90,10 +90,11 @@ class RemoteDiffusionModel(torch.nn.Module):
     """Answers ComfyUI's model call with the ranks' output. Holds no parameters and no process.
 
     `patches`, `patches_uuid`, `hook_patches`, `cache`: those of `patcher`, the one under which it is sampled; its clones all
-    share this module. `beside`: its LoRAs in bypass mode, as patches. `idle`: what was said in this sampling run about
-    replicas that have nothing to do. `loaded`: what it was on ranks at its last call in this run. `turns`: how often that
-    became another one, since another MODEL takes its ranks in between. `devices`: those that it may use. `key` has the ones
-    that it does use; degrees `auto` set it before a run. `elsewhere`: see RemoteModelPatcher.get_nested_additional_models.
+    share this module. `bypass_patches`: its LoRAs in bypass mode, as patches. `idle`: what was said in this sampling run
+    about replicas that have nothing to do. `loaded`: what it was on ranks at its last call in this run. `turns`: how often
+    that became another one, since another MODEL takes its ranks in between. `devices`: those that it may use. `key` has
+    the ones that it does use; degrees `auto` set it before a run. `elsewhere`: see
+    RemoteModelPatcher.get_nested_additional_models.
     """
 
     on_ranks = True
@@ -107,7 +108,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.checkpoint, self.key, self.comm_overlap = checkpoint, key, comm_overlap
         self.devices = key.devices
         self.patches: dict[str, list[Patch]] = {}
-        self.beside: dict[str, list[Patch]] = {}
+        self.bypass_patches: dict[str, list[Patch]] = {}
         self.hook_patches: dict[Any, dict[str, list[Patch]]] = {}
         self.patches_uuid: UUID | None = None
         self.cache: SamplingCache | None = None
@@ -171,7 +172,10 @@ class RemoteDiffusionModel(torch.nn.Module):
                 raise
             family = self.checkpoint.family
             if name == "preprocess_text_embeds" and family.text_model is not None:
-                added = {key: self.patches.get(key, []) + self.beside.get(key, []) for key in (*self.patches, *self.beside)}
+                added = {
+                    key: self.patches.get(key, []) + self.bypass_patches.get(key, [])
+                    for key in (*self.patches, *self.bypass_patches)
+                }
                 return functools.partial(self._text.preprocess, added, self.patches_uuid)
             if name == LAYERS and TEXT_GUIDANCE in family.inputs.options:
                 return TextLayers(self.checkpoint, self.native_tensors, f"{LAYERS}.")
@@ -198,7 +202,7 @@ class RemoteDiffusionModel(torch.nn.Module):
             if self.turns == 2:
                 log.warning("Parallel DiT: %s", TAKING_TURNS)
                 say(f"Parallel DiT: {TAKING_TURNS}")
-        present = self.patches or self.beside or self.hook_patches
+        present = self.patches or self.bypass_patches or self.hook_patches
         name = (self.patches_uuid, *self.hook_patches) if present else None
         model.adapt(name, self._deltas(), check_cancelled, self._strengths())
         return model
@@ -207,7 +211,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         """All that the patcher adds to weights. Each hook of its conditionings is a group."""
         elsewhere = {PREFIX + key for key in self.checkpoint.text_keys("")}
         groups = enumerate(self.hook_patches.values(), 1)
-        for group, patches in ((0, self.patches), (0, self.beside), *groups):
+        for group, patches in ((0, self.patches), (0, self.bypass_patches), *groups):
             yield from self.weights.deltas({key: each for key, each in patches.items() if key not in elsewhere}, group)
 
     def _strengths(self) -> tuple[float, ...]:
@@ -292,7 +296,7 @@ class RemoteDiffusionModel(torch.nn.Module):
             if self.key.degrees.tensor > 1:
                 refuse("guidance of the look at the text (WanVideoNAG)", "It needs a tensor_parallel_degree of 1.")
             given[TEXT_GUIDANCE] = options[GUIDANCE_KEY].of(len(latents[0]))
-        if family.patching.beside is not None:
+        if family.patching.companion is not None:
             given |= self._sizes(latents, band)
         given |= {"context": context, "latent": tuple(latents[0].shape)}
         tensors = family.inputs.conditioning(config, given)
@@ -300,12 +304,14 @@ class RemoteDiffusionModel(torch.nn.Module):
         carried = family.inputs.carried if is_carried else Inputs.carried
         latents, finish = carried(latents, timestep, given)
         if controls := fun_controls(family, options):
-            layers = self.fun_control.model([self.patches, self.beside], self.hook_patches.values(), self.patches_uuid)
+            layers = self.fun_control.model(
+                [self.patches, self.bypass_patches], self.hook_patches.values(), self.patches_uuid
+            )
             control = (control or {}) | self.fun_control.additions(layers, controls, latents[0], timestep, context, options)
         along = "rows" if band is None else band.run.patching.along
         added = residuals(family, config, control, tuple(latents[0].shape), along)
         evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
-        turn = {
+        call_options = {
             "first_replica": evaluation.first_replica(len(latents[0])),
             "on_posted": evaluation.start_next,
             "changes": changes,
@@ -317,19 +323,23 @@ class RemoteDiffusionModel(torch.nn.Module):
             words, shape = 1 if context is None else context.shape[1], tuple(latents[0].shape)
             model = self.transformer(lambda: expected_request(self.checkpoint, shape, shape[0], words))
             overlap = self.comm_overlap
-            outputs = model.predict(latents, timestep, tensors, check_cancelled, overlap, added, cache, allowed, **turn)
+            outputs = model.predict(
+                latents, timestep, tensors, check_cancelled, overlap, added, cache, allowed, **call_options
+            )
         else:
             exact = float(options["sigmas"].max()) > band.exact_above
-            outputs = band.run.predict(band.index, latents, timestep, tensors, exact, band.poll, added, allowed, **turn)
+            outputs = band.run.predict(
+                band.index, latents, timestep, tensors, exact, band.poll, added, allowed, **call_options
+            )
         outputs = finish(outputs)
         return list(outputs) if len(outputs) > 1 else outputs[0]
 
     def _sizes(self, latents: Latents, band: "Band | None") -> dict[str, Any]:
         """What `Inputs.conditioning` gets of a call's latents, the same in every band."""
         if band is not None:
-            return {"grid": band.run.grid, "beside_tokens": band.run.beside}
+            return {"grid": band.run.grid, "companion_tokens": band.run.companion_tokens}
         patching, shapes = self.checkpoint.family.patching, [tuple(latent.shape) for latent in latents]
-        return {"grid": patching.grid(shapes[0]), "beside_tokens": patching.beside_tokens(shapes)}
+        return {"grid": patching.grid(shapes[0]), "companion_tokens": patching.companion_tokens(shapes)}
 
 
 def _refuse_inside(name: str) -> None:
@@ -351,9 +361,11 @@ def for_entries(timestep: torch.Tensor, tensors: dict[str, torch.Tensor], entrie
 
 def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> None:
     """ValueError for latents that the family does not take."""
-    beside = family.patching.beside
-    if len(latents) > (1 if beside is None else 2) or (len(latents) == 1 and beside is not None and beside.required):
-        wanted = "a video and its sound" if beside is not None and beside.required else "one latent alone"
+    companion = family.patching.companion
+    if len(latents) > (1 if companion is None else 2) or (
+        len(latents) == 1 and companion is not None and companion.required
+    ):
+        wanted = "a video and its sound" if companion is not None and companion.required else "one latent alone"
         raise ValueError(
             f"latent_image: a latent of {len(latents)} parts cannot be sampled by this model, which takes {wanted}. Use the "
             "Empty Latent node made for this model."
@@ -361,7 +373,7 @@ def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> N
     axes = [5 if family.patching.video else 4]
     channels = [family.sizes.latent_channels(config)]
     if len(latents) > 1:
-        sizes = beside.sizes(latents[0].shape[2] if latents[0].ndim > 2 else 1)
+        sizes = companion.sizes(latents[0].shape[2] if latents[0].ndim > 2 else 1)
         axes, channels = [*axes, 1 + len(sizes)], [*channels, sizes[0]]
     for latent, count, needed in zip(latents, axes, channels, strict=False):
         if latent.ndim != count or (0 in latent.shape and latent is latents[0]):

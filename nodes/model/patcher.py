@@ -19,7 +19,7 @@ from .concurrent_conds import add_concurrent_conds
 from .diffusion_model import RemoteDiffusionModel
 from .fun_control import fun_controls
 from .lora import NativeWeights
-from .rank_memory import OnAnotherGPU, RankMemory, other_gpus
+from .rank_memory import OnAnotherGPU, RankMemoryPatcher, other_gpus
 from .reach import Unread, refuse_unread
 from .rope import riflex
 from .saving import for_saving, key_patches, patched_weight, stored_weights
@@ -40,7 +40,7 @@ COMPILE_SKIPPED = (
 )
 
 
-class RemoteModelPatcher(RankMemory):
+class RemoteModelPatcher(RankMemoryPatcher):
     """ModelPatcher of a model whose weights are on ranks. Refuses patches that would not reach them."""
 
     _told_of_compile = False
@@ -67,7 +67,7 @@ class RemoteModelPatcher(RankMemory):
         super().pre_run()
         stub = self.model.diffusion_model
         stub.patches, stub.patches_uuid, stub.patcher = self.patches, self.patches_uuid, weakref.ref(self)
-        stub.beside, stub.hook_patches = bypass_patches(self.injections), self.hook_patches
+        stub.bypass_patches, stub.hook_patches = bypass_patches(self.injections), self.hook_patches
         stub.idle, stub.loaded, stub.turns = None, lambda: None, 0
         stub.cache = begin_cache(self)
         registry().begin_run()
@@ -94,8 +94,8 @@ class RemoteModelPatcher(RankMemory):
         return self.model.diffusion_model
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """As RankMemory's. ValueError where patched values are to be in place afterwards: nodes of ComfyUI's older versions
-        that save."""
+        """As RankMemoryPatcher's. ValueError where patched values are to be in place afterwards: nodes of ComfyUI's older
+        versions that save."""
         if force_patch_weights:
             refuse("saving or extracting weights", "Update ComfyUI, or load the model with a native loader for it.")
         return super().partially_load(device_to, extra_memory, force_patch_weights)

@@ -15,7 +15,7 @@ from comfy_execution.utils import get_executing_context
 from parallel_backend.client.registry import registry
 from parallel_backend.placement.gpu_overheads import context_bytes
 
-from .room import comfyui_gpus
+from .make_room import comfyui_gpus
 
 if TYPE_CHECKING:
     from .diffusion_model import RemoteDiffusionModel
@@ -24,14 +24,14 @@ ALL = 1e32
 """Bytes without a limit, as ComfyUI writes it."""
 
 
-class RankMemory(comfy.model_patcher.ModelPatcher):
+class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
     """ModelPatcher of a model whose weights are on ranks: ComfyUI counts and takes those on `load_device`.
 
     `stub` has the model. On a CPU, whose memory ComfyUI does not manage, ranks count nothing and keep all.
     """
 
     on_ranks = True
-    """What a run takes room for (room.py)."""
+    """What a run takes room for (make_room.py)."""
 
     @property
     def stub(self) -> "RemoteDiffusionModel | None":
@@ -96,7 +96,7 @@ class RankMemory(comfy.model_patcher.ModelPatcher):
         return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
 
-class OnAnotherGPU(RankMemory):
+class OnAnotherGPU(RankMemoryPatcher):
     """A MODEL's ranks on a GPU that is not its own, where ComfyUI has something too, such as a text encoder (Select CLIP
     Device). ComfyUI loads it with the MODEL, so that it can ask for room there."""
 

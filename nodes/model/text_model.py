@@ -29,9 +29,9 @@ class NativeText:
 
         `patches`: a ModelPatcher's, of which those for these weights are added to them. `name` stands for all of them.
         """
-        beside = name, unprocessed, text.dtype, text.device
+        given_with = name, unprocessed, text.dtype, text.device
         for given, known, result in self._kept:
-            if known == beside and torch.equal(given, text):
+            if known == given_with and torch.equal(given, text):
                 return result
 
         def weights(prefix: str) -> dict[str, torch.Tensor]:
@@ -42,5 +42,5 @@ class NativeText:
             return values
 
         result = self._checkpoint.family.text_model.run(self._checkpoint.config, weights, text, unprocessed)
-        self._kept = [(text, beside, result), *self._kept[: KEPT - 1]]
+        self._kept = [(text, given_with, result), *self._kept[: KEPT - 1]]
         return result

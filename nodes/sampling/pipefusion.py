@@ -177,8 +177,8 @@ class PipeFusion:
         bands = self.num_pipeline_patch or choose_bands(
             model.degrees.pipe, grid[patching.band_dim], sampling.steps, model.stage_costs(grid), sampling.entries
         )
-        family, beside = model.family, patching.beside_tokens(sampling.shapes)
-        text = family.text_tokens(grid, beside, family.example(model.checkpoint.config, sampling.text_tokens))
+        family, companion_tokens = model.family, patching.companion_tokens(sampling.shapes)
+        text = family.text_tokens(grid, companion_tokens, family.example(model.checkpoint.config, sampling.text_tokens))
         return patching, cut_rows(shape, bands, patching, text, sampling.references(family))
 
     def _displaced(
@@ -267,5 +267,5 @@ def _banded_run(
     calls: StepCache | None,
 ) -> BandedRun:
     shapes, along = sampling.shapes, patching.along
-    beside = patching.beside_tokens(shapes)
-    return BandedRun(model, rows, shapes[0], warm_up, overlap, extrapolate, calls, check_cancelled, along, beside)
+    companion_tokens = patching.companion_tokens(shapes)
+    return BandedRun(model, rows, shapes[0], warm_up, overlap, extrapolate, calls, check_cancelled, along, companion_tokens)

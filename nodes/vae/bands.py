@@ -18,7 +18,7 @@ from parallel_backend.core.devices import device_kind
 from parallel_backend.processes.pool import Pool
 from parallel_backend.vaes.base import Part, Weights
 
-from ..model.room import comfyui_gpus
+from ..model.make_room import comfyui_gpus
 from ..ui.host import check_cancelled
 from .known import Cut
 from .tiles import decode_in_tiles, encode_in_tiles, latent_clips, pixel_clips, tile_shape

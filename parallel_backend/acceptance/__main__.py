@@ -16,9 +16,9 @@ from pathlib import Path
 from parallel_backend.core.device_choice import Host, all_gpus, is_auto, possible_devices
 
 from .document import document_of, dumps
-from .ground import Settings, at_least_two
 from .kit import CHECKS, FAILED, run
 from .report import describe
+from .session import Settings, at_least_two
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

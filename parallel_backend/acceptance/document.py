@@ -13,8 +13,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .ground import Settings
 from .kit import STATUSES, Result
+from .session import Settings
 
 FORMAT, VERSION = "parallel-dit acceptance", 1
 """The version counts up with every change that a reader has to know of."""

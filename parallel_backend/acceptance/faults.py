@@ -18,8 +18,8 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 from . import faulty_rank, tiny_flux
 from .findings import Findings, NotLookedAt
-from .ground import Ground
 from .one_rank import OTHER_KERNELS
+from .session import SelfTestSession
 
 Entry = Callable[[RankSettings, Connection], None]
 """What a rank's process runs."""
@@ -35,47 +35,47 @@ FACTOR = 1.0
 """Watchdog.factor: the limit may not wait for a multiple of a slow machine's blocks."""
 
 
-def look_at_a_killed_rank(ground: Ground, findings: Findings) -> None:
-    pool = ground.ranks(ground.world)
-    victim, kill = ground.world - 1, _After(KILL_AFTER, lambda: _kill(pool.pids[ground.world - 1]))
-    error = _error_of(ground, ground.load(_degrees(ground), "fp32"), kill)
+def look_at_a_killed_rank(session: SelfTestSession, findings: Findings) -> None:
+    pool = session.ranks(session.world)
+    victim, kill = session.world - 1, _After(KILL_AFTER, lambda: _kill(pool.pids[session.world - 1]))
+    error = _error_of(session, session.load(_degrees(session), "fp32"), kill)
     _expect(findings, error, rf"rank {victim} \([^)]*\) (was killed by signal|ended with exit code) -?\d+")
     if kill.at is not None and error is not None:
         findings.at_most("seconds from the kill to the error", time.monotonic() - kill.at, ERROR_SECONDS)
-    _works_again(ground, findings)
+    _works_again(session, findings)
 
 
-def look_at_memory_running_out(ground: Ground, findings: Findings) -> None:
-    with ground.special_ranks(functools.partial(LocalRanks, entry=faulty_rank.out_of_memory)) as pool:
-        error = _error_of(ground, _tiny_on(ground, pool))
-    _expect(findings, error, rf"rank {ground.world - 1} \([^)]*\) failed in micro-step \d+: ")
+def look_at_memory_running_out(session: SelfTestSession, findings: Findings) -> None:
+    with session.special_ranks(functools.partial(LocalRanks, entry=faulty_rank.out_of_memory)) as pool:
+        error = _error_of(session, _tiny_on(session, pool))
+    _expect(findings, error, rf"rank {session.world - 1} \([^)]*\) failed in micro-step \d+: ")
     findings.expect(error is None or OUT_OF_MEMORY.search(error) is not None, f"the error names no memory: {error}")
     findings.expect(error is None or "To need less memory" in error, f"the error gives no advice: {error}")
-    _works_again(ground, findings)
+    _works_again(session, findings)
 
 
-def look_at_a_hang(ground: Ground, findings: Findings) -> None:
+def look_at_a_hang(session: SelfTestSession, findings: Findings) -> None:
     """The limit is short here; the product's own is a minute, or twenty times the longest block before."""
-    _look_at_a_hang(ground, findings, faulty_rank.hang)
+    _look_at_a_hang(session, findings, faulty_rank.hang)
 
 
-def look_at_a_stuck_gpu(ground: Ground, findings: Findings) -> None:
+def look_at_a_stuck_gpu(session: SelfTestSession, findings: Findings) -> None:
     """As `look_at_a_hang`. The rank's host goes on, and so the watchdog has to see where its device is."""
-    if not ground.settings.on_gpus:
+    if not session.settings.on_gpus:
         raise NotLookedAt("the ranks are on CPUs")
-    _look_at_a_hang(ground, findings, faulty_rank.stuck_device)
+    _look_at_a_hang(session, findings, faulty_rank.stuck_device)
 
 
-def _look_at_a_hang(ground: Ground, findings: Findings, entry: Entry) -> None:
-    limit = ground.settings.hang_seconds
-    with ground.special_ranks(functools.partial(LocalRanks, entry=entry)) as pool:
+def _look_at_a_hang(session: SelfTestSession, findings: Findings, entry: Entry) -> None:
+    limit = session.settings.hang_seconds
+    with session.special_ranks(functools.partial(LocalRanks, entry=entry)) as pool:
         pool.watchdog.stall, pool.watchdog.factor = limit, FACTOR
-        model = _tiny_on(ground, pool)
+        model = _tiny_on(session, pool)
         started = time.monotonic()
-        error = _error_of(ground, model)
+        error = _error_of(session, model)
         findings.at_most("seconds until the error", time.monotonic() - started, limit + HANG_MORE + ERROR_SECONDS)
-    _expect(findings, error, rf"rank {ground.world - 1} \([^)]*\) came no further for {limit:.0f} s")
-    _works_again(ground, findings)
+    _expect(findings, error, rf"rank {session.world - 1} \([^)]*\) came no further for {limit:.0f} s")
+    _works_again(session, findings)
 
 
 class _After:
@@ -94,27 +94,27 @@ class _After:
             self.action()
 
 
-def _degrees(ground: Ground) -> Degrees:
+def _degrees(session: SelfTestSession) -> Degrees:
     """A mode in which all ranks wait for each other in the middle of each block; one rank has none."""
-    return Degrees(ring=ground.world)
+    return Degrees(ring=session.world)
 
 
-def _tiny_on(ground: Ground, pool: Pool) -> RemoteTransformer:
-    return RemoteTransformer(pool, open_checkpoint(ground.tiny_file), _degrees(ground), "fp32", "auto", ground.poll)
+def _tiny_on(session: SelfTestSession, pool: Pool) -> RemoteTransformer:
+    return RemoteTransformer(pool, open_checkpoint(session.tiny_file), _degrees(session), "fp32", "auto", session.poll)
 
 
 def _kill(pid: int) -> None:
     os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows ends a process by any signal
 
 
-def _error_of(ground: Ground, model: RemoteTransformer, act: Poll = lambda: None) -> str | None:
+def _error_of(session: SelfTestSession, model: RemoteTransformer, act: Poll = lambda: None) -> str | None:
     """What many calls end with; None if they come to their end. RankErrors alone are caught.
 
     `act` runs between calls too: a call may be over before anybody polls.
     """
 
     def poll() -> None:
-        ground.poll()
+        session.poll()
         act()
 
     x, timestep, tensors = tiny_flux.call()
@@ -136,8 +136,8 @@ def _expect(findings: Findings, error: str | None, words: str) -> None:
     )
 
 
-def _works_again(ground: Ground, findings: Findings) -> None:
+def _works_again(session: SelfTestSession, findings: Findings) -> None:
     """New ranks, and a call that equals one rank's."""
-    output = ground.load(_degrees(ground), "fp32").predict(*tiny_flux.call(), ground.poll)
-    expected = tiny_flux.reference(ground.tiny_model, *tiny_flux.call())
+    output = session.load(_degrees(session), "fp32").predict(*tiny_flux.call(), session.poll)
+    expected = tiny_flux.reference(session.tiny_model, *tiny_flux.call())
     findings.at_most("the next call, from diffusers on a CPU", tiny_flux.relative(output, expected), OTHER_KERNELS)

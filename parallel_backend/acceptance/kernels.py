@@ -7,7 +7,7 @@ from parallel_backend.core.attention_kernels import KERNELS, SDPA, AttentionKern
 from parallel_backend.rank.attention.kernel_choice import RankKernel
 
 from .findings import Findings
-from .ground import Ground
+from .session import SelfTestSession
 from .tiny_flux import relative
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -22,10 +22,10 @@ MASKS = {"all keys": None, "some keys": (20, 55), "no key in one entry": (0, 31)
 """How many of the keys each of the two entries may see."""
 
 
-def look_at_kernels(ground: Ground, findings: Findings) -> None:
+def look_at_kernels(session: SelfTestSession, findings: Findings) -> None:
     """On every device once, in this process."""
     looked_at = set()
-    for device in dict.fromkeys(ground.settings.devices):
+    for device in dict.fromkeys(session.settings.devices):
         for dtype, limit in LIMITS.items():
             name = str(dtype).removeprefix("torch.")
             for kernel in KERNELS.values():
@@ -34,7 +34,7 @@ def look_at_kernels(ground: Ground, findings: Findings) -> None:
                     looked_at.add(kernel.name)
                     title = "attention" if kernel.name == SDPA else kernel.title
                     findings.at_most(f"{title}, {name} on {device}", error, limit if kernel.exact else QUANTISED_LIMIT)
-                    ground.poll()
+                    session.poll()
         if device != "cpu":
             findings.at_most(f"weights in fp8 on {device} that differ from a CPU's", float(_differing(device)), 0)
     if others := [kernel.title for name, kernel in KERNELS.items() if name not in looked_at]:

@@ -9,13 +9,13 @@ from parallel_backend.processes.pool import Poll
 
 from .faults import look_at_a_hang, look_at_a_killed_rank, look_at_a_stuck_gpu, look_at_memory_running_out
 from .findings import Findings, NotLookedAt
-from .ground import Ground, Host, Settings
 from .kernels import look_at_kernels
 from .lifetime import look_at_lifetime
 from .model_file import look_at_model_file
 from .modes import look_at_bands, look_at_modes, look_at_pictures
 from .one_rank import look_at_one_rank
 from .quantised import look_at_quantised
+from .session import Host, SelfTestSession, Settings
 from .system import look_at_system
 from .transport import look_at_hop, look_at_links
 
@@ -39,7 +39,7 @@ class Result:
     figures: dict[str, object]
 
 
-CHECKS: dict[str, tuple[str, Callable[[Ground, Findings], None]]] = {
+CHECKS: dict[str, tuple[str, Callable[[SelfTestSession, Findings], None]]] = {
     "system": ("driver, libraries, GPUs and how they are connected", look_at_system),
     "kernels": ("attention kernels against fp64, on each device", look_at_kernels),
     "quantised": ("one layer of each quantised format, on each device", look_at_quantised),
@@ -70,31 +70,31 @@ def run(
 
     A check that fails does not end the others. What `poll` raises does, and is raised.
     """
-    ground = Ground(settings, host or Host(), poll)
+    session = SelfTestSession(settings, host or Host(), poll)
     names = [name for name in CHECKS if only is None or name in only]
     results = []
     try:
         for done, name in enumerate(names):
             progress(done, len(names), name)
-            results.append(look(name, ground))
+            results.append(look(name, session))
         progress(len(names), len(names), "")
     finally:
-        ground.close()
+        session.close()
     return results
 
 
-def look(name: str, ground: Ground) -> Result:
+def look(name: str, session: SelfTestSession) -> Result:
     """Make one check."""
     about, check = CHECKS[name]
     findings = Findings()
     started = time.perf_counter()
     not_at_all = ""
     try:
-        check(ground, findings)
+        check(session, findings)
     except NotLookedAt as why:
         not_at_all = str(why)
     except Exception as error:
-        if ground.stopped is not None:
+        if session.stopped is not None:
             raise
         findings.wrong.append("".join(traceback.format_exception(error)).strip())
     if not_at_all and not findings.wrong:

@@ -10,11 +10,11 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, wait_for
 from parallel_backend.quickstart.model import WEIGHTS
-from parallel_backend.wire.diagnosis import RankMemory, ReadMemory
+from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 
 from . import tiny_flux
 from .findings import Findings, NotLookedAt
-from .ground import Ground
+from .session import SelfTestSession
 
 SETTLED = 4
 """Cycles at the end, and as many before them, whose medians are compared. What libraries keep for good is there by then."""
@@ -22,23 +22,23 @@ LARGER = (0.02, 16 << 20)
 """Growth from the one to the other: a share, or bytes where that is more."""
 
 
-def look_at_lifetime(ground: Ground, findings: Findings) -> None:
+def look_at_lifetime(session: SelfTestSession, findings: Findings) -> None:
     """The tiny model and the bundled one, each called once."""
-    cycles = ground.settings.cycles
+    cycles = session.settings.cycles
     if cycles < 2 * SETTLED:
         raise NotLookedAt(f"{cycles} cycles are too few to tell growth; {2 * SETTLED} are needed")
-    world = ground.world
-    pool = ground.ranks(world)
+    world = session.world
+    pool = session.ranks(world)
     held, threads = [], []
-    turns = turns_of(world, ground.tiny_file)
+    turns = turns_of(world, session.tiny_file)
     for cycle in range(cycles):
         degrees, path = turns[cycle % len(turns)]
-        model = ground.load(degrees, "fp32", path)
+        model = session.load(degrees, "fp32", path)
         example = model.family.inputs.example(model.checkpoint.config, 4)
         x, timestep, _ = tiny_flux.inputs(batch=1)
-        model.predict(x, timestep, example, ground.poll)
-        ground.unload()
-        held.append(held_bytes(pool, ground))
+        model.predict(x, timestep, example, session.poll)
+        session.unload()
+        held.append(held_bytes(pool, session))
         threads.append([thread_count(pid) for pid in pool.pids])
     findings.note("MB by cycle and rank", [[round(each / 1e6, 1) for each in ranks] for ranks in held])
     findings.note("threads by cycle and rank", threads)
@@ -61,10 +61,10 @@ def turns_of(world: int, tiny_file: Path) -> list[tuple[Degrees, Path]]:
     return found
 
 
-def held_bytes(pool: Pool, ground: Ground) -> list[int]:
+def held_bytes(pool: Pool, session: SelfTestSession) -> list[int]:
     """By rank: what is taken of its GPU, by whomever, or its own resident set. NotLookedAt where that is not known."""
-    if ground.settings.on_gpus:
-        answers: list[RankMemory] = wait_for(pool.ask(ReadMemory(), RankMemory), ground.poll)
+    if session.settings.on_gpus:
+        answers: list[DeviceMemoryReport] = wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), session.poll)
         return [answer.total_bytes - answer.free_bytes for answer in answers]
     if sys.platform != "linux":
         raise NotLookedAt("what a process has in memory is not known on this system")

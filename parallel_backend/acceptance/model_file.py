@@ -17,8 +17,8 @@ from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.wire.sampling import RunStats
 
 from .findings import Findings, NotLookedAt
-from .ground import Ground
 from .modes import decibels
+from .session import SelfTestSession
 
 TOKENS = {True: 4096, False: 256}
 """Image tokens on GPUs, and on CPU ranks."""
@@ -64,8 +64,8 @@ def modes_of(world: int) -> list[Degrees]:
     return [Degrees(), *(several if world > 1 else [])]
 
 
-def look_at_model_file(ground: Ground, findings: Findings) -> None:
-    settings = ground.settings
+def look_at_model_file(session: SelfTestSession, findings: Findings) -> None:
+    settings = session.settings
     if settings.model is None:
         raise NotLookedAt("no model was named")
     checkpoint = open_checkpoint(settings.model)
@@ -91,22 +91,22 @@ def look_at_model_file(ground: Ground, findings: Findings) -> None:
         findings.figures["runs"].append(run)
 
     try:
-        ground.end_ranks()
-        note(f"{ground.host.name}, no ranks", *_native(ground, checkpoint, problem))
+        session.end_ranks()
+        note(f"{session.host.name}, no ranks", *_native(session, checkpoint, problem))
     except NotLookedAt as why:
         findings.leave_out("the same model without ranks", str(why))
-    for degrees in modes_of(ground.world):
+    for degrees in modes_of(session.world):
         with findings.of(str(degrees)):  # which is left out where the model cannot be cut so, or does not fit
-            note(str(degrees), *_on_ranks(ground, checkpoint, degrees, dtype, problem))
+            note(str(degrees), *_on_ranks(session, checkpoint, degrees, dtype, problem))
 
 
-def _native(ground: Ground, checkpoint: Checkpoint, problem: Problem) -> tuple[torch.Tensor, bool, dict[str, Any]]:
-    if ground.host.native is None:
+def _native(session: SelfTestSession, checkpoint: Checkpoint, problem: Problem) -> tuple[torch.Tensor, bool, dict[str, Any]]:
+    if session.host.native is None:
         raise NotLookedAt("only the node Parallel Self-Test can load it into ComfyUI")
-    with ground.host.native(checkpoint, problem.tensors) as predict:
+    with session.host.native(checkpoint, problem.tensors) as predict:
 
         def watched(x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-            ground.poll()
+            session.poll()
             return predict(x, timestep, tensors)
 
         def sample(steps: int) -> torch.Tensor:
@@ -117,12 +117,12 @@ def _native(ground: Ground, checkpoint: Checkpoint, problem: Problem) -> tuple[t
 
 
 def _on_ranks(
-    ground: Ground, checkpoint: Checkpoint, degrees: Degrees, dtype: str, problem: Problem
+    session: SelfTestSession, checkpoint: Checkpoint, degrees: Degrees, dtype: str, problem: Problem
 ) -> tuple[torch.Tensor, bool, dict[str, Any]]:
     started = time.perf_counter()
-    ground.ranks(degrees.world)
+    session.ranks(degrees.world)
     loading = time.perf_counter()
-    model = ground.load(degrees, dtype, checkpoint.path)
+    model = session.load(degrees, dtype, checkpoint.path)
     loaded = time.perf_counter()
     stats: list[RunStats] = []
 
@@ -131,11 +131,11 @@ def _on_ranks(
         if degrees.pipe > 1:
             bands = 2 * degrees.pipe
             latent, stats = sample_in_bands(
-                model, problem.noise, linear_sigmas(steps), problem.prompt, bands, 1, ground.poll
+                model, problem.noise, linear_sigmas(steps), problem.prompt, bands, 1, session.poll
             )
             return packed(latents_of(latent))
-        latent = sample_whole(model, problem.noise, linear_sigmas(steps), problem.prompt, ground.poll)
-        stats = model.close_run(0, ground.poll)
+        latent = sample_whole(model, problem.noise, linear_sigmas(steps), problem.prompt, session.poll)
+        stats = model.close_run(0, session.poll)
         return packed(latents_of(latent))
 
     latent, seconds = _timed(sample, problem.steps)

@@ -12,8 +12,8 @@ from parallel_backend.quickstart.model import WEIGHTS
 
 from . import tiny_flux
 from .findings import Findings
-from .ground import Ground
 from .one_rank import BANDS, SAME_KERNELS, picture_arguments, run_arguments
+from .session import SelfTestSession
 
 TIMES_ROUNDING = 2.0
 """How many times further from one rank in bf16 a mode may be than that one is from fp32: sums in another order."""
@@ -33,9 +33,9 @@ def products(world: int) -> list[Degrees]:
     return sorted(found, key=lambda degrees: sum(size > 1 for size in degrees.sizes))
 
 
-def look_at_modes(ground: Ground, findings: Findings) -> None:
+def look_at_modes(session: SelfTestSession, findings: Findings) -> None:
     """A model call of the tiny model: of every product in half precision, of single modes in fp32 too."""
-    world, one, half = ground.several(), ground.reference(), ground.settings.half
+    world, one, half = session.several(), session.reference(), session.settings.half
     call = tiny_flux.call()
     limits = {"fp32": SAME_KERNELS}
     if half is None:
@@ -48,22 +48,22 @@ def look_at_modes(ground: Ground, findings: Findings) -> None:
         if dtype == "fp32" and max(degrees.sizes) < world:
             continue
         with findings.of(f"{degrees}, {dtype}"):
-            model = ground.load(degrees, dtype)
-            outputs = [model.predict(*call, ground.poll).float() for _ in range(2)]
+            model = session.load(degrees, dtype)
+            outputs = [model.predict(*call, session.poll).float() for _ in range(2)]
             error = max(tiny_flux.relative(output, one.calls[dtype]) for output in outputs)
             findings.at_most(f"{degrees}, {dtype}", error, limit)
 
 
-def look_at_bands(ground: Ground, findings: Findings) -> None:
+def look_at_bands(session: SelfTestSession, findings: Findings) -> None:
     """Runs with keys of a step ago: the same bits whether transfers run beside compute or not, and one rank's."""
-    one = ground.reference()
-    for degrees in stale_modes(ground.several()):
+    one = session.reference()
+    for degrees in stale_modes(session.several()):
         with findings.of(str(degrees)):
-            model = ground.load(degrees, "fp32")
+            model = session.load(degrees, "fp32")
             samples = [
-                sample_in_bands(model, *run_arguments(), 1 if degrees.displaced else BANDS, 1, ground.poll, overlap=overlap)[
-                    0
-                ]
+                sample_in_bands(
+                    model, *run_arguments(), 1 if degrees.displaced else BANDS, 1, session.poll, overlap=overlap
+                )[0]
                 for overlap in (True, True, False, False)
             ]
             differing = sum(not torch.equal(sample, samples[0]) for sample in samples)
@@ -75,14 +75,14 @@ def look_at_bands(ground: Ground, findings: Findings) -> None:
                 findings.at_most(f"{degrees} from bands on one rank", apart, SAME_KERNELS)
 
 
-def look_at_pictures(ground: Ground, findings: Findings) -> None:
+def look_at_pictures(session: SelfTestSession, findings: Findings) -> None:
     """The bundled model's pictures: how close to exact steps, in decibels of the latents."""
-    world, one = ground.several(), ground.reference()
-    arguments = picture_arguments(ground.settings.steps)
+    world, one = session.several(), session.reference()
+    arguments = picture_arguments(session.settings.steps)
     for degrees in stale_modes(world):
         with findings.of(str(degrees)):
-            model = ground.load(degrees, "fp32", WEIGHTS)
-            sample, _ = sample_in_bands(model, *arguments, 1 if degrees.displaced else 2 * world, 1, ground.poll)
+            model = session.load(degrees, "fp32", WEIGHTS)
+            sample, _ = sample_in_bands(model, *arguments, 1 if degrees.displaced else 2 * world, 1, session.poll)
             findings.at_least(f"{degrees}, dB", decibels(sample, one.pictures), CLOSE)
 
 

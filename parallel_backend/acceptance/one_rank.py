@@ -9,7 +9,7 @@ from parallel_backend.quickstart.model import WEIGHTS
 
 from . import tiny_flux
 from .findings import Findings
-from .ground import Ground, OneRank
+from .session import OneRank, SelfTestSession
 
 SAME_KERNELS, OTHER_KERNELS = 1e-5, 1e-3
 """Relative difference that rounding makes in fp32: between runs of the same kernels, and between a GPU's and a CPU's. The
@@ -34,30 +34,30 @@ def picture_arguments(steps: int) -> tuple[torch.Tensor, torch.Tensor, Prompt]:
     return noise, linear_sigmas(steps), digit_prompts(DIGITS, 3.0)
 
 
-def look_at_one_rank(ground: Ground, findings: Findings) -> None:
-    """Leaves what the other checks compare with in `ground.one_rank`."""
+def look_at_one_rank(session: SelfTestSession, findings: Findings) -> None:
+    """Leaves what the other checks compare with in `session.one_rank`."""
     call = tiny_flux.call()
-    expected = tiny_flux.reference(ground.tiny_model, *call)
-    model = ground.load(Degrees(), "fp32")
-    whole = model.predict(*call, ground.poll)
-    limit = OTHER_KERNELS if ground.settings.on_gpus else SAME_KERNELS
+    expected = tiny_flux.reference(session.tiny_model, *call)
+    model = session.load(Degrees(), "fp32")
+    whole = model.predict(*call, session.poll)
+    limit = OTHER_KERNELS if session.settings.on_gpus else SAME_KERNELS
     findings.at_most("fp32 from diffusers on a CPU", tiny_flux.relative(whole, expected), limit)
-    exact = sample_whole(model, *run_arguments(), ground.poll)
-    bands, _ = sample_in_bands(model, *run_arguments(), BANDS, 1, ground.poll)
+    exact = sample_whole(model, *run_arguments(), session.poll)
+    bands, _ = sample_in_bands(model, *run_arguments(), BANDS, 1, session.poll)
     control = tiny_flux.relative(bands, exact)
     findings.at_least("bands from the exact run (a control: keys are a step old)", control, 100 * SAME_KERNELS)
     calls = {"fp32": whole}
     for dtype, limit in HALF.items():
-        if ground.settings.on_gpus and dtype not in native_halves(ground.settings.devices[0]):
+        if session.settings.on_gpus and dtype not in native_halves(session.settings.devices[0]):
             findings.leave_out(dtype, "this GPU does not compute in it, so that nothing is loaded in it by default")
             continue
-        calls[dtype] = ground.load(Degrees(), dtype).predict(*call, ground.poll).float()
+        calls[dtype] = session.load(Degrees(), dtype).predict(*call, session.poll).float()
         findings.at_most(f"{dtype} from fp32", tiny_flux.relative(calls[dtype], whole), limit)
-    if ground.settings.on_gpus:
-        stored = ground.load(Degrees(), "fp8_e4m3fn/fp32").predict(*call, ground.poll).float()
+    if session.settings.on_gpus:
+        stored = session.load(Degrees(), "fp8_e4m3fn/fp32").predict(*call, session.poll).float()
         findings.at_most("fp8 weights, computed in fp32, from fp32", tiny_flux.relative(stored, whole), FP8)
     else:
         findings.leave_out("fp8 weights", "CPU ranks expand them to fp32 when they load them")
-    bundled = ground.load(Degrees(), "fp32", WEIGHTS)
-    pictures = sample_whole(bundled, *picture_arguments(ground.settings.steps), ground.poll)
-    ground.one_rank = OneRank(calls, bands, exact, pictures)
+    bundled = session.load(Degrees(), "fp32", WEIGHTS)
+    pictures = sample_whole(bundled, *picture_arguments(session.settings.steps), session.poll)
+    session.one_rank = OneRank(calls, bands, exact, pictures)

@@ -9,7 +9,7 @@ from parallel_backend.core.dtypes import TORCH_DTYPES
 from parallel_backend.rank.stage.linear import RankLinear
 
 from .findings import Findings
-from .ground import Ground
+from .session import SelfTestSession
 from .tiny_flux import relative
 
 ROWS, COLUMNS, TOKENS = 384, 512, 40
@@ -28,15 +28,15 @@ MULTIPLIED = {"int8_tensorwise": 0.03, "asym_w4a8_int8": 0.03, FP8: 0.08, "mxfp8
 """Of a product for which the layer's input is rounded to the format. About twice what that rounding is."""
 
 
-def look_at_quantised(ground: Ground, findings: Findings) -> None:
+def look_at_quantised(session: SelfTestSession, findings: Findings) -> None:
     """In this process. On GPUs in half precision, in which files of these formats are computed there."""
-    half = ground.settings.half if ground.settings.on_gpus else None
+    half = session.settings.half if session.settings.on_gpus else None
     dtype = TORCH_DTYPES[half or "fp32"]
-    for device in dict.fromkeys(ground.settings.devices):
+    for device in dict.fromkeys(session.settings.devices):
         for layer in (None, *LAYERS):
             packed, packing = weight_of(layer)
             name = f"{FP8 if layer is None else layer.format}{', rotated' if layer and layer.rotation else ''} on {device}"
-            ground.poll()
+            session.poll()
             _look_at_one(findings, name, packed, packing, torch.device(device), dtype)
 
 
@@ -67,19 +67,19 @@ def weight_of(layer: Layer | None) -> tuple[torch.Tensor, Packing]:
         values = torch.randint(0, 256, (ROWS, COLUMNS // layer.per_byte), dtype=torch.uint8, generator=g)
     if layer is None:
         return values, Fp8(FP8, torch.full((1, 1), 0.02))
-    beside = {}
-    for name, ones in blank(layer, ROWS, COLUMNS, torch.device("cpu"))[1].beside.items():
+    scales = {}
+    for name, ones in blank(layer, ROWS, COLUMNS, torch.device("cpu"))[1].scales.items():
         spread = torch.rand(ones.shape, generator=g) + 0.5
         if ones.dtype != torch.uint8:  # of blocks in int8's range, of rows small
-            beside[name] = (8 * spread).to(ones.dtype) if ones.dtype.itemsize == 1 else 0.01 * spread
+            scales[name] = (8 * spread).to(ones.dtype) if ones.dtype.itemsize == 1 else 0.01 * spread
         elif layer.format == "mxfp8":  # exponents
-            beside[name] = (118 + 6 * spread).to(torch.uint8)
+            scales[name] = (118 + 6 * spread).to(torch.uint8)
         else:
-            beside[name] = spread.to(torch.float8_e4m3fn).view(torch.uint8)
-    return values, Quantised(layer, beside)
+            scales[name] = spread.to(torch.float8_e4m3fn).view(torch.uint8)
+    return values, Quantised(layer, scales)
 
 
 def _moved(packing: Packing, device: torch.device) -> Packing:
     if isinstance(packing, Fp8):
         return Fp8(packing.kind, packing.scale.to(device))
-    return Quantised(packing.layer, {name: tensor.to(device) for name, tensor in packing.beside.items()})
+    return Quantised(packing.layer, {name: tensor.to(device) for name, tensor in packing.scales.items()})

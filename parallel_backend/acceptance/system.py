@@ -16,7 +16,7 @@ from parallel_backend.core.host_memory import host_memory
 from parallel_backend.rank.comm.process_group import backend_for
 
 from .findings import Findings, NotLookedAt
-from .ground import Ground
+from .session import SelfTestSession
 from .topology import topology
 
 LIBRARIES = (
@@ -43,7 +43,7 @@ COMMAND_LINE = Path("/proc/cmdline")
 SHM = Path("/dev/shm")
 
 
-def look_at_system(ground: Ground, findings: Findings) -> None:
+def look_at_system(session: SelfTestSession, findings: Findings) -> None:
     """Notes only; what is likely to be in the way is in the figure `hints`."""
     found: dict[str, Any] = {
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -52,10 +52,10 @@ def look_at_system(ground: Ground, findings: Findings) -> None:
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
         "nccl": _nccl(),
-        "transport": backend_for(ground.settings.devices),
+        "transport": backend_for(session.settings.devices),
         "driver": _driver(),
-        "host": ground.host.name,
-        "host_options": list(ground.host.options),
+        "host": session.host.name,
+        "host_options": list(session.host.options),
         "environment": {name: value for name, value in sorted(os.environ.items()) if SETTINGS.match(name)},
         "container": Path("/.dockerenv").exists() or "container" in os.environ,
         "cores": os.cpu_count(),
@@ -73,9 +73,9 @@ def look_at_system(ground: Ground, findings: Findings) -> None:
     except NotLookedAt as why:
         findings.note("topology", None)
         findings.leave_out("topology", str(why))
-    if not ground.settings.on_gpus:
+    if not session.settings.on_gpus:
         findings.leave_out("GPUs", "the ranks are on CPUs" if found["gpus"] else "torch sees none")
-    findings.note("hints", hints(found, len(set(ground.settings.devices))))
+    findings.note("hints", hints(found, len(set(session.settings.devices))))
 
 
 def hints(found: dict[str, Any], devices: int) -> list[str]:

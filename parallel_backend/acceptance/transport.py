@@ -15,28 +15,28 @@ from parallel_backend.wire.rank_settings import SELF_TEST
 
 from . import tiny_flux
 from .findings import Findings
-from .ground import Ground
+from .session import SelfTestSession
 
 WARM_UP, HOP_CALLS = 2, 20
 
 
-def look_at_links(ground: Ground, findings: Findings) -> None:
+def look_at_links(session: SelfTestSession, findings: Findings) -> None:
     """Every two ranks send to and fro, then all at once; by the same transfers that planning goes by."""
-    world = ground.several()
-    pool = ground.ranks(world)
+    world = session.several()
+    pool = session.ranks(world)
     for note in pool.notes:  # the product copes, but the links are not what they could be
         findings.wrong.append(note)
-    findings.note("links", links(pool, ground))
+    findings.note("links", links(pool, session))
     if backend_for(pool.devices) != "nccl":
         findings.leave_out("links without P2P", "only NCCL has both; these ranks talk through Gloo")
     elif pool.self_test.p2p:
-        with ground.special_ranks(self_test=replace(SELF_TEST, p2p=False)) as pool:
-            findings.note("links without P2P", links(pool, ground))
+        with session.special_ranks(self_test=replace(SELF_TEST, p2p=False)) as pool:
+            findings.note("links without P2P", links(pool, session))
 
 
-def links(pool: Pool, ground: Ground) -> dict[str, Any]:
+def links(pool: Pool, session: SelfTestSession) -> dict[str, Any]:
     """'0-1' -> GB/s and microseconds one way, and how many times slower links are while all send."""
-    found = links_of(measured_links(pool, SIZES, ground.poll))
+    found = links_of(measured_links(pool, SIZES, session.poll))
     between = {
         f"{one}-{two}": {"GB_per_s": round(link.bandwidth / 1e9, 3), "us": round(link.latency * 1e6, 1)}
         for (one, two), link in found.between.items()
@@ -44,16 +44,16 @@ def links(pool: Pool, ground: Ground) -> dict[str, Any]:
     return {"between": between, "crowding": round(found.crowding, 2)}
 
 
-def look_at_hop(ground: Ground, findings: Findings) -> None:
+def look_at_hop(session: SelfTestSession, findings: Findings) -> None:
     """Milliseconds from the last stage through this process to the first: what planning takes HOP_SECONDS for."""
-    degrees = Degrees(pipe=ground.several())
+    degrees = Degrees(pipe=session.several())
     with findings.of(str(degrees)):  # which is left out where there are more ranks than blocks
-        model, call, hops = ground.load(degrees, "fp32"), tiny_flux.inputs(batch=1), []
+        model, call, hops = session.load(degrees, "fp32"), tiny_flux.inputs(batch=1), []
         for number in range(WARM_UP + HOP_CALLS):
             started = time.perf_counter()
-            model.predict(*call, ground.poll)
+            model.predict(*call, session.poll)
             whole = time.perf_counter() - started
-            stages = model.close_run(0, ground.poll)
+            stages = model.close_run(0, session.poll)
             if number >= WARM_UP:  # the last stage waits for the first from the call's beginning on
                 hops.append(whole - (stages[-1].compute_seconds + stages[-1].wait_seconds))
         findings.note("ms of a hop, median", round(1000 * statistics.median(hops), 3))

@@ -185,8 +185,8 @@ class Checkpoint:
             return _numel(shape) * 2
         if storage in KEPT:
             entry = self.entries[self.key_map[target].key]
-            beside = {leaf: tensor.shape for leaf, tensor in entry.beside.items()}
-            return quantised_bytes(storage, shape, entry.shape, beside)
+            scales = {leaf: tensor.shape for leaf, tensor in entry.scales.items()}
+            return quantised_bytes(storage, shape, entry.shape, scales)
         return _numel(shape) * (
             1 if storage else self.compute_dtype(target, TORCH_DTYPES[compute_name(dtype_name)]).itemsize
         )

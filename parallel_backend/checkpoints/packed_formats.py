@@ -88,8 +88,8 @@ class Fp8:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        beside = {"scale": self.scale, "input_scale": self.input_scale}
-        return {name: tensor for name, tensor in beside.items() if tensor is not None}
+        scales = {"scale": self.scale, "input_scale": self.input_scale}
+        return {name: tensor for name, tensor in scales.items() if tensor is not None}
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> "Fp8":
         return replace(self, **tensors)

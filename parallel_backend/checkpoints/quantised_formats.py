@@ -17,7 +17,7 @@ from parallel_backend.core.spans import Span
 from .packed_formats import CHUNK_VALUES
 
 
-class Place(Enum):
+class ScalePlace(Enum):
     """Which values of the weight an element of a tensor beside it is for."""
 
     WHOLE = "all"
@@ -29,10 +29,10 @@ class Place(Enum):
 
 
 @dataclass(frozen=True)
-class Beside:
+class ScaleLayout:
     """A tensor `<layer>.<name>` beside the weight."""
 
-    place: Place
+    place: ScalePlace
     dtypes: tuple[str, ...]
     needed: bool = True
 
@@ -47,7 +47,7 @@ class Format:
     """What a file has of a layer in this format. `stored`: its values' dtype in the file."""
 
     stored: str
-    beside: Mapping[str, Beside]
+    scales: Mapping[str, ScaleLayout]
     block: int = 1
     """Neighbouring values of a row that have a scale in common; 0 where the layer says it (`group_size`)."""
     per_byte: int = 1
@@ -55,35 +55,41 @@ class Format:
     """Groups of a row's values are rotated (ConvRot); the layer says how large they are (`convrot_groupsize`)."""
 
 
-_FP8_BESIDE = {"weight_scale": Beside(Place.ROW_OR_WHOLE, FLOATS), "input_scale": Beside(Place.WHOLE, FLOATS, False)}
+_FP8_SCALES = {
+    "weight_scale": ScaleLayout(ScalePlace.ROW_OR_WHOLE, FLOATS),
+    "input_scale": ScaleLayout(ScalePlace.WHOLE, FLOATS, False),
+}
 
 FORMATS = {
-    "float8_e4m3fn": Format("fp8_e4m3fn", _FP8_BESIDE),
-    "float8_e5m2": Format("fp8_e5m2", _FP8_BESIDE),
-    "int8_tensorwise": Format("I8", {"weight_scale": Beside(Place.ROW_OR_WHOLE, FLOATS)}, rotated=True),
+    "float8_e4m3fn": Format("fp8_e4m3fn", _FP8_SCALES),
+    "float8_e5m2": Format("fp8_e5m2", _FP8_SCALES),
+    "int8_tensorwise": Format("I8", {"weight_scale": ScaleLayout(ScalePlace.ROW_OR_WHOLE, FLOATS)}, rotated=True),
     "nvfp4": Format(
         "U8",
         {
-            "weight_scale": Beside(Place.TILED, ("fp8_e4m3fn", "U8")),
-            "weight_scale_2": Beside(Place.WHOLE, FLOATS),
-            "input_scale": Beside(Place.WHOLE, FLOATS, False),
-            "pre_quant_scale": Beside(Place.COLUMN, FLOATS, False),
+            "weight_scale": ScaleLayout(ScalePlace.TILED, ("fp8_e4m3fn", "U8")),
+            "weight_scale_2": ScaleLayout(ScalePlace.WHOLE, FLOATS),
+            "input_scale": ScaleLayout(ScalePlace.WHOLE, FLOATS, False),
+            "pre_quant_scale": ScaleLayout(ScalePlace.COLUMN, FLOATS, False),
         },
         block=16,
         per_byte=2,
     ),
     "mxfp8": Format(
         "fp8_e4m3fn",
-        {"weight_scale": Beside(Place.TILED, ("F8_E8M0", "U8")), "input_scale": Beside(Place.WHOLE, FLOATS, False)},
+        {
+            "weight_scale": ScaleLayout(ScalePlace.TILED, ("F8_E8M0", "U8")),
+            "input_scale": ScaleLayout(ScalePlace.WHOLE, FLOATS, False),
+        },
         block=32,
     ),
-    "convrot_w4a4": Format("I8", {"weight_scale": Beside(Place.ROW, FLOATS)}, block=64, per_byte=2, rotated=True),
+    "convrot_w4a4": Format("I8", {"weight_scale": ScaleLayout(ScalePlace.ROW, FLOATS)}, block=64, per_byte=2, rotated=True),
     "asym_w4a8_int8": Format(
         "I8",
         {
-            "weight_s_rel": Beside(Place.BLOCK, ("fp8_e4m3fn", "U8", "fp32")),
-            "weight_s_channel": Beside(Place.ROW, FLOATS),
-            "weight_codebook": Beside(Place.WHOLE, FLOATS, False),
+            "weight_s_rel": ScaleLayout(ScalePlace.BLOCK, ("fp8_e4m3fn", "U8", "fp32")),
+            "weight_s_channel": ScaleLayout(ScalePlace.ROW, FLOATS),
+            "weight_codebook": ScaleLayout(ScalePlace.WHOLE, FLOATS, False),
         },
         block=0,
         per_byte=2,
@@ -127,25 +133,25 @@ class Layer:
 
 @dataclass(frozen=True)
 class Quantised:
-    """A weight, or a rank's part of one, in one of KEPT. `beside`: by name, on the weight's device.
+    """A weight, or a rank's part of one, in one of KEPT. `scales`: by name, on the weight's device.
 
     Scales of rows are float32 [rows, 1], one for all float32 [1, 1], those of columns float32 [columns], of blocks
     [rows, columns / block], tiles as in the file. A Packing (packed_formats.py).
     """
 
     layer: Layer
-    beside: Mapping[str, torch.Tensor] = field(repr=False)
+    scales: Mapping[str, torch.Tensor] = field(repr=False)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.beside.values())
+        return sum(tensor.nbytes for tensor in self.scales.values())
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        return self.beside
+        return self.scales
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> "Quantised":
-        return replace(self, beside=tensors)
+        return replace(self, scales=tensors)
 
     def byte_span(self, columns: Span) -> Span | None:
         """The bytes of a row that hold these columns; None where they cut a group of them apart."""
@@ -160,7 +166,7 @@ class Quantised:
         """[rows, n] uint8 -> new [rows, columns] in `dtype`: the format's arithmetic in float32, rounded once."""
         rows, columns = packed.shape[0], self.columns(packed.shape[1])
         out = torch.empty(rows, columns, dtype=dtype, device=packed.device)
-        scales = self._scales(rows, columns)
+        scales = self._scale_factors(rows, columns)
         step = max(1, CHUNK_VALUES // columns)
         for start in range(0, rows, step):
             part = slice(start, start + step)
@@ -172,7 +178,7 @@ class Quantised:
                     values = values.round_().clamp_(-127, 127)
             if self.layer.rotation:
                 values = rotate(values, self.layer.rotation)
-            out[part] = values * self.beside["pre_quant_scale"] if "pre_quant_scale" in self.beside else values
+            out[part] = values * self.scales["pre_quant_scale"] if "pre_quant_scale" in self.scales else values
         return out
 
     def _codes(self, packed: torch.Tensor) -> torch.Tensor:
@@ -189,22 +195,22 @@ class Quantised:
                 return ((codes ^ 8).float()) - 8
             case "asym_w4a8_int8":
                 codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-                codebook = self.beside.get("weight_codebook")
+                codebook = self.scales.get("weight_codebook")
                 return codes.float() - 8 if codebook is None else codebook.view(-1)[codes.int()]
         raise AssertionError(self.layer.format)
 
-    def _scales(self, rows: int, columns: int) -> list[torch.Tensor]:
+    def _scale_factors(self, rows: int, columns: int) -> list[torch.Tensor]:
         """float32 [rows or 1, n] each: the values are to be multiplied with one after the other. n divides the columns."""
         match self.layer.format:
             case "nvfp4":
-                blocks = untiled(self.beside["weight_scale"].view(torch.float8_e4m3fn), rows, columns // self.layer.block)
-                return [self.beside["weight_scale_2"] * blocks.float()]
+                blocks = untiled(self.scales["weight_scale"].view(torch.float8_e4m3fn), rows, columns // self.layer.block)
+                return [self.scales["weight_scale_2"] * blocks.float()]
             case "mxfp8":
-                exponents = untiled(self.beside["weight_scale"].view(torch.uint8), rows, columns // self.layer.block)
+                exponents = untiled(self.scales["weight_scale"].view(torch.uint8), rows, columns // self.layer.block)
                 return [torch.where(exponents == 0, 0.0, torch.exp2(exponents.float() - 127))]
             case "asym_w4a8_int8":
-                return [self.beside["weight_s_rel"].float(), self.beside["weight_s_channel"]]
-        return [self.beside["weight_scale"]]
+                return [self.scales["weight_s_rel"].float(), self.scales["weight_s_channel"]]
+        return [self.scales["weight_scale"]]
 
 
 @functools.cache
@@ -262,20 +268,20 @@ def blank(layer: Layer, rows: int, columns: int, device: torch.device) -> tuple[
     """A weight of zeros, whose product costs what any other costs: [rows, n] uint8, and what is beside it."""
     blocks = rows, columns // layer.block
     shapes = {
-        Place.WHOLE: (1, 1),
-        Place.ROW: (rows, 1),
-        Place.ROW_OR_WHOLE: (rows, 1),
-        Place.BLOCK: blocks,
-        Place.TILED: tiled_shape(*blocks),
+        ScalePlace.WHOLE: (1, 1),
+        ScalePlace.ROW: (rows, 1),
+        ScalePlace.ROW_OR_WHOLE: (rows, 1),
+        ScalePlace.BLOCK: blocks,
+        ScalePlace.TILED: tiled_shape(*blocks),
     }
-    beside = {}
-    for leaf, known in FORMATS[layer.format].beside.items():
+    scales = {}
+    for leaf, known in FORMATS[layer.format].scales.items():
         if known.needed:
-            single = known.place in (Place.BLOCK, Place.TILED)
-            dtype = torch.float8_e4m3fn if known.place is Place.BLOCK else torch.uint8 if single else torch.float32
-            beside[leaf] = torch.ones(shapes[known.place], device=device).to(dtype)
+            single = known.place in (ScalePlace.BLOCK, ScalePlace.TILED)
+            dtype = torch.float8_e4m3fn if known.place is ScalePlace.BLOCK else torch.uint8 if single else torch.float32
+            scales[leaf] = torch.ones(shapes[known.place], device=device).to(dtype)
     packed = torch.zeros(rows, columns // layer.per_byte, dtype=torch.uint8, device=device)
-    return packed, Quantised(layer, beside)
+    return packed, Quantised(layer, scales)
 
 
 def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
@@ -292,43 +298,43 @@ def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
     return packed, Quantised(layer, {"weight_scale": scale})
 
 
-def quantised_bytes(kind: str, shape: tuple[int, ...], whole: tuple[int, ...], beside: Mapping[str, tuple[int, ...]]) -> int:
+def quantised_bytes(kind: str, shape: tuple[int, ...], whole: tuple[int, ...], scales: Mapping[str, tuple[int, ...]]) -> int:
     """Of a weight of `shape` in one of KEPT, which is some rows of one of shape `whole`, with what is beside it.
 
-    `beside`: shapes in the file; without any the weight is made by `quantise_int8`.
+    `scales`: shapes in the file; without any the weight is made by `quantise_int8`.
     """
     size = math.prod(shape) // FORMATS[kind].per_byte
-    for leaf, expected in FORMATS[kind].beside.items():
-        if leaf in beside or (not beside and expected.needed):
-            single = expected.place in (Place.BLOCK, Place.TILED)
-            values = math.prod(beside.get(leaf, (shape[0], 1)))
+    for leaf, expected in FORMATS[kind].scales.items():
+        if leaf in scales or (not scales and expected.needed):
+            single = expected.place in (ScalePlace.BLOCK, ScalePlace.TILED)
+            values = math.prod(scales.get(leaf, (shape[0], 1)))
             size += (1 if single else 4) * (values if values == 1 else values * shape[0] // whole[0])
     return size
 
 
-def cut_beside(
-    tensor: torch.Tensor, place: Place, layer: Layer, size: tuple[int, int], rows: list[Span], columns: list[Span]
+def cut_scale(
+    tensor: torch.Tensor, place: ScalePlace, layer: Layer, size: tuple[int, int], rows: list[Span], columns: list[Span]
 ) -> torch.Tensor:
     """The part of a tensor beside a weight of `size` (rows, columns) that belongs to these rows and columns of it.
 
     In the form that Quantised has; the columns are whole groups (`Layer.unit`).
     """
     match place:
-        case Place.WHOLE:
+        case ScalePlace.WHOLE:
             return tensor.float().view(1, -1)
-        case Place.ROW | Place.ROW_OR_WHOLE:
+        case ScalePlace.ROW | ScalePlace.ROW_OR_WHOLE:
             scales = tensor.float().view(-1, 1)
             return joined([scales[span.slice] for span in rows]) if len(scales) == size[0] else scales
-        case Place.COLUMN:
+        case ScalePlace.COLUMN:
             return torch.cat([tensor.float().view(-1)[span.slice] for span in columns])
-    if place is Place.TILED and (whole := _whole_tiles(size, rows, columns)) is not None:
+    if place is ScalePlace.TILED and (whole := _whole_tiles(size, rows, columns)) is not None:
         return joined([tensor.view(torch.uint8)[part] for part in whole])
-    blocks = untiled(tensor, size[0], size[1] // layer.block) if place is Place.TILED else tensor
+    blocks = untiled(tensor, size[0], size[1] // layer.block) if place is ScalePlace.TILED else tensor
     single = blocks.element_size() == 1  # bytes by another name can be cut and joined on every device
     values = torch.cat([(blocks.view(torch.uint8) if single else blocks)[span.slice] for span in rows])
     inside = [slice(span.start // layer.block, span.stop // layer.block) for span in columns]
     values = torch.cat([values[:, part] for part in inside], dim=1)
-    if place is Place.TILED:
+    if place is ScalePlace.TILED:
         return tiled(values)
     return values.view(torch.float8_e4m3fn) if single else values
 

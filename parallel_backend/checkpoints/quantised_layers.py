@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from .packed_formats import FP8_KINDS
-from .quantised_formats import CODES, FLOATS, FORMATS, KEPT, ROTATIONS, Beside, Layer, Place, tiled_shape
+from .quantised_formats import CODES, FLOATS, FORMATS, KEPT, ROTATIONS, Layer, ScaleLayout, ScalePlace, tiled_shape
 from .tensor_files import Entry, read_settings
 
 MARKER = "scaled_fp8"
@@ -47,17 +47,17 @@ def attach_quantisation(name: str, entries: Mapping[str, Entry], stated: Mapping
     for key in list(rest):
         layer, weight = key.rpartition(".")[0], rest.get(key.rpartition(".")[0] + ".weight")
         leaf = OLD_NAMES.get(key.removeprefix(layer), key.removeprefix(f"{layer}."))
-        if weight is None or leaf not in (SCALE, INPUT_SCALE) or weight.dtype in KEPT or leaf in weight.beside:
+        if weight is None or leaf not in (SCALE, INPUT_SCALE) or weight.dtype in KEPT or leaf in weight.scales:
             continue
-        beside = _checked(name, key, rest.pop(key), weight, FORMATS["float8_e4m3fn"].beside[leaf])
-        rest[f"{layer}.weight"] = replace(weight, beside=weight.beside | {leaf: beside})
+        scale = _checked(name, key, rest.pop(key), weight, FORMATS["float8_e4m3fn"].scales[leaf])
+        rest[f"{layer}.weight"] = replace(weight, scales=weight.scales | {leaf: scale})
         scaled |= leaf == SCALE
     for key, entry in rest.items():
         layer = key.removesuffix(".weight")
         fp8_matrix = key.endswith(".weight") and len(entry.shape) == 2 and entry.dtype in FP8_KINDS
         how = settings.get(layer)
         if (how is not None or (fp8_matrix and scaled and not settings)) and entry.dtype not in KEPT:
-            if SCALE not in entry.beside:
+            if SCALE not in entry.scales:
                 raise ValueError(
                     f"model_name: {name} holds scaled weights, but lacks the scale of {key}. The file is damaged, or its "
                     "conversion was stopped; use another copy."
@@ -84,17 +84,17 @@ def _kept(name: str, layer: str, how: Mapping[str, Any], rest: dict[str, Entry])
     weight = replace(weight, shape=(weight.shape[0], weight.shape[1] * known.per_byte), dtype=how["format"])
     said = _layer(name, layer, how, weight.shape[1])
     weight = replace(weight, layer=said)
-    beside = {}
-    for leaf, expected in known.beside.items():
+    scales = {}
+    for leaf, expected in known.scales.items():
         found = rest.pop(f"{layer}.{leaf}", None)
         if found is not None:
-            beside[leaf] = _checked(name, f"{layer}.{leaf}", found, weight, expected)
+            scales[leaf] = _checked(name, f"{layer}.{leaf}", found, weight, expected)
         elif expected.needed:
             raise ValueError(
                 f"model_name: {name} holds {key} in the format {how['format']}, but lacks {layer}.{leaf}, the scale that it "
                 "has to have. The file is damaged, or its conversion was stopped; use another copy."
             )
-    return replace(weight, beside=beside)
+    return replace(weight, scales=scales)
 
 
 def _layer(name: str, layer: str, how: Mapping[str, Any], columns: int) -> Layer:
@@ -122,24 +122,24 @@ def _layer(name: str, layer: str, how: Mapping[str, Any], columns: int) -> Layer
     return Layer(kind, rotation, block, bool(how.get("full_precision_matrix_mult", False)), dtype)
 
 
-def _checked(name: str, key: str, beside: Entry, weight: Entry, expected: Beside) -> Entry:
-    """`beside` again. ValueError unless it has the shape and a dtype of what it is said to be."""
+def _checked(name: str, key: str, scale: Entry, weight: Entry, expected: ScaleLayout) -> Entry:
+    """`scale` again. ValueError unless it has the shape and a dtype of what it is said to be."""
     rows, columns = weight.shape[0], weight.shape[-1]
-    by_row = beside.shape == (rows, 1) or (weight.dtype in KEPT and beside.shape == (rows,))
+    by_row = scale.shape == (rows, 1) or (weight.dtype in KEPT and scale.shape == (rows,))
     blocks = (rows, columns // weight.layer.block) if weight.layer else ()
-    whole = all(size == 1 for size in beside.shape)
+    whole = all(size == 1 for size in scale.shape)
     fits = {
-        Place.WHOLE: whole or (key.endswith("codebook") and beside.shape == (CODES,)),
-        Place.ROW: by_row,
-        Place.ROW_OR_WHOLE: by_row or whole,
-        Place.COLUMN: beside.shape == (columns,),
-        Place.BLOCK: beside.shape == blocks,
-        Place.TILED: bool(blocks) and beside.shape == tiled_shape(*blocks),
+        ScalePlace.WHOLE: whole or (key.endswith("codebook") and scale.shape == (CODES,)),
+        ScalePlace.ROW: by_row,
+        ScalePlace.ROW_OR_WHOLE: by_row or whole,
+        ScalePlace.COLUMN: scale.shape == (columns,),
+        ScalePlace.BLOCK: scale.shape == blocks,
+        ScalePlace.TILED: bool(blocks) and scale.shape == tiled_shape(*blocks),
     }
-    if beside.dtype in expected.dtypes and fits[expected.place]:
-        return beside
+    if scale.dtype in expected.dtypes and fits[expected.place]:
+        return scale
     what = "scales of a whole weight or of each of its rows" if expected.dtypes == FLOATS else "scales of other values"
     raise ValueError(
-        f"model_name: {name} holds {key} as {beside.dtype} of shape {list(beside.shape)} beside a weight of shape "
+        f"model_name: {name} holds {key} as {scale.dtype} of shape {list(scale.shape)} beside a weight of shape "
         f"{list(weight.shape)}; {what} can be used."
     )

@@ -13,7 +13,7 @@ from parallel_backend.families.base.family import Source
 
 from .checkpoint import Checkpoint, to_original
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half, Packing
-from .quantised_formats import FORMATS, KEPT, Quantised, cut_beside, quantise_int8
+from .quantised_formats import FORMATS, KEPT, Quantised, cut_scale, quantise_int8
 from .tensor_files import Entry, open_file
 
 
@@ -87,12 +87,12 @@ class Reader:
         packing = self._stored(target)
         if isinstance(packing, Fp8):
             scale = None if entry.scale is None else self._scale(target, shard, device)
-            given = entry.beside.get("input_scale")
+            given = entry.scales.get("input_scale")
             given = None if given is None else self.tensor(given).float().view(1, 1).to(device, copy=True)
             # Plain fp8 is expanded, as by ComfyUI without --fast: its file has no say on the rounding of inputs.
             packing = Fp8(storage, scale, given, entry.layer is None or entry.layer.full_precision)
         elif isinstance(packing, Quantised):
-            packing = Quantised(entry.layer, self._beside(target, shard, device))
+            packing = Quantised(entry.layer, self._scales(target, shard, device))
         row = Span(0, torch.Size(entry.shape[1:]).numel())
         dim, spans, rows = self._cut(target, shard)
         spans = spans if dim == 0 else [packing.byte_span(span) for span in spans]
@@ -115,15 +115,15 @@ class Reader:
             return Fp8(entry.dtype)
         return GgufBlocks(entry.dtype) if entry.dtype in GGUF_BLOCKS else None
 
-    def _beside(self, target: str, shard: Shard | None, device: torch.device) -> dict[str, torch.Tensor]:
+    def _scales(self, target: str, shard: Shard | None, device: torch.device) -> dict[str, torch.Tensor]:
         """What belongs to this part of a weight in one of KEPT, as Quantised has it."""
         entry = self._entry(target)
         dim, spans, rows = self._cut(target, shard)
         rows, columns = (spans, [Span(0, entry.shape[1])]) if dim == 0 else ([rows], spans)
-        known = FORMATS[entry.dtype].beside
+        known = FORMATS[entry.dtype].scales
         parts = {}
-        for leaf, there in entry.beside.items():
-            part = cut_beside(self.tensor(there), known[leaf].place, entry.layer, entry.shape, rows, columns)
+        for leaf, there in entry.scales.items():
+            part = cut_scale(self.tensor(there), known[leaf].place, entry.layer, entry.shape, rows, columns)
             parts[leaf] = part.to(device, copy=True)  # a view of the mapped file would keep all of it open
         return parts
 

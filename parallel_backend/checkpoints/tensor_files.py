@@ -41,13 +41,13 @@ class Entry:
     safetensors' own name."""
     layer: Layer | None = None
     """Of the weight of a quantised layer: how it is quantised."""
-    beside: "Mapping[str, Entry]" = field(default_factory=dict)
+    scales: "Mapping[str, Entry]" = field(default_factory=dict)
     """By name, the tensors of the file that belong to this weight (quantised_layers.py): its scales and others."""
 
     @property
     def scale(self) -> "Entry | None":
         """What values in a dtype of floats are to be multiplied with."""
-        return self.beside.get("weight_scale")
+        return self.scales.get("weight_scale")
 
 
 def open_file(path: Path) -> AbstractContextManager[Any]:

@@ -18,8 +18,8 @@ from parallel_backend.processes.pool import again
 class Conditioning:
     """What a set of calls shares, as the ranks know it by `id`: tensors, whose first axis is the batch, and `changes`.
 
-    `first_replica`: the replica that has the first of their entries; its K/V buffers are there. `beside`: the first of the
-    text tokens that are of a latent beside the picture's.
+    `first_replica`: the replica that has the first of their entries; its K/V buffers are there. `companion_tokens`: how
+    many of the text tokens, the first ones, are the companion latent's.
     """
 
     id: int
@@ -29,7 +29,7 @@ class Conditioning:
     batch: int
     tensors: dict[str, torch.Tensor]
     first_replica: int = 0
-    beside: int = 0
+    companion_tokens: int = 0
     changes: BlockChanges = UNCHANGED
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
@@ -49,12 +49,12 @@ class Conditioning:
         tensors: dict[str, torch.Tensor],
         unsure: Collection[str] | None = None,
         along: str = "rows",
-        beside: int = 0,
+        companion_tokens: int = 0,
         changes: BlockChanges = UNCHANGED,
     ) -> bool:
         """Whether a call with these tensors is one for this conditioning. Only those named in `unsure` are compared."""
-        own = self.grid, self.token_order.along, self.beside, self.changes
-        if own != (grid, along, beside, changes) or self.tensors.keys() != tensors.keys():
+        own = self.grid, self.token_order.along, self.companion_tokens, self.changes
+        if own != (grid, along, companion_tokens, changes) or self.tensors.keys() != tensors.keys():
             return False
         return same_values([(self.tensors[name], tensors[name]) for name in (tensors if unsure is None else unsure)])
 
@@ -76,7 +76,7 @@ Residuals = dict[str, torch.Tensor]
 class Call:
     """One evaluation of the transformer for tokens `tokens` of the token order.
 
-    `x` [B, n + a, c]: the picture's tokens among them, and with the text those of the latent beside it. `run` is 0 for a
+    `x` [B, n + a, c]: the picture's tokens among them, and with the text those of the companion latent. `run` is 0 for a
     call without buffers.
     `timestep`, `stale`, `overlap`: see sampling.Step. `residuals`: block "<list>.<index>" -> [B, n, hidden] added behind it.
     """
@@ -93,14 +93,14 @@ class Call:
     future: Future = field(default_factory=Future)
 
     @property
-    def beside(self) -> int:
-        """Tokens of the latent beside the picture's."""
-        return self.conditioning.beside if self.with_text else 0
+    def companion_tokens(self) -> int:
+        """Tokens of the companion latent."""
+        return self.conditioning.companion_tokens if self.with_text else 0
 
     def rows(self, cut: SequenceCut) -> list[tuple[Span, Span]]:
-        """By sequence rank, its rows of `x`: the picture's, and those of the latent beside it."""
+        """By sequence rank, its rows of `x`: the picture's, and those of the companion latent."""
         text = self.conditioning.text_tokens if self.with_text else 0
-        return cut.rows(self.conditioning.token_order, self.tokens, text, self.beside)
+        return cut.rows(self.conditioning.token_order, self.tokens, text, self.companion_tokens)
 
 
 def fail(future: Future, error: Exception) -> None:

@@ -56,10 +56,12 @@ class ConditioningCache:
         tensors: dict[str, torch.Tensor],
         first_replica: int,
         along: str = "rows",
-        beside: int = 0,
+        companion_tokens: int = 0,
         changes: BlockChanges = UNCHANGED,
     ) -> Conditioning:
-        """The ranks' own copy of these tensors, sent now if it is not there yet. `beside`, `changes`: see Conditioning.
+        """The ranks' own copy of these tensors, sent now if it is not there yet.
+
+        `companion_tokens`, `changes`: see Conditioning.
 
         A sampler passes the same values again at each step, mostly in new tensors: those are compared. Bands pass the same
         tensors (nodes/sampling/host_sampling.py), which are known if nobody has written to them since.
@@ -67,11 +69,11 @@ class ConditioningCache:
         held = [known for known in reversed(self._held) if known.first_replica == first_replica]
         unsure = {known.id: self._unsure(known, tensors) for known in held}
         for known in sorted(held, key=lambda known: len(unsure[known.id])):
-            if known.matches(grid, tensors, unsure[known.id], along, beside, changes):
+            if known.matches(grid, tensors, unsure[known.id], along, companion_tokens, changes):
                 self._seen[known.id] = _seen_now(tensors)
                 return known
         check_conditioning(tensors)
-        conditioning = self._make(grid, tensors, first_replica, along, beside, changes)
+        conditioning = self._make(grid, tensors, first_replica, along, companion_tokens, changes)
         self._scatter.conditioning(conditioning)
         self._held.append(conditioning)
         self._seen[conditioning.id] = _seen_now(tensors)
@@ -114,7 +116,7 @@ class ConditioningCache:
         tensors: dict[str, torch.Tensor],
         first_replica: int,
         along: str,
-        beside: int,
+        companion_tokens: int,
         changes: BlockChanges,
     ) -> Conditioning:
         family = self._family
@@ -123,10 +125,10 @@ class ConditioningCache:
             id=next(self._ids),
             grid=grid,
             token_order=family.token_order(grid, references, along),
-            text_tokens=family.text_tokens(grid, beside, tensors),
+            text_tokens=family.text_tokens(grid, companion_tokens, tensors),
             batch=len(next(iter(tensors.values()))),
             tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
             first_replica=first_replica,
-            beside=beside,
+            companion_tokens=companion_tokens,
             changes=changes,
         )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.balance import Balance, check_stage_split, divide, even_stages, spill_seconds, timed_rows
-from parallel_backend.placement.memory_model import Request, beside_blocks, bytes_by_block
+from parallel_backend.placement.memory_model import Request, bytes_by_block, bytes_outside_blocks
 from parallel_backend.placement.model_sizes import block_bytes, block_lists, model_sizes
 from parallel_backend.processes.pool import Poll, Pool
 from parallel_backend.wire import messages as m
@@ -36,10 +36,10 @@ def balance(
         return Balance(by_hand or even_stages(len(lists), degrees.pipe), even, None)
     rows = timed_rows(expected, degrees, on_gpus=all("cuda" in device for device in pool.devices))
     probes = measured_blocks(pool, m.Probe(str(checkpoint.path), dtype, rows), lists, poll)
-    sizes, beside = block_bytes(checkpoint, lists, dtype, degrees.tensor), None
+    sizes, other_bytes = block_bytes(checkpoint, lists, dtype, degrees.tensor), None
     if expected is not None:
         model = model_sizes(checkpoint, dtype, pool.devices[0])
         sizes = bytes_by_block(model, degrees, (expected,))
-        beside = beside_blocks(model, degrees, expected)
-    found = divide(degrees, lists, sizes, probes, beside=beside, spill=spill_seconds(copy_rates, expected))
+        other_bytes = bytes_outside_blocks(model, degrees, expected)
+    found = divide(degrees, lists, sizes, probes, other_bytes=other_bytes, spill=spill_seconds(copy_rates, expected))
     return replace(found, timed_tokens=rows[0] * m.PROBE_COLUMNS)

@@ -18,7 +18,7 @@ from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.processes.failure_text import out_of_memory
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Poll, RankError, wait_for
-from parallel_backend.wire.diagnosis import RankMemory, ReadMemory
+from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 from parallel_backend.wire.vae import DropVAE
 
 from .call import Conditioning
@@ -158,14 +158,14 @@ class MemoryGuard:
         conditioning would have them leave again. Ranks do what they are told before the calls that come after it.
         """
         found.move_to(self.resident.expected())
-        found.rooms = self._with_room(requests, found.rooms, self.resident.expected())
+        found.memories = self._with_room(requests, found.memories, self.resident.expected())
         present = self.resident.expected()
-        placed = [self.memory_check.placed(each, found.rooms, present) for each in (requests, *self._of_last_run)]
+        placed = [self.memory_check.placed(each, found.memories, present) for each in (requests, *self._of_last_run)]
         self._of_this_run.add(requests)
         limits = tuple(map(min, zip(*placed, strict=True)))
         expected = self.resident.expected(limits)
         found.move_to(expected)
-        self.memory_check.check(requests, found.rooms, expected)  # before anything moves
+        self.memory_check.check(requests, found.memories, expected)  # before anything moves
         if expected != present or self.resident.parked:
             self.resident.tell(limits)
             self.resident.wanted = tuple(map(max, self.resident.wanted, expected))
@@ -175,37 +175,41 @@ class MemoryGuard:
         self, requests: tuple[Request, ...], found: tuple[DeviceMemory, ...], resident: Sequence[int] | None
     ) -> tuple[DeviceMemory, ...]:
         """`found`, with what parts of VAEs and then `make_room` have freed there. `resident`: see MemoryCheck.missing."""
-        if any(room.vae and self.memory_check.missing(requests, room, resident) for room in found):
+        if any(memory.vae and self.memory_check.missing(requests, memory, resident) for memory in found):
             self.pool.tell(DropVAE())  # nobody waits: ranks do it before what they are sent from now on
-            found = tuple(room if room.free is None else replace(room, free=room.free + room.vae, vae=0) for room in found)
-        rooms = []
-        for room in found:
-            missing = self.memory_check.missing(requests, room, resident)
-            rooms.append(replace(room, free=room.free + self.make_room(room.device, missing)) if missing else room)
-        return tuple(rooms)
+            found = tuple(
+                memory if memory.free is None else replace(memory, free=memory.free + memory.vae, vae=0) for memory in found
+            )
+        memories = []
+        for memory in found:
+            missing = self.memory_check.missing(requests, memory, resident)
+            memories.append(
+                replace(memory, free=memory.free + self.make_room(memory.device, missing)) if missing else memory
+            )
+        return tuple(memories)
 
     def _device_memories(self, poll: Poll) -> tuple[DeviceMemory, ...]:
-        found = device_memories(self.pool.devices, wait_for(self.pool.ask(ReadMemory(), RankMemory), poll))
-        for room in found:
-            for rank in room.ranks:
-                self.has_host[rank] = room.streams
-                self.copy_rates[rank] = (room.copy_rate or COPY_RATE) if self.memory_check.streams(room) else 0.0
+        found = device_memories(self.pool.devices, wait_for(self.pool.ask(ReadMemory(), DeviceMemoryReport), poll))
+        for memory in found:
+            for rank in memory.ranks:
+                self.has_host[rank] = memory.streams
+                self.copy_rates[rank] = (memory.copy_rate or COPY_RATE) if self.memory_check.streams(memory) else 0.0
         return found
 
 
 class _Found:
-    """`rooms`: what is free beside the weights that each rank's device has, which is `resident` bytes."""
+    """`memories`: what is free beside the weights that each rank's device has, which is `resident` bytes."""
 
-    def __init__(self, rooms: tuple[DeviceMemory, ...], resident: Sequence[int]):
-        self.rooms, self._resident = rooms, resident
+    def __init__(self, memories: tuple[DeviceMemory, ...], resident: Sequence[int]):
+        self.memories, self._resident = memories, resident
 
     def move_to(self, resident: Sequence[int]) -> None:
         """Weights have come or gone since, or are about to."""
         moved = [before - now for before, now in zip(self._resident, resident, strict=True)]
         self._resident = resident
-        self.rooms = tuple(
-            room if room.free is None else replace(room, free=room.free + sum(moved[rank] for rank in room.ranks))
-            for room in self.rooms
+        self.memories = tuple(
+            memory if memory.free is None else replace(memory, free=memory.free + sum(moved[rank] for rank in memory.ranks))
+            for memory in self.memories
         )
 
     def lose(self, resident: Sequence[int]) -> None:

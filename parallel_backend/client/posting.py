@@ -73,13 +73,15 @@ class Posting:
         tensors: dict[str, torch.Tensor],
         first_replica: int,
         along: str,
-        beside: int,
+        companion_tokens: int,
         changes: BlockChanges,
     ) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet. Errors as of ConditioningCache."""
         self._conditionings.check_size(grid, tensors)
         with self.in_order():
-            return self._conditionings.find(grid, tensors, first_replica % self._degrees.batch, along, beside, changes)
+            return self._conditionings.find(
+                grid, tensors, first_replica % self._degrees.batch, along, companion_tokens, changes
+            )
 
     def post(self, call: Call) -> None:
         """Queue the call's micro-steps; `call.future` gives tokens [B, n + a, c] on the CPU."""
@@ -134,5 +136,5 @@ class Posting:
 
     def _rows(self, call: Call, index: int) -> tuple[Span, ...]:
         """Rows of the call's output that sequence rank `index` computes."""
-        image, beside = call.rows(self._cut)[index]
-        return (image, beside) if self._cut.gives_beside(index) else (image,)
+        image, companion = call.rows(self._cut)[index]
+        return (image, companion) if self._cut.gives_companion(index) else (image,)

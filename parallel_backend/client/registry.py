@@ -108,7 +108,7 @@ class Registry:
                 make_room=lambda device, missing: self._make_room(key, pool, make_room, device, missing),
                 expected=expected(),
                 offload=key.offload,
-                beside=True,
+                keep_others=True,
                 cuda_graphs=key.cuda_graphs,
             )
 
@@ -164,12 +164,12 @@ class Registry:
         the least recently used one first, but for the one that is `asking`: it comes back from there."""
         if not nbytes:
             return True
-        room = host_memory()[0] - LEFT_FREE
+        free = host_memory()[0] - LEFT_FREE
         for each in self._models:
-            if room < nbytes and each.model.is_parked and each is not asking:
-                room += sum(each.model.resident.host_bytes)
+            if free < nbytes and each.model.is_parked and each is not asking:
+                free += sum(each.model.resident.host_bytes)
                 self._let_go(each)
-        return room >= nbytes
+        return free >= nbytes
 
     def planned(self, key: ModelKey) -> ModelKey | None:
         """Key of a model on ranks that differs from `key` in nothing but what the planner chose. None: there is none."""
@@ -322,8 +322,8 @@ class Registry:
     def _start(self, devices: tuple[str, ...], self_test: SelfTest) -> Pool:
         threads = self.threads
         if threads is None and device_kind(devices[0]) == "cpu":  # with the CPU ranks that are there already
-            beside = [name for pool in self._pools.working for name in pool.devices if device_kind(name) == "cpu"]
-            threads = max(1, (os.cpu_count() or 1) // len((*devices, *beside)))
+            cpu_devices = [name for pool in self._pools.working for name in pool.devices if device_kind(name) == "cpu"]
+            threads = max(1, (os.cpu_count() or 1) // len((*devices, *cpu_devices)))
         return Pool(
             devices,
             threads=threads,

@@ -51,8 +51,8 @@ class RemoteTransformer:
     blocks for each stage, such as '10,9'. `only`, `compile`, `transfer_dtype`, `cuda_graphs`: see loading.Load.
     `stage_blocks`, `patch_shares` and `stage_costs` say what came of it. `progress` is called with `poll`, on the same
     thread. `make_room`: asked for memory on the ranks' GPUs, before loading and before runs. `expected`: the run that the
-    model is loaded for; the cut goes by it, and stays for runs of other sizes. `beside`: other models on the ranks stay.
-    `offload`: whether weights may be streamed.
+    model is loaded for; the cut goes by it, and stays for runs of other sizes. `keep_others`: other models stay on the
+    ranks. `offload`: whether weights may be streamed.
     Raises ValueError (naming the widget) where the model cannot be cut so, RankError when a rank fails.
     """
 
@@ -71,7 +71,7 @@ class RemoteTransformer:
         transfer_dtype: str = "full",
         make_room: MakeRoom = no_room,
         expected: Request | None = None,
-        beside: bool = False,
+        keep_others: bool = False,
         offload: Offload = ALLOWED,
         cuda_graphs: bool = False,
     ):
@@ -81,7 +81,7 @@ class RemoteTransformer:
         self.pool, self.checkpoint, self.degrees, self.family, self.dtype = pool, checkpoint, degrees, family, dtype
         self._memory: MemoryGuard | None = None
         self._loading = [0.0] * len(pool.devices)
-        self._ranks = ranks = ModelRanks(pool, beside)
+        self._ranks = ranks = ModelRanks(pool, keep_others)
         self._causes = CauseSearch(ranks, degrees, dtype, lambda: self._adaptation.present)
         self._posting = Posting(ranks, degrees, family.patching.frames * family.patching.side**2, self._causes.fail)
         ranks.listen(self._posting.on_output, self._on_loading, self._on_failure)
@@ -257,8 +257,10 @@ class RemoteTransformer:
         """
         latents, patching = latents_of(x), self.family.patching
         shapes = [tuple(latent.shape) for latent in latents]
-        beside = patching.beside_tokens(shapes)
-        conditioning = self.conditioning(patching.grid(shapes[0]), tensors, first_replica, beside=beside, changes=changes)
+        companion_tokens = patching.companion_tokens(shapes)
+        conditioning = self.conditioning(
+            patching.grid(shapes[0]), tensors, first_replica, companion_tokens=companion_tokens, changes=changes
+        )
 
         def answer(outputs: Latents) -> torch.Tensor | Latents:
             return like(x, tuple(output.to(latents[0].device, non_blocking=True) for output in outputs))
@@ -295,14 +297,14 @@ class RemoteTransformer:
         residuals: Residuals | None = None,
     ) -> Call:
         """A call to `post`, checked. `x` [B, n + a, c]: the picture's tokens among `tokens` (None: all), with the text those
-        of the latent beside it too. Fields as of Call. `x` and `timestep` are on the CPU, where they are looked at and cut.
+        of the companion latent too. Fields as of Call. `x` and `timestep` are on the CPU, where they are looked at and cut.
 
         ValueError for values that are not finite, for memory that cannot hold what the run keeps (see `watch_memory`), and
         for fewer tokens than sequence ranks.
         """
         tokens = tokens or conditioning.token_order.span
-        beside = conditioning.beside if with_text else 0
-        assert x.shape[:2] == (conditioning.batch, len(conditioning.token_order.images(tokens)) + beside)
+        companion_tokens = conditioning.companion_tokens if with_text else 0
+        assert x.shape[:2] == (conditioning.batch, len(conditioning.token_order.images(tokens)) + companion_tokens)
         assert not (run and self.degrees.naive), "naive patches keep nothing from call to call"
         check_latent(x, timestep)
         self._memory.check(run, conditioning, _timed(timestep))
@@ -320,17 +322,17 @@ class RemoteTransformer:
         tensors: dict[str, torch.Tensor],
         first_replica: int = 0,
         along: str = "rows",
-        beside: int = 0,
+        companion_tokens: int = 0,
         changes: BlockChanges = UNCHANGED,
     ) -> Conditioning:
         """The ranks' own copy of these tensors, sent only if it is not there yet (see ConditioningCache).
 
-        `beside`: tokens of the latent beside the picture's. `changes`: what the calls change inside the blocks.
+        `companion_tokens`: tokens of the companion latent. `changes`: what the calls change inside the blocks.
         `first_replica`: first replica to receive entries, modulo the replica count. The first ones get the larger shares.
         `along`: axis by which its calls' tokens are ordered first (Patching.along).
         ValueError if the model has no positions for so large a `grid`.
         """
-        return self._posting.conditioning(grid, tensors, first_replica, along, beside, changes)
+        return self._posting.conditioning(grid, tensors, first_replica, along, companion_tokens, changes)
 
     def open_run(self, extrapolate: bool = True) -> int:
         """A number for a run, under which its calls keep their K/V buffers. See Runs.open, also for errors."""

@@ -46,10 +46,10 @@ class Scatter:
         messages: list[tuple[int, m.Step]] = []
         for stage, blocks in enumerate(stages):
             numbers = {id(tensor): number for number, tensor in enumerate(added[stage])}
-            for index, (images, beside) in enumerate(shards):
+            for index, (images, companion) in enumerate(shards):
                 x = call.x[entries, images.slice] if stage == 0 else None
-                if stage == 0 and len(beside):
-                    x = torch.cat((x, call.x[entries, beside.slice]), dim=1)
+                if stage == 0 and len(companion):
+                    x = torch.cat((x, call.x[entries, companion.slice]), dim=1)
                 message = m.Step(
                     seq=step.seq,
                     run=call.run,
@@ -80,7 +80,7 @@ class Scatter:
     def conditioning(self, conditioning: Conditioning) -> None:
         """To every rank what it needs of it: the text to the first stage, what modulates to all."""
         family, degrees = self._family, self._degrees
-        words = [own.after(conditioning.beside) for own in self._cut.text(conditioning.text_tokens)]
+        text_spans = [own.after(conditioning.companion_tokens) for own in self._cut.text(conditioning.text_tokens)]
         for replica, entries in enumerate(conditioning.shares(degrees.batch)):
             for stage in range(degrees.pipe):
                 for index in range(degrees.sequence):
@@ -90,7 +90,7 @@ class Scatter:
                         if stage > 0 and not everywhere:
                             continue
                         whole = everywhere or name == REFERENCES or family.whole_text
-                        tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, words[index].slice]
+                        tensors[name] = tensor[entries.slice] if whole else tensor[entries.slice, text_spans[index].slice]
                     message = m.PutConditioning(
                         conditioning.id,
                         conditioning.grid,
@@ -99,7 +99,7 @@ class Scatter:
                         len(entries),
                         tensors,
                         conditioning.token_order.along,
-                        conditioning.beside,
+                        conditioning.companion_tokens,
                         conditioning.changes,
                     )
                     for rank in degrees.ranks(replica, stage, index):

@@ -27,16 +27,16 @@ class SequenceCut:
         bands = (span,) * len(self.shares) if self.repeat_text else split_by_share(span, self.shares)
         return tuple(part for band in bands for part in split(band, self.inner))
 
-    def rows(self, order: TokenOrder, tokens: Span, text: int, beside: int) -> list[tuple[Span, Span]]:
+    def rows(self, order: TokenOrder, tokens: Span, text: int, companion_tokens: int) -> list[tuple[Span, Span]]:
         """By sequence rank, its rows of a micro-step's latents as the client has them: the picture's among `tokens`, and
-        behind all those, of the latent beside it, the `beside` first of `text` text tokens."""
+        behind all those, of its companion, the `companion_tokens` first of `text` text tokens."""
         image = order.images(tokens)
         return [
-            (order.images(own).shift(-image.start), words.before(beside).shift(len(image)))
-            for own, words in zip(self.image(tokens), self.text(text), strict=True)
+            (order.images(own).shift(-image.start), text_span.before(companion_tokens).shift(len(image)))
+            for own, text_span in zip(self.image(tokens), self.text(text), strict=True)
         ]
 
-    def gives_beside(self, index: int) -> bool:
-        """Whether the output of sequence rank `index` has tokens of the latent beside: of repeated ones the first patch
+    def gives_companion(self, index: int) -> bool:
+        """Whether the output of sequence rank `index` has tokens of the companion latent: of repeated ones the first patch
         rank's are taken."""
         return not self.repeat_text or index < self.inner

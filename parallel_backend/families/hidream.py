@@ -103,10 +103,10 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
         "llama": llama[:, :layers],
     }
     picture = given.get("image_cond")
-    return found if picture is None else found | picture_beside(picture, given["latent"][-1])
+    return found if picture is None else found | reference_picture(picture, given["latent"][-1])
 
 
-def picture_beside(picture: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
+def reference_picture(picture: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
     """Conditioning tensors of a picture [B, C, H, W] to the right of a latent of this width. ValueError for an odd one."""
     if width % 2:
         raise ValueError(f"latent_image: beside a picture this model takes latents of even width, this one's is {width}.")

@@ -1,6 +1,6 @@
 """LTX-2, 2.3 and 2.5: text and pictures to video with sound. Two streams of tokens look at each other in every block.
 
-The sound is the latent beside the video's (base/patching.Beside), and the blocks' text stream. Prompts are read by cross
+The sound is the video's companion latent (base/patching.Companion), and the blocks' text stream. Prompts are read by cross
 attention, behind connectors that ComfyUI's process runs once for a prompt (parts/ltx2_text.py). Key layouts: that of
 Lightricks, which ComfyUI's files have, and diffusers' LTX2VideoTransformer3DModel.
 """
@@ -22,7 +22,7 @@ from parallel_backend.families.base.family import (
     Source,
     TextModel,
 )
-from parallel_backend.families.base.patching import Beside, Patching
+from parallel_backend.families.base.patching import Companion, Patching
 from parallel_backend.families.base.step_inputs import Config, Shapes
 from parallel_backend.families.base.tensor_plan import (
     COLUMN,
@@ -199,8 +199,8 @@ def _plan() -> dict[str, Any]:
     return plan
 
 
-SOUND = Beside("b c t f -> b t (c f)", lambda frames: (8, max(1, 8 * frames - 7), 16))
-PATCHING = Patching(side=1, video=True, beside=SOUND)
+SOUND = Companion("b c t f -> b t (c f)", lambda frames: (8, max(1, 8 * frames - 7), 16))
+PATCHING = Patching(side=1, video=True, companion=SOUND)
 LTX2 = Family(
     name="ltx-2",
     model_class="LTX2VideoTransformer3DModel",

@@ -127,14 +127,14 @@ def divide(
     sizes: list[int],
     probes: Sequence[m.Probed],
     imagined: bool = False,
-    beside: int | None = None,
+    other_bytes: int | None = None,
     spill: Sequence[float] = (),
 ) -> Balance:
     """The cut for blocks of these lists, by what each rank (in rank order) measured.
 
-    `sizes`: bytes that each block takes on a rank. `beside`: bytes that a rank takes beside its blocks; None where no run is
-    known, and blocks may have WEIGHTS_SHARE of what is free. `spill`: see spill_seconds. `imagined`: nothing is about to be
-    loaded so, hence nobody is warned.
+    `sizes`: bytes that each block takes on a rank. `other_bytes`: bytes that a rank takes outside its blocks; None where no
+    run is known, and blocks may have WEIGHTS_SHARE of what is free. `spill`: see spill_seconds. `imagined`: nothing is about
+    to be loaded so, hence nobody is warned.
     """
     probes = without_noise(lists, probes)
 
@@ -149,12 +149,12 @@ def divide(
         costs[index][block] += stages[index].ends[0] / 2
     members = [[p.rank for p in probes if degrees.coordinate(p.rank).pipe == index] for index in range(degrees.pipe)]
     free = [[probes[rank].free_bytes for rank in own] for own in members]
-    room = [None if None in given else _room_for_blocks(min(given), beside) for given in free]
-    blocks = cut_blocks(costs, sizes, room, [max(spill[rank] for rank in own) for own in members] if spill else ())
+    limits = [None if None in given else _room_for_blocks(min(given), other_bytes) for given in free]
+    blocks = cut_blocks(costs, sizes, limits, [max(spill[rank] for rank in own) for own in members] if spill else ())
     if blocks is None:
         if not imagined:
             log.warning("Parallel DiT: the model hardly fits the devices' free memory; stages are cut by memory alone.")
-        fullness = [[0.0 if limit is None else size / max(1, limit) for size in sizes] for limit in room]
+        fullness = [[0.0 if limit is None else size / max(1, limit) for size in sizes] for limit in limits]
         blocks = cut_blocks(fullness, sizes, [None] * degrees.pipe)
     speeds = [1 / _whole_model(lists, slowest("patch", index)) for index in range(degrees.patch)]
     return Balance(
@@ -176,8 +176,8 @@ def spill_seconds(rates: Sequence[float], request: Request | None) -> list[float
     return [passes / rate for rate in rates]
 
 
-def _room_for_blocks(free: int, beside: int | None) -> int:
-    return int(WEIGHTS_SHARE * free) if beside is None else int(USABLE_MEMORY * free) - beside
+def _room_for_blocks(free: int, other_bytes: int | None) -> int:
+    return int(WEIGHTS_SHARE * free) if other_bytes is None else int(USABLE_MEMORY * free) - other_bytes
 
 
 def _whole_model(lists: list[str], probed: m.Probed) -> float:

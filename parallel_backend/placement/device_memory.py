@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel_backend.wire.diagnosis import RankMemory
+from parallel_backend.wire.diagnosis import DeviceMemoryReport
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class DeviceMemory:
         return "this machine" if len(self.ranks) == 1 else f"this machine, for {len(self.ranks)} ranks"
 
 
-def device_memories(devices: Sequence[str], answers: Sequence[RankMemory]) -> tuple[DeviceMemory, ...]:
+def device_memories(devices: Sequence[str], answers: Sequence[DeviceMemoryReport]) -> tuple[DeviceMemory, ...]:
     """`answers`: what the ranks said of their memory, in their order. Ranks of equal places share one DeviceMemory."""
-    places: dict[str, list[RankMemory]] = {}
+    places: dict[str, list[DeviceMemoryReport]] = {}
     for answer in answers:
         places.setdefault(answer.place, []).append(answer)
     return tuple(

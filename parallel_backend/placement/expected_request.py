@@ -11,7 +11,7 @@ def expected_request(
     """`shape`: of the latent, with as many axes as the model takes. `entries`: batch entries of a model call, pictures times
     prompts. `prompt`: tokens of the longest prompt. `kept`, `bands`: see Request.
 
-    Reference pictures are not in it: only a model call has their tokens. A latent beside a video's is as long as ComfyUI's
+    Reference pictures are not in it: only a model call has their tokens. A companion latent is as long as ComfyUI's
     empty latents have it.
     """
     family, config = checkpoint.family, checkpoint.config
@@ -21,7 +21,7 @@ def expected_request(
     return Request(
         grid=grid,
         references=0,
-        text=family.text_tokens(grid, family.patching.usual_beside(shape), example),
+        text=family.text_tokens(grid, family.patching.usual_companion_tokens(shape), example),
         padding=family.image_padding(grid),
         entries=entries,
         looked_at=max((tensor.shape[1] for tensor in looked_at if tensor.ndim == 3), default=0),

@@ -65,31 +65,31 @@ class MemoryCheck:
         stages = [self.degrees.coordinate(rank).pipe for rank in range(self.degrees.world)]
         return [rank_weights(self.sizes, self.degrees.tensor, self.spans[stage]) for stage in stages]
 
-    def streams(self, room: DeviceMemory) -> bool:
+    def streams(self, memory: DeviceMemory) -> bool:
         """Weights that do not fit there may be in host memory."""
-        return self.offload.streams and room.streams
+        return self.offload.streams and memory.streams
 
-    def missing(self, requests: tuple[Request, ...], room: DeviceMemory, resident: Sequence[int] | None) -> int:
+    def missing(self, requests: tuple[Request, ...], memory: DeviceMemory, resident: Sequence[int] | None) -> int:
         """Bytes that a device lacks for its ranks by the whole estimate, with all of their weights and what is to stay free;
         0 where it lacks none, or its free bytes are unknown.
 
         `resident`: bytes of weights that each rank has on its device now, the requests come beside them. None: the model is
         not loaded, and takes the place of what ranks hold.
         """
-        if room.free is None:
+        if memory.free is None:
             return 0
-        needed, there = self.memory(requests), room.free - self.offload.leave_free
+        needed, there = self.memory(requests), memory.free - self.offload.leave_free
         if resident is None:
-            beside = sum(needed[rank].total - needed[rank].weights for rank in room.ranks)
-            size = beside + self._together(room, {rank: needed[rank].weights for rank in room.ranks})
-            return max(0, math.ceil(size / USABLE_MEMORY) - there - room.held)
-        away = sum(max(0, needed[rank].weights - resident[rank]) for rank in room.ranks)
-        size = away + sum(needed[rank].run for rank in room.ranks)
+            other_bytes = sum(needed[rank].total - needed[rank].weights for rank in memory.ranks)
+            size = other_bytes + self._together(memory, {rank: needed[rank].weights for rank in memory.ranks})
+            return max(0, math.ceil(size / USABLE_MEMORY) - there - memory.held)
+        away = sum(max(0, needed[rank].weights - resident[rank]) for rank in memory.ranks)
+        size = away + sum(needed[rank].run for rank in memory.ranks)
         return max(0, math.ceil(size / USABLE_MEMORY) - there)
 
-    def _together(self, room: DeviceMemory, sizes: Mapping[int, int]) -> int:
-        """Bytes that weights of these `sizes`, by rank, take in `room`."""
-        shared = not room.of_gpu and not room.host and SHARED
+    def _together(self, memory: DeviceMemory, sizes: Mapping[int, int]) -> int:
+        """Bytes that weights of these `sizes`, by rank, take in `memory`."""
+        shared = not memory.of_gpu and not memory.host and SHARED
         return shared_bytes(self.degrees, sizes) if shared else sum(sizes.values())
 
     def check_weights(self, found: Sequence[DeviceMemory]) -> None:
@@ -98,16 +98,16 @@ class MemoryCheck:
         """
         self.last = (), tuple(found)
         weights = self.weights()
-        for room in found:
-            streams = self.streams(room)
-            sizes = {rank: weights[rank].least if streams else weights[rank].total for rank in room.ranks}
-            size = self._together(room, sizes)
-            if room.free is not None and size > room.free + room.held:
+        for memory in found:
+            streams = self.streams(memory)
+            sizes = {rank: weights[rank].least if streams else weights[rank].total for rank in memory.ranks}
+            size = self._together(memory, sizes)
+            if memory.free is not None and size > memory.free + memory.held:
                 name = self.checkpoint.path.name
-                what = f"the weights of {name} take {_size(size)} on {room.name}"
+                what = f"the weights of {name} take {_size(size)} on {memory.name}"
                 if streams:
-                    what = f"of the weights of {name} at least {_size(size)} have to be on {room.name}"
-                there = f"{_size(room.free + room.held)}{_place(room)} is free"
+                    what = f"of the weights of {name} at least {_size(size)} have to be on {memory.name}"
+                there = f"{_size(memory.free + memory.held)}{_place(memory)} is free"
                 raise ValueError(
                     f"model_name: {what}, where {there} with {self.degrees} and weight_dtype {self.dtype}. "
                     f"{self._instead((), _usable(found))}"
@@ -123,19 +123,19 @@ class MemoryCheck:
         """
         weights, needed = self.weights(), self.memory(requests)
         limits = [ALL] * self.degrees.world
-        for room in found:
-            if not self.streams(room):
+        for memory in found:
+            if not self.streams(memory):
                 continue
-            own = [weights[rank] for rank in room.ranks]
-            run = sum(needed[rank].total - needed[rank].weights for rank in room.ranks)
-            there = room.free - self.offload.leave_free
-            budget = int((USABLE_MEMORY if requests else WEIGHTS_SHARE) * (there + room.held)) - run
+            own = [weights[rank] for rank in memory.ranks]
+            run = sum(needed[rank].total - needed[rank].weights for rank in memory.ranks)
+            there = memory.free - self.offload.leave_free
+            budget = int((USABLE_MEMORY if requests else WEIGHTS_SHARE) * (there + memory.held)) - run
             if resident is not None:
-                now, run = sum(resident[rank] for rank in room.ranks), sum(needed[rank].run for rank in room.ranks)
+                now, run = sum(resident[rank] for rank in memory.ranks), sum(needed[rank].run for rank in memory.ranks)
                 budget = int(USABLE_MEMORY * (there + now)) - run
                 if budget < now <= there + now - run / USABLE_MEMORY:  # the slack that it was given is no reason
                     budget = now
-            for rank, one, size in zip(room.ranks, own, share_out(own, budget), strict=True):
+            for rank, one, size in zip(memory.ranks, own, share_out(own, budget), strict=True):
                 limits[rank] = ALL if size == one.total else size
         return tuple(min(limits[other] for other in self.degrees.same_weights(rank)) for rank in range(len(limits)))
 
@@ -148,19 +148,19 @@ class MemoryCheck:
         """
         self.last = requests, found
         needed, weights = self.memory(requests), self.weights()
-        for room in found:
-            if room.free is None:
+        for memory in found:
+            if memory.free is None:
                 continue
-            own = [needed[rank] for rank in room.ranks]
-            free = room.free
-            if resident is not None and self.streams(room):
-                free += sum(max(0, resident[rank] - weights[rank].least) for rank in room.ranks)
+            own = [needed[rank] for rank in memory.ranks]
+            free = memory.free
+            if resident is not None and self.streams(memory):
+                free += sum(max(0, resident[rank] - weights[rank].least) for rank in memory.ranks)
             certain, likely = sum(one.certain for one in own), sum(one.run for one in own)
             if certain > free:
-                raise ValueError(f"latent_image: {self._said(own, room, free)} {self._instead(requests, _usable(found))}")
+                raise ValueError(f"latent_image: {self._said(own, memory, free)} {self._instead(requests, _usable(found))}")
             if likely > USABLE_MEMORY * free and requests != self._warned:
                 self._warned = requests
-                log.warning("Parallel DiT: %s %s", self._said(own, room, free), self._instead(requests, _usable(found)))
+                log.warning("Parallel DiT: %s %s", self._said(own, memory, free), self._instead(requests, _usable(found)))
 
     def said_of_streaming(self, limits: Sequence[int]) -> str:
         """What these limits (see `placed`) mean, in words. Empty if nothing is streamed."""
@@ -182,11 +182,11 @@ class MemoryCheck:
         requests, found = self.last
         needed = self.memory(requests)
         each = "; ".join(
-            f"{room.device} {self._parts([needed[rank] for rank in room.ranks], loaded=True)}"
-            + ("" if room.free is None else f", {_size(room.free + room.held)} was there for it")
-            for room in found
+            f"{memory.device} {self._parts([needed[rank] for rank in memory.ranks], loaded=True)}"
+            + ("" if memory.free is None else f", {_size(memory.free + memory.held)} was there for it")
+            for memory in found
         )
-        less = [(room, TARGET_SHARE * sum(needed[rank].total for rank in room.ranks)) for room in found]
+        less = [(memory, TARGET_SHARE * sum(needed[rank].total for rank in memory.ranks)) for memory in found]
         instead = self._instead(requests, less)
         if found and all(map(self.streams, found)):
             lack = (1 - TARGET_SHARE) * max(need.total for need in needed)
@@ -195,14 +195,16 @@ class MemoryCheck:
             )
         return f"The run was expected to take: {each}. {instead}"
 
-    def _said(self, own: Sequence[MemoryNeed], room: DeviceMemory, free: int) -> str:
+    def _said(self, own: Sequence[MemoryNeed], memory: DeviceMemory, free: int) -> str:
         """`free`: with what weights can give up there, where they are streamed. Below 0 where not even weights fit."""
         size = sum(one.run for one in own)
         weights = sum(one.weights for one in own)
-        beside = "is free with weights streamed" if self.streams(room) else f"is free beside {_size(weights)} of weights"
+        free_text = (
+            "is free with weights streamed" if self.streams(memory) else f"is free beside {_size(weights)} of weights"
+        )
         return (
-            f"this run needs about {_size(size)} more on {room.name} ({self._parts(own)}), where {_size(max(0, free))}"
-            f"{_place(room)} {beside}."
+            f"this run needs about {_size(size)} more on {memory.name} ({self._parts(own)}), where {_size(max(0, free))}"
+            f"{_place(memory)} {free_text}."
         )
 
     def _parts(self, own: Sequence[MemoryNeed], loaded: bool = False) -> str:
@@ -218,9 +220,9 @@ class MemoryCheck:
 
     def _instead(self, requests: tuple[Request, ...], limits: Sequence[tuple[DeviceMemory, float]]) -> str:
         """What would fit, in words. `limits`: bytes that the ranks of each room may have."""
-        shares = tuple(limit / len(room.ranks) for room, limit in limits for _ in room.ranks)
-        rooms = [room for room, _ in limits]
-        capacity = Capacity(shares, len(rooms) == 1 and not rooms[0].of_gpu, all(map(self.streams, rooms)))
+        shares = tuple(limit / len(memory.ranks) for memory, limit in limits for _ in memory.ranks)
+        memories = [memory for memory, _ in limits]
+        capacity = Capacity(shares, len(memories) == 1 and not memories[0].of_gpu, all(map(self.streams, memories)))
         ways = changes(
             self.checkpoint,
             self.dtype,
@@ -232,7 +234,7 @@ class MemoryCheck:
             capacity,
             self.device_count,
         )
-        if not capacity.streams and all(room.streams for room in rooms):
+        if not capacity.streams and all(memory.streams for memory in memories):
             streaming = replace(capacity, streams=True)
             if fits(self.sizes, self.degrees, self.spans, requests, streaming):
                 ways.insert(0, f"offload {AUTO}")
@@ -242,7 +244,7 @@ class MemoryCheck:
 
 
 def _usable(found: Sequence[DeviceMemory]) -> list[tuple[DeviceMemory, float]]:
-    return [(room, USABLE_MEMORY * (room.free + room.held)) for room in found if room.free is not None]
+    return [(memory, USABLE_MEMORY * (memory.free + memory.held)) for memory in found if memory.free is not None]
 
 
 def devices_for(used: tuple[str, ...]) -> int:
@@ -251,8 +253,8 @@ def devices_for(used: tuple[str, ...]) -> int:
     return max(len(used), torch.cuda.device_count() if local else 0)
 
 
-def _place(room: DeviceMemory) -> str:
-    return "" if room.total is None else f" of {_size(room.total)}"
+def _place(memory: DeviceMemory) -> str:
+    return "" if memory.total is None else f" of {_size(memory.total)}"
 
 
 def _size(size: float) -> str:

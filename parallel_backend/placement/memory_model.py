@@ -178,7 +178,7 @@ def bytes_by_block(sizes: ModelSizes, degrees: Degrees, requests: tuple[Request,
     return found
 
 
-def beside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) -> int:
+def bytes_outside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) -> int:
     """Bytes of a run beside the blocks' weights and what it keeps for them, on a rank with all of it."""
     uncut = (Span(0, len(sizes.block_bytes)),) * degrees.pipe
     needs = [memory_of(sizes, degrees, uncut, rank, (request,)) for rank in range(degrees.world)]

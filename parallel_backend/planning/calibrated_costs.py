@@ -19,7 +19,7 @@ from .modes import Mode
 from .prediction import Sent, StepCost, StepKind
 from .workload import SUMS, Workload
 
-BEFORE = 0.75
+ULYSSES_INPUT_SHARE = 0.75
 """Part of Ulysses' bytes that travels before attention, as queries, keys and values in one message; the rest after it."""
 LEAST_GROWTH = 0.05
 """Part of the longer sequence's seconds that is taken to grow with the tokens, at least."""
@@ -125,9 +125,9 @@ class CalibratedCosts:
                     for rank, cost in own.items()
                 )
                 attention = entries * min(cost.attention(queries, keys) for cost in own.values())
-                waits, beside = self._transfers(mode, members, name, kind, entries, attention)
+                waits, overlapped = self._transfers(mode, members, name, kind, entries, attention)
                 for rank in members:
-                    seconds[rank] = max(slowest + waits, beside)
+                    seconds[rank] = max(slowest + waits, overlapped)
         around = tuple(compute(rank, cost.around, 0.0, 1) for rank, cost in enumerate(costs))
         return StepCost({name: tuple(seconds) for name, seconds in blocks.items()}, around, self.calibration.hop)
 
@@ -211,10 +211,12 @@ class CalibratedCosts:
         `attention`: seconds of the whole attention, uncut.
         """
         degrees, links, layers = mode.degrees, self.machine.links, len(self._layers(block))
-        waits = beside = 0.0
+        waits = overlapped = 0.0
         if degrees.ulysses > 1:
             groups, sent = _groups(mode, "ulysses", members), self._bytes(mode, "ulysses", block, kind, entries) / layers
-            waits += layers * sum(links.exchange(groups, part * sent) for part in (BEFORE, 1 - BEFORE))
+            waits += layers * sum(
+                links.exchange(groups, part * sent) for part in (ULYSSES_INPUT_SHARE, 1 - ULYSSES_INPUT_SHARE)
+            )
         if degrees.ring > 1:
             steps, groups = layers * (degrees.ring - 1), _groups(mode, "ring", members)
             shift = links.shift(groups, self._bytes(mode, "ring", block, kind, entries) / steps)
@@ -226,8 +228,8 @@ class CalibratedCosts:
             waits += self._sums(block) * links.all_reduce(_groups(mode, "tensor", members), size)
         if degrees.patch > 1:
             seconds = links.exchange(_groups(mode, "patch", members), self._bytes(mode, "patch", block, kind, entries))
-            waits, beside = (waits + seconds, 0.0) if kind is StepKind.EXACT else (waits, seconds)
-        return waits, beside
+            waits, overlapped = (waits + seconds, 0.0) if kind is StepKind.EXACT else (waits, seconds)
+        return waits, overlapped
 
 
 def _of(cost: DeviceCost, block: str) -> BlockCost:

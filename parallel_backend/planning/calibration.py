@@ -16,7 +16,7 @@ from parallel_backend.placement.links import SIZES
 from parallel_backend.placement.model_sizes import joint_text
 from parallel_backend.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.processes.pool import Poll, Pool, wait_for
-from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, Probe, Probed, RankMemory, ReadMemory
+from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, DeviceMemoryReport, Probe, Probed, ReadMemory
 from parallel_backend.wire.messages import LinksProbed
 
 from .calibrated_costs import Calibration, DeviceCost, pairs_of, through
@@ -60,7 +60,7 @@ def calibrate(pool: Pool, checkpoint: Checkpoint, dtype: str, poll: Poll) -> Cal
     """Takes the ranks' model away. RankError if one fails."""
     wait_for(pool.ready, poll)
     found = measured_links(pool, SIZES, poll)
-    memories = wait_for(pool.ask(ReadMemory(), RankMemory), poll)
+    memories = wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), poll)
     rows = ROWS["cuda" if all(device_kind(device) == "cuda" for device in pool.devices) else "cpu"]
     lists = [name for name, count in checkpoint.family.blocks.counts(checkpoint.config).items() if count]
     probes = measured_blocks(pool, Probe(str(checkpoint.path), dtype, rows), lists, poll)
@@ -71,7 +71,7 @@ def calibration_of(
     devices: Sequence[str],
     checkpoint: Checkpoint,
     found: Sequence[LinksProbed],
-    memories: Sequence[RankMemory],
+    memories: Sequence[DeviceMemoryReport],
     probes: Sequence[Probed],
     rows: tuple[int, int],
 ) -> Calibration:

@@ -10,7 +10,7 @@ from parallel_backend.placement.balance import ALIKE
 from parallel_backend.placement.links import SIZES
 from parallel_backend.placement.residency import ALLOWED, Offload
 from parallel_backend.processes.pool import Poll, Pool, wait_for
-from parallel_backend.wire.diagnosis import RankMemory, ReadMemory
+from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 
 from .machine import machine_of
@@ -56,7 +56,7 @@ def measure(
     """The costs of these modes, and of one device. The host's memory is asked for once the ranks have no model."""
     wait_for(pool.ready, poll)
     links = measured_links(pool, SIZES, poll)
-    memories = wait_for(pool.ask(ReadMemory(), RankMemory), poll)
+    memories = wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), poll)
     costs = RehearsedCosts(workload, machine_of(pool.devices, links, memories, host_free()), {})
     groups = [list(same) for _, same in itertools.groupby(needed(modes, workload), key=lambda kind: kind.degrees)]
     # CPU ranks have no device of their own: what else the machine does, or its clock, must not fall on one mode alone.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from parallel_backend.core.devices import device_kind
 from parallel_backend.placement.gpu_overheads import COPY_RATE
 from parallel_backend.placement.links import Links, links_of
-from parallel_backend.wire.diagnosis import RankMemory
+from parallel_backend.wire.diagnosis import DeviceMemoryReport
 from parallel_backend.wire.messages import LinksProbed
 
 
@@ -44,7 +44,7 @@ class Machine:
 
 
 def machine_of(
-    names: Sequence[str], found: Sequence[LinksProbed], memories: Sequence[RankMemory], host_free: int | None = None
+    names: Sequence[str], found: Sequence[LinksProbed], memories: Sequence[DeviceMemoryReport], host_free: int | None = None
 ) -> Machine:
     """The machine as its ranks found it, with the memory that is free now."""
     devices = []

@@ -55,8 +55,8 @@ def holdings(
         own = [weights[rank] for rank in group]
         resident = [one.total for one in own]
         if offload.streams and device.copies and device.memory is not None:
-            beside = sum(needs[rank].total - needs[rank].weights for rank in group)
-            resident = share_out(own, int(USABLE_MEMORY * (device.memory - offload.leave_free)) - beside)
+            other_bytes = sum(needs[rank].total - needs[rank].weights for rank in group)
+            resident = share_out(own, int(USABLE_MEMORY * (device.memory - offload.leave_free)) - other_bytes)
         for rank, one, limit in zip(group, own, resident, strict=True):
             found[rank] = Holding(needs[rank], one, limit, device.copies / len(group))
     return tuple(found[rank] for rank in range(len(devices)))
@@ -66,8 +66,8 @@ def bytes_on_host(machine: Machine, mode: Mode, held: Sequence[Holding]) -> int:
     """Of the machine's own memory: weights that are streamed, and all of ranks that compute there."""
     there = [machine.devices[device].memory is None for device in mode.devices]
     weights = {rank: one.weights.total if there[rank] else one.streamed for rank, one in enumerate(held)}
-    beside = sum(one.need.total - one.weights.total for one, on_cpu in zip(held, there, strict=True) if on_cpu)
-    return shared_bytes(mode.degrees, weights) + beside
+    other_bytes = sum(one.need.total - one.weights.total for one, on_cpu in zip(held, there, strict=True) if on_cpu)
+    return shared_bytes(mode.degrees, weights) + other_bytes
 
 
 def lacking(

@@ -13,7 +13,7 @@ from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.placement.balance import Balance, divide, spill_seconds
-from parallel_backend.placement.memory_model import MemoryNeed, beside_blocks, bytes_by_block, memory_of
+from parallel_backend.placement.memory_model import MemoryNeed, bytes_by_block, bytes_outside_blocks, memory_of
 from parallel_backend.placement.model_sizes import rank_weights
 from parallel_backend.placement.pipeline_model import simulate
 from parallel_backend.placement.residency import ALLOWED, Offload
@@ -135,10 +135,10 @@ def cut_model(costs: Costs, mode: Mode, offload: Offload = ALLOWED) -> Balance:
         for rank, device in enumerate(mode.devices)
     ]
     sizes = bytes_by_block(workload.sizes, mode.degrees, (request,))
-    beside = beside_blocks(workload.sizes, mode.degrees, request)
+    other_bytes = bytes_outside_blocks(workload.sizes, mode.degrees, request)
     rates = [costs.machine.devices[device].copies for device in mode.devices] if offload.streams else []
     spill = spill_seconds(rates, request)
-    return divide(mode.degrees, list(workload.blocks), sizes, probes, imagined=True, beside=beside, spill=spill)
+    return divide(mode.degrees, list(workload.blocks), sizes, probes, imagined=True, other_bytes=other_bytes, spill=spill)
 
 
 def step_bytes(costs: Costs, mode: Mode, cut: Balance, exact: bool) -> dict[str, tuple[int, ...]]:

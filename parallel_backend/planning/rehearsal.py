@@ -134,10 +134,10 @@ def _in_a_run(model: RemoteTransformer, kind: CallKind, x: torch.Tensor | Latent
     patching, latents = model.family.patching, latents_of(x)
     shapes = [tuple(latent.shape) for latent in latents]
     patching = patching.cut(patching.best_axis(patching.grid(shapes[0])))
-    beside = patching.beside_tokens(shapes)
-    text = model.family.text_tokens(patching.grid(shapes[0]), beside, tensors)
+    companion_tokens = patching.companion_tokens(shapes)
+    text = model.family.text_tokens(patching.grid(shapes[0]), companion_tokens, tensors)
     rows = cut_rows(shapes[0], kind.bands, patching, text)
-    run = BandedRun(model, rows, shapes[0], warm_up=False, along=patching.along, beside=beside)
+    run = BandedRun(model, rows, shapes[0], warm_up=False, along=patching.along, companion_tokens=companion_tokens)
 
     def call(number: int) -> list[_MicroStep]:
         timestep = torch.full((len(latents[0]),), 1 - number / 100)

@@ -230,12 +230,12 @@ def _advice(plan: Plan) -> str:
             reasons.append(f"no single device can run this model: one {one.lacks}")
         elif one.most_streamed:
             reasons.append(f"no single device holds this model: one takes {one.seconds:.2f} s{_streamed(one)}")
-        reasons += _beside(best, plan)
+        reasons += _alternatives(best, plan)
     reasons += [*_where_weights_are(best, plan), *_other_ways(best, plan)]
     return "\n".join([*reasons, settings(mode, machine)])
 
 
-def _beside(best: Prediction, plan: Plan) -> list[str]:
+def _alternatives(best: Prediction, plan: Plan) -> list[str]:
     """What else could be chosen, and why it was not."""
     lines = []
     quicker = [found for found in plan.predictions if found.lacks and found.seconds < best.seconds]

@@ -92,8 +92,8 @@ class Workload:
     def request(self, exact: bool, bands: int) -> Request:
         """What memory goes by. `exact`: no keys and values are kept from call to call."""
         kept = 0 if exact or self.warm_up_steps == self.steps else KV_COPIES
-        beside = self.text, self.padding
-        return Request(self.grid, 0, *beside, self.entries, 0, self.looked_at, kept, bands, self.band_dim)
+        text_and_padding = self.text, self.padding
+        return Request(self.grid, 0, *text_and_padding, self.entries, 0, self.looked_at, kept, bands, self.band_dim)
 
 
 def workload_of(

@@ -14,15 +14,15 @@ from .pool import Pool
 class ModelRanks:
     """One model's place on a pool: what it sends is for that model alone, by its `number`.
 
-    `beside`: other models on the ranks stay. `on_output`, `on_loading`, `on_failure`: see `listen`. Methods without a word
-    are the pool's.
+    `keep_others`: other models stay on the ranks. `on_output`, `on_loading`, `on_failure`: see `listen`. Methods without a
+    word are the pool's.
     """
 
-    def __init__(self, pool: Pool, beside: bool = False):
+    def __init__(self, pool: Pool, keep_others: bool = False):
         self.on_output: Callable[[m.Output], None] = lambda output: None
         self.on_loading: Callable[[m.Loading], None] = lambda loading: None
         self.on_failure: Callable[[Exception], None] = lambda error: None
-        self.pool, self.number = pool, pool.enter(self, beside)
+        self.pool, self.number = pool, pool.enter(self, keep_others)
 
     def listen(
         self,

@@ -113,13 +113,13 @@ class Pool:
         """What whoever uses these ranks should know of them."""
         return () if self.self_test.p2p else (P2P_OFF,)
 
-    def enter(self, model: Listener, beside: bool = False) -> int:
+    def enter(self, model: Listener, keep_others: bool = False) -> int:
         """The number of one more model, which is told of its own as long as it lives.
 
-        Not `beside`: the models that are there are let go, and the ranks free what they hold before anything that is sent
-        from now on.
+        Not `keep_others`: the models that are there are let go, and the ranks free what they hold before anything that is
+        sent from now on.
         """
-        if not beside:
+        if not keep_others:
             self.clear(RuntimeError("Parallel DiT: another model has been loaded on these ranks"))
         self._newest = number = next(self._numbers)
         self._models[number] = model

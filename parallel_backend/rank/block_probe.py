@@ -166,13 +166,16 @@ def _forward(family, config, model: nn.Module, rows: int, device: torch.device, 
     patching = family.patching
     grid = ((1,) if patching.video else ()) + (rows, PROBE_COLUMNS)
     latents = latents_of(patching.alongside(torch.randn(1, family.sizes.latent_channels(config), *patching.whole(grid))))
-    tokens, beside = patching.pack_all(latents).to(device, dtype), patching.beside_tokens([each.shape for each in latents])
+    tokens, companion_tokens = (
+        patching.pack_all(latents).to(device, dtype),
+        patching.companion_tokens([each.shape for each in latents]),
+    )
     tensors = {
         name: tensor.to(device, dtype if tensor.is_floating_point() else None)
         for name, tensor in family.inputs.example(config, PROBE_TEXT).items()
     }
     timestep = torch.full((1,), 0.5, device=device)
-    image, text = Span(0, tokens.shape[1] - beside), Span(0, beside + PROBE_TEXT)
+    image, text = Span(0, tokens.shape[1] - companion_tokens), Span(0, companion_tokens + PROBE_TEXT)
     inputs = StepInputs(
         tokens[:, image.slice],
         timestep,
@@ -183,7 +186,7 @@ def _forward(family, config, model: nn.Module, rows: int, device: torch.device, 
         text,
         len(text),
         dtype,
-        x_beside=tokens[:, len(image) :],
-        beside_tokens=beside,
+        x_companion=tokens[:, len(image) :],
+        companion_tokens=companion_tokens,
     )
     return lambda: family.run(model, inputs)

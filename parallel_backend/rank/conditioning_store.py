@@ -27,7 +27,7 @@ class RankConditioning:
     text_tokens: int
     batch: int
     tensors: dict[str, torch.Tensor]
-    beside: int = 0
+    companion_tokens: int = 0
     changes: BlockChanges = UNCHANGED
     kept: defaultdict[Span, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))  # see StepInputs
 
@@ -59,7 +59,7 @@ class ConditioningStore:
         }
         token_order = self._family.token_order(message.grid, message.references, message.along)
         self._held[message.id] = RankConditioning(
-            message.grid, token_order, message.text_tokens, message.batch, tensors, message.beside, message.changes
+            message.grid, token_order, message.text_tokens, message.batch, tensors, message.companion_tokens, message.changes
         )
 
     def drop(self, conditioning: int) -> None:

@@ -92,7 +92,7 @@ class LoadedStage:
         self.store = store = WeightStore(copies or copies_of(device), host, self.traffic, resident)
         read = functools.partial(store.load, progress=progress)
         stage = build_stage(checkpoint, span, device, load.dtype, plan, read, load.only)
-        self.model, self.flow, plan = stage.model, stage.flow, stage.plan
+        self.model, self.stage_io, plan = stage.model, stage.stage_io, stage.plan
         plan.apply(self.model, self.traffic)
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype, store)
         kernel = choose_kernel(load.attention, device, load.dtype, family.sizes.head_size(config), degrees.ring > 1)
@@ -107,7 +107,7 @@ class LoadedStage:
         if not load.compile:  # inside a graph a layer cannot be called before its place
             install_early_values(stage.attention, self.attention, family.sizes.head_size(config), family.blocks.text_first)
         self.module_cache = ModuleCache(self.model, family.forward.cached_modules, steady=load.cuda_graphs)
-        self.skippable = SkippableBlocks(self.model, family.blocks.lists, self.flow)
+        self.skippable = SkippableBlocks(self.model, family.blocks.lists, self.stage_io)
         self.compiler = self._compile(checkpoint, degrees.world) if load.compile else None
         blocks = own_blocks(self.model, family.blocks.lists)
         store.watch(blocks)

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from parallel_backend.core.spans import Span
-from parallel_backend.rank.attention.kv_buffer import KVBuffer, Place
+from parallel_backend.rank.attention.kv_buffer import BufferSlot, KVBuffer
 from parallel_backend.rank.stage.module_cache import ModuleCache, ModuleCall
 from parallel_backend.wire.sampling import Step
 
@@ -108,9 +108,9 @@ class MicroStepState:
         without_last = () if self.buffer is None else [layer.last is None for layer in self.buffer.layers.values()]
         return self.read_on_host, self.cache.made(), self.conditioning.made, tuple(without_last)
 
-    def places(self) -> dict[int, Place]:
+    def slots(self) -> dict[int, BufferSlot]:
         """See KVBuffer.places."""
-        return {} if self.buffer is None else self.buffer.places()
+        return {} if self.buffer is None else self.buffer.slots()
 
     def follow(self, layers: tuple[int, ...], outputs: Mapping[ModuleCall, Any]) -> None:
         """A replay has done the device's part. `layers`: see KVBuffer.follow. `outputs`: see ModuleCache.follow."""
@@ -118,8 +118,8 @@ class MicroStepState:
         if self.buffer is not None:
             self.buffer.follow(layers)
 
-    def undo(self, places: Mapping[int, Place]) -> None:
-        """Take back what a capture has done on the host since `places` was read: the device has computed nothing of it.
+    def undo(self, slots: Mapping[int, BufferSlot]) -> None:
+        """Take back what a capture has done on the host since `slots` was read: the device has computed nothing of it.
 
         What might be of the capture is made anew: cached outputs, and what the conditioning's micro-steps share.
         """
@@ -127,7 +127,7 @@ class MicroStepState:
         self.cache.begin_step(self.step, self.conditioning.is_whole(self.step))
         self.conditioning.kept.clear()
         if self.buffer is not None:
-            self.buffer.restore(places)
+            self.buffer.restore(slots)
 
 
 Work = Callable[[MicroStepInputs], torch.Tensor]
@@ -267,7 +267,7 @@ class MicroStepGraphs:
         self, kind: tuple[Kind, Hashable, Hashable], state: MicroStepState, inputs: MicroStepInputs, work: Work
     ) -> _Graph | None:
         """None where it fails: all is then as it was before. Else the host has done its part of the micro-step."""
-        made, places, outputs, addresses = state.made(), state.places(), state.cache.of_call(), state.addresses()
+        made, slots, outputs, addresses = state.made(), state.slots(), state.cache.of_call(), state.addresses()
         try:
             own = inputs.clone()
             if self._captures is None:
@@ -278,11 +278,11 @@ class MicroStepGraphs:
         except Exception as error:  # of whatever the model's code, a kernel's package or the driver may raise
             self._failed = True
             self.drop()
-            state.undo(places)
+            state.undo(slots)
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             log.warning("Parallel DiT: cuda_graphs: the model runs without, since a micro-step was not captured: %s", reason)
             return None
-        begun = tuple(layer for layer, place in state.places().items() if place.call != places[layer].call)
+        begun = tuple(layer for layer, slot in state.slots().items() if slot.call != slots[layer].call)
         fresh = {call: out for call, out in state.cache.of_call().items() if call not in outputs}
         self._graphs[(*kind, addresses)] = graph = _Graph(own, output, replay, begun, fresh)
         self.captured += 1

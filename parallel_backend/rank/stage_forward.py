@@ -37,7 +37,7 @@ class StageForward:
     def received_shape(self, step: Step, conditioning: RankConditioning) -> tuple[int, ...]:
         """Shape of what the stage before sends for the micro-step, see StageIO.outgoing."""
         text, image = (shards[self._stage.place] for shards in self._shards(step, conditioning))
-        tensors = 1 + len(self._stage.flow.arriving)
+        tensors = 1 + len(self._stage.stage_io.arriving)
         return tensors * len(step.entries), len(text) + len(image), self._stage.hidden
 
     def compute(
@@ -84,10 +84,10 @@ class StageForward:
             guidance=conditioning.changes.guidance,
         )
         rows = self._rows(conditioning, own_image, own_text)
-        stage.flow.begin_step(given.received, len(own_text), rows, self._residuals(step, conditioning, own_image))
+        stage.stage_io.begin_step(given.received, len(own_text), rows, self._residuals(step, conditioning, own_image))
         tensors = self._tensors(step, conditioning)
         self._guidance = tensors.get(GUIDANCE)
-        x, beside = self._latents(given.x, tensors, conditioning, own_image)
+        x, companion = self._latents(given.x, tensors, conditioning, own_image)
 
         def read_timestep() -> torch.Tensor:
             state.read_on_host = True
@@ -104,19 +104,19 @@ class StageForward:
             conditioning.text_tokens,
             stage.dtype,
             conditioning.kept[own_image],
-            beside,
-            conditioning.beside,
+            companion,
+            conditioning.companion_tokens,
             read_timestep,
         )
-        self._timestep, stage.flow.inputs = inputs.times, inputs
+        self._timestep, stage.stage_io.inputs = inputs.times, inputs
         try:
             with stage.skippable.skipping(conditioning.changes.skipped):
                 out = self._family.run(stage.model, inputs)
-            return out if stage.cut.gives_beside(stage.place) else out[:, : len(token_order.images(own_image))]
+            return out if stage.cut.gives_companion(stage.place) else out[:, : len(token_order.images(own_image))]
         except StageDone as done:
-            return stage.flow.outgoing(done)
+            return stage.stage_io.outgoing(done)
         finally:
-            stage.attention.step = stage.attention.early_values = stage.flow.inputs = None
+            stage.attention.step = stage.attention.early_values = stage.stage_io.inputs = None
 
     def _shards(self, step: Step, conditioning: RankConditioning) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """The micro-step's text and image tokens by sequence rank."""
@@ -126,7 +126,7 @@ class StageForward:
     def _latents(
         self, x: torch.Tensor | None, tensors: dict[str, torch.Tensor], conditioning: RankConditioning, image: Span
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The rank's tokens of the picture, with those of references, and of the latent beside it. See StepInputs."""
+        """The rank's tokens of the picture, with those of references, and of the companion latent. See StepInputs."""
         if x is None:
             return None, None
         own = len(conditioning.token_order.images(image))

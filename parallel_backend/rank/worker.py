@@ -222,7 +222,7 @@ class Worker:
             self._newest.rest()
         self._newest = engine
 
-    def _read_memory(self) -> m.RankMemory:
+    def _read_memory(self) -> m.DeviceMemoryReport:
         """The device's memory, and what the model that asks has of it."""
         engines = self.engines.items()
         held = {number: each.residency.device_bytes + each.stage.adapters.nbytes for number, each in engines}

@@ -58,11 +58,11 @@ class Timeline:
 
 @dataclass(frozen=True)
 class ReadMemory:
-    """Client -> rank: answer RankMemory."""
+    """Client -> rank: answer DeviceMemoryReport."""
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class DeviceMemoryReport:
     """Rank -> client: bytes of its device's memory. None where that is not known."""
 
     rank: int

@@ -10,13 +10,13 @@ from .diagnosis import PROBE_COLUMNS as PROBE_COLUMNS
 from .diagnosis import PROBE_TEXT as PROBE_TEXT
 from .diagnosis import (
     BeginTimeline,
+    DeviceMemoryReport,
     FindNotFinite,
     LinksProbed,
     NotFiniteFound,
     Probe,
     Probed,
     ProbeLinks,
-    RankMemory,
     ReadMemory,
     ReadTimeline,
     ReleaseUnused,
@@ -66,7 +66,7 @@ _TYPES = {
         *(PutVAE, BeginVAE, VAEBegun, RunVAE, VAEOutput, EndVAE, DropVAE),
         *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),
         *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, DropSegment),
-        *(ReadMemory, RankMemory, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),
+        *(ReadMemory, DeviceMemoryReport, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),
     )
 }
 _ENCODING = Encoding(_TYPES.values())

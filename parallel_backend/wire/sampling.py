@@ -25,8 +25,8 @@ class PutConditioning:
     """By the family's names. First axis: `batch`. Token tensors are the rank's own shard."""
     along: str = "rows"
     """Patching.along of the calls: which axis tokens are ordered by first."""
-    beside: int = 0
-    """Tokens of the whole text stream, the first of it, that are of a latent beside the picture's (patching.Beside)."""
+    companion_tokens: int = 0
+    """Tokens of the whole text stream, the first of it, that are the companion latent's (patching.Companion)."""
     changes: BlockChanges = UNCHANGED
     """What these calls change inside the blocks."""
 

@@ -7,9 +7,9 @@ import jsonschema
 import pytest
 
 from parallel_backend.acceptance import document, kit
-from parallel_backend.acceptance.ground import Settings
 from parallel_backend.acceptance.lifetime import SETTLED
 from parallel_backend.acceptance.report import describe
+from parallel_backend.acceptance.session import Settings
 from parallel_backend.quickstart.model import WEIGHTS
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]

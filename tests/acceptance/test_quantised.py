@@ -1,14 +1,14 @@
 """The self-test's check of quantised layers passes on a CPU. It sees a wrong product, and a weight expanded wrongly."""
 
 from parallel_backend.acceptance import kit, quantised
-from parallel_backend.acceptance.ground import Ground, Settings
+from parallel_backend.acceptance.session import SelfTestSession, Settings
 from parallel_backend.checkpoints.quantised_formats import Quantised
 from parallel_backend.rank.stage.quantised_products import KitchenWeight
 
 
 def look(monkeypatch, *layers) -> kit.Result:
     monkeypatch.setattr(quantised, "LAYERS", layers or quantised.LAYERS)
-    return kit.look("quantised", Ground(Settings(("cpu", "cpu"))))
+    return kit.look("quantised", SelfTestSession(Settings(("cpu", "cpu"))))
 
 
 def test_every_format_passes_on_a_cpu_and_is_multiplied_where_it_can_be(monkeypatch):

@@ -14,8 +14,8 @@ import torch
 from parallel_backend.acceptance import document, faults, kit, lifetime, model_file, modes, system, topology, transport
 from parallel_backend.acceptance.__main__ import arguments, main
 from parallel_backend.acceptance.findings import Findings, NotLookedAt
-from parallel_backend.acceptance.ground import Ground, Host, OneRank, Settings
 from parallel_backend.acceptance.report import describe
+from parallel_backend.acceptance.session import Host, OneRank, SelfTestSession, Settings
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.validate import factors
@@ -36,21 +36,21 @@ def valid(found: dict) -> None:
     jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(document.dumps(found)))
 
 
-def look(monkeypatch, check, ground: Ground | None = None) -> kit.Result:
+def look(monkeypatch, check, session: SelfTestSession | None = None) -> kit.Result:
     monkeypatch.setitem(kit.CHECKS, "made up", ("a check of the test's own", check))
-    return kit.look("made up", ground or Ground(CPUS))
+    return kit.look("made up", session or SelfTestSession(CPUS))
 
 
 def measures(figure: float, limit: float):
-    return lambda ground, findings: findings.at_most("figure", figure, limit)
+    return lambda session, findings: findings.at_most("figure", figure, limit)
 
 
-def cannot(_ground, findings: Findings) -> None:
+def cannot(_session, findings: Findings) -> None:
     findings.note("seen so far", 3)
     raise NotLookedAt("there is none")
 
 
-def fails(_ground, _findings) -> None:
+def fails(_session, _findings) -> None:
     raise KeyError("what nobody thought of")
 
 
@@ -77,7 +77,7 @@ def test_what_comes_of_a_check(monkeypatch, check, status, why):
 
 
 def test_a_part_that_is_left_out_is_named(monkeypatch):
-    result = look(monkeypatch, lambda ground, findings: findings.leave_out("ulysses_degree 4", "2 heads"))
+    result = look(monkeypatch, lambda session, findings: findings.leave_out("ulysses_degree 4", "2 heads"))
     assert (result.status, result.left_out) == (kit.PASSED, ("ulysses_degree 4: 2 heads",))
     assert "left out: ulysses_degree 4: 2 heads" in describe(document.document_of(CPUS, [result], 1.0))
 
@@ -87,7 +87,7 @@ def test_cancel_ends_the_whole_and_counts_as_no_failure(monkeypatch, cancelled):
     def poll() -> None:
         raise cancelled
 
-    monkeypatch.setattr(kit, "CHECKS", {"waits": ("", lambda ground, findings: ground.poll()), "never": ("", fails)})
+    monkeypatch.setattr(kit, "CHECKS", {"waits": ("", lambda session, findings: session.poll()), "never": ("", fails)})
     with pytest.raises(type(cancelled)) as raised:
         kit.run(CPUS, poll=poll)
     assert raised.value is cancelled
@@ -180,31 +180,31 @@ class Computes:
 )
 def test_a_mode_that_differs_from_one_rank_is_found(monkeypatch, dtype, by, status):
     whole = torch.randn(2, 16, 15, 11, generator=torch.Generator().manual_seed(0))
-    ground = Ground(CPUS)
-    ground.one_rank = OneRank({"fp32": whole, "bf16": whole * 1.008}, whole, whole, whole)
+    session = SelfTestSession(CPUS)
+    session.one_rank = OneRank({"fp32": whole, "bf16": whole * 1.008}, whole, whole, whole)
     load = lambda degrees, kind: Computes(  # noqa: E731
-        ground.one_rank.calls[kind], by if (kind, degrees.tensor) == (dtype, 2) else 0.0
+        session.one_rank.calls[kind], by if (kind, degrees.tensor) == (dtype, 2) else 0.0
     )
-    monkeypatch.setattr(ground, "load", load)
+    monkeypatch.setattr(session, "load", load)
     monkeypatch.setattr(kit, "CHECKS", {"modes": ("", modes.look_at_modes)})
-    result = kit.look("modes", ground)
+    result = kit.look("modes", session)
     assert result.status == status
     assert ("tensor_parallel_degree 2" in result.why) == (status == "failed")
 
 
 def test_a_mode_that_fails_or_cannot_be_leaves_the_others_to_be_looked_at(monkeypatch):
-    whole, ground = torch.randn(2, 16, 15, 11), Ground(CPUS)
-    ground.one_rank = OneRank({"fp32": whole, "bf16": whole * 1.008}, whole, whole, whole)
+    whole, session = torch.randn(2, 16, 15, 11), SelfTestSession(CPUS)
+    session.one_rank = OneRank({"fp32": whole, "bf16": whole * 1.008}, whole, whole, whole)
 
     def load(degrees, kind):
         if degrees.ring == 2:
             raise RankError("Parallel DiT: rank 1 (cuda:1) lost its peer")
         if degrees.tensor == 2:
             raise ValueError("tensor_parallel_degree is 2, but this model has 1 attention heads")
-        return Computes(ground.one_rank.calls[kind], 0.0)
+        return Computes(session.one_rank.calls[kind], 0.0)
 
-    monkeypatch.setattr(ground, "load", load)
-    result = kit.look("modes", ground)
+    monkeypatch.setattr(session, "load", load)
+    result = kit.look("modes", session)
     assert result.status == kit.FAILED
     assert result.why == "\n".join(
         f"ring_degree 2, {kind}: Parallel DiT: rank 1 (cuda:1) lost its peer" for kind in ("fp32", "bf16")
@@ -216,9 +216,9 @@ def test_a_mode_that_fails_or_cannot_be_leaves_the_others_to_be_looked_at(monkey
 
 
 def test_without_one_rank_to_compare_with_modes_are_not_looked_at():
-    result = kit.look("modes", Ground(CPUS))
+    result = kit.look("modes", SelfTestSession(CPUS))
     assert (result.status, "whose own check has failed" in result.why) == (kit.NOT_LOOKED_AT, True)
-    alone = kit.look("modes", Ground(Settings(("cpu",))))
+    alone = kit.look("modes", SelfTestSession(Settings(("cpu",))))
     assert (alone.status, "there is one rank" in alone.why) == (kit.NOT_LOOKED_AT, True)
 
 
@@ -235,9 +235,9 @@ def test_every_family_has_a_problem_to_sample(case, tmp_path):
     """As many tokens as asked for, or as few as a square has; conditioning that the family itself takes for its own."""
     checkpoint = open_checkpoint(case.save(case.model(), tmp_path / "file.safetensors"))
     problem = model_file.problem_of(checkpoint, 64, 3)
-    noise, *beside = latents_of(problem.noise)
+    noise, *companion = latents_of(problem.noise)
     assert noise.shape[1] == checkpoint.family.sizes.latent_channels(checkpoint.config)
-    assert len(beside) == (checkpoint.family.patching.beside is not None)
+    assert len(companion) == (checkpoint.family.patching.companion is not None)
     assert 16 <= torch.Size(checkpoint.family.patching.grid(noise.shape)).numel() <= 64
     assert torch.equal(noise, latents_of(model_file.problem_of(checkpoint, 64, 3).noise)[0])
     assert problem.tensors
@@ -246,12 +246,12 @@ def test_every_family_has_a_problem_to_sample(case, tmp_path):
 class Played:
     """Stands in for runs on ranks. `by`: mode -> how far off it is; other modes do not fit."""
 
-    def __init__(self, monkeypatch, ground: Ground, by: dict[str, float]):
-        monkeypatch.setattr(ground, "end_ranks", lambda: None)
+    def __init__(self, monkeypatch, session: SelfTestSession, by: dict[str, float]):
+        monkeypatch.setattr(session, "end_ranks", lambda: None)
         monkeypatch.setattr(model_file, "_on_ranks", self.on_ranks)
         self.by = by
 
-    def on_ranks(self, ground, checkpoint, degrees, dtype, problem):
+    def on_ranks(self, session, checkpoint, degrees, dtype, problem):
         if str(degrees) not in self.by:
             raise ValueError("this does not fit")
         sample = problem.noise * (1 + self.by[str(degrees)])
@@ -260,9 +260,9 @@ class Played:
 
 
 def test_a_users_model_is_compared_with_the_first_run_that_works(monkeypatch):
-    ground = Ground(dataclasses.replace(CPUS, model=WEIGHTS))
-    Played(monkeypatch, ground, {"ulysses_degree 2": 0.0, "ring_degree 2": 0.5, "pipefusion_degree 2": 0.03})
-    result = kit.look("model file", ground)
+    session = SelfTestSession(dataclasses.replace(CPUS, model=WEIGHTS))
+    Played(monkeypatch, session, {"ulysses_degree 2": 0.0, "ring_degree 2": 0.5, "pipefusion_degree 2": 0.03})
+    result = kit.look("model file", session)
     first, ring, piped = result.figures["runs"]
     assert (first["mode"], "dB" in first) == ("ulysses_degree 2", False)
     assert (ring["mode"], piped["mode"]) == ("ring_degree 2", "pipefusion_degree 2")
@@ -275,7 +275,7 @@ def test_a_users_model_is_compared_with_the_first_run_that_works(monkeypatch):
         "one rank",
         "tensor_parallel_degree 2",
     ]
-    found = document.document_of(ground.settings, [dataclasses.replace(result, status=kit.PASSED, why="")], 1.0)
+    found = document.document_of(session.settings, [dataclasses.replace(result, status=kit.PASSED, why="")], 1.0)
     valid(found)
     assert "pipefusion_degree 2: 0.5 s a step" in describe(found)
     assert str(WEIGHTS.parent) not in document.dumps(found)
@@ -292,9 +292,9 @@ def test_the_hosts_own_model_is_run_where_it_has_one(monkeypatch):
 
         yield predict
 
-    ground = Ground(dataclasses.replace(CPUS, model=WEIGHTS, steps=3), Host("ComfyUI 9", native=native))
-    Played(monkeypatch, ground, {"one rank": 0.0})
-    result = kit.look("model file", ground)
+    session = SelfTestSession(dataclasses.replace(CPUS, model=WEIGHTS, steps=3), Host("ComfyUI 9", native=native))
+    Played(monkeypatch, session, {"one rank": 0.0})
+    result = kit.look("model file", session)
     assert [run["mode"] for run in result.figures["runs"]] == ["ComfyUI 9, no ranks", "one rank"]
     assert len(calls) == 2 + 3  # a rehearsal first
     assert result.figures["runs"][1]["dB"] == 200
@@ -304,7 +304,7 @@ def test_the_hosts_own_model_is_run_where_it_has_one(monkeypatch):
 @pytest.mark.parametrize("p2p", [True, False])
 def test_links_of_gpus_are_timed_with_p2p_and_without(monkeypatch, p2p):
     """Where ranks had to be started without P2P the check has failed, and says so; what is left is timed all the same."""
-    ground, asked = Ground(CPUS), []
+    session, asked = SelfTestSession(CPUS), []
     notes = () if p2p else (P2P_OFF,)
     pool = types.SimpleNamespace(devices=("cuda:0", "cuda:1"), notes=notes, self_test=SelfTest(p2p=p2p))
     speed = {"between": {"0-1": {"GB_per_s": 5.5, "us": 20.0}}, "crowding": 1.0}
@@ -313,11 +313,11 @@ def test_links_of_gpus_are_timed_with_p2p_and_without(monkeypatch, p2p):
         asked.append(self_test.p2p)
         return contextlib.nullcontext(pool)
 
-    monkeypatch.setattr(ground, "ranks", lambda world: pool)
-    monkeypatch.setattr(ground, "special_ranks", special)
+    monkeypatch.setattr(session, "ranks", lambda world: pool)
+    monkeypatch.setattr(session, "special_ranks", special)
     monkeypatch.setattr(transport, "backend_for", lambda devices: "nccl")
-    monkeypatch.setattr(transport, "links", lambda pool, ground: speed)
-    result = kit.look("links", ground)
+    monkeypatch.setattr(transport, "links", lambda pool, session: speed)
+    result = kit.look("links", session)
     assert result.status == (kit.PASSED if p2p else kit.FAILED)
     assert asked == ([False] if p2p else [])
     assert result.figures == ({"links": speed, "links without P2P": speed} if p2p else {"links": speed})
@@ -342,7 +342,7 @@ GROWING = {
 @pytest.mark.parametrize("case", GROWING)
 def test_memory_that_grows_from_loading_to_loading_is_found(monkeypatch, case):
     held, threads, status = GROWING[case]
-    ground = Ground(dataclasses.replace(CPUS, cycles=len(held)))
+    session = SelfTestSession(dataclasses.replace(CPUS, cycles=len(held)))
     pool = types.SimpleNamespace(pids=(1, 2))
     model = types.SimpleNamespace(
         checkpoint=types.SimpleNamespace(config=None),
@@ -350,11 +350,11 @@ def test_memory_that_grows_from_loading_to_loading_is_found(monkeypatch, case):
         predict=lambda *call: None,
     )
     sizes, counts = iter(held), iter(threads)
-    monkeypatch.setattr(ground, "ranks", lambda world: pool)
-    monkeypatch.setattr(ground, "load", lambda *which: model)
-    monkeypatch.setattr(lifetime, "held_bytes", lambda pool, ground: [90_000_000, next(sizes) * 1_000_000])
+    monkeypatch.setattr(session, "ranks", lambda world: pool)
+    monkeypatch.setattr(session, "load", lambda *which: model)
+    monkeypatch.setattr(lifetime, "held_bytes", lambda pool, session: [90_000_000, next(sizes) * 1_000_000])
     monkeypatch.setattr(lifetime, "thread_count", lambda pid: 9 if pid == 1 else next(counts))
-    result = kit.look("lifetime", ground)
+    result = kit.look("lifetime", session)
     assert result.status == status, result.why
     assert "rank 0" not in result.why
 
@@ -381,12 +381,12 @@ RAN_OUT = "Parallel DiT: rank 1 (cpu) failed in micro-step 4: can't allocate mem
     ],
 )
 def test_an_error_that_names_the_wrong_rank_or_thing_is_found(monkeypatch, error, status):
-    ground = Ground(CPUS)
-    monkeypatch.setattr(ground, "special_ranks", lambda start: contextlib.nullcontext())
-    monkeypatch.setattr(faults, "_tiny_on", lambda ground, pool: None)
-    monkeypatch.setattr(faults, "_error_of", lambda ground, model: error)
-    monkeypatch.setattr(faults, "_works_again", lambda ground, findings: None)
-    assert kit.look("out of memory", ground).status == status
+    session = SelfTestSession(CPUS)
+    monkeypatch.setattr(session, "special_ranks", lambda start: contextlib.nullcontext())
+    monkeypatch.setattr(faults, "_tiny_on", lambda session, pool: None)
+    monkeypatch.setattr(faults, "_error_of", lambda session, model: error)
+    monkeypatch.setattr(faults, "_works_again", lambda session, findings: None)
+    assert kit.look("out of memory", session).status == status
 
 
 def test_two_gpus_as_the_check_of_the_machine_sees_them(monkeypatch):
@@ -394,7 +394,7 @@ def test_two_gpus_as_the_check_of_the_machine_sees_them(monkeypatch):
         cuda.hold_elsewhere(1 << 30, 1)
         settings = arguments([]).settings
         assert settings.devices == ("cuda:0", "cuda:1")
-        result = kit.look("system", Ground(settings))
+        result = kit.look("system", SelfTestSession(settings))
     assert result.status == kit.PASSED, result.why
     first, second = result.figures["gpus"]
     assert (first["name"], first["capability"]) == ("NVIDIA GeForce RTX 3090", [8, 6])
@@ -543,7 +543,7 @@ def test_a_first_stage_that_lingers_over_its_send_takes_nothing_from_the_hop(mon
     """Its micro-step may end after the call: the hop of a busy machine would be below zero."""
     stages = [types.SimpleNamespace(compute_seconds=compute, wait_seconds=0.0) for compute in (5.0, 0.0)]
     model = types.SimpleNamespace(predict=lambda *_: None, close_run=lambda *_: stages)
-    monkeypatch.setattr(Ground, "load", lambda *_: model)
+    monkeypatch.setattr(SelfTestSession, "load", lambda *_: model)
     findings = Findings()
-    transport.look_at_hop(Ground(CPUS), findings)
+    transport.look_at_hop(SelfTestSession(CPUS), findings)
     assert findings.figures["ms of a hop, median"] >= 0

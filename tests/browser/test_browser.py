@@ -232,8 +232,8 @@ def on_two_cards(editor) -> Iterator[Editor]:
     def told(route):
         response = route.fetch()
         loaders = [
-            fate | ({"pipefusion": "no card holds the whole model"} if fate["takes"] else {})
-            for fate in response.json()["loaders"]
+            plan | ({"pipefusion": "no card holds the whole model"} if plan["takes"] else {})
+            for plan in response.json()["loaders"]
         ]
         route.fulfill(response=response, json={"devices": 2, "why": "", "loaders": loaders})
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.campaigns.compatibility import verdict as of
 from tests.campaigns.compatibility.report import END, START, replace_tables, tables
-from tests.campaigns.compatibility.runner import FAMILIES, Ground, how, save_models
+from tests.campaigns.compatibility.runner import FAMILIES, PackSession, how, save_models
 from tests.campaigns.compatibility.verdict import BAD, MODES, NATIVE, counts, in_mode, is_named, judge
 from tests.comfyui.conftest import comfyui  # noqa: F401 (a fixture)
 
@@ -108,8 +108,8 @@ def test_comfyuis_own_nodes_do_what_they_do_natively(comfyui, tmp_path):  # noqa
     save_models(tmp_path)
 
     def run(family: str) -> list:
-        with contextlib.closing(Ground(comfyui, tmp_path, None)) as ground:
-            return list(ground.run(ground.nodes, family))
+        with contextlib.closing(PackSession(comfyui, tmp_path, None)) as session:
+            return list(session.run(session.nodes, family))
 
     with ThreadPoolExecutor(2) as pool:
         verdicts = [verdict for found in pool.map(run, FAMILIES) for verdict in found]

@@ -17,7 +17,7 @@ import pytest
 
 from tests.campaigns.faults import census, orphans, report, table, trial
 from tests.campaigns.faults.fault import Fault
-from tests.campaigns.faults.ground import Ground, ground
+from tests.campaigns.faults.session import FaultSession, fault_session
 
 FACTOR = 4.0
 """Of all limits: these tests are about what comes, not when. The command has the limits that are promised."""
@@ -68,7 +68,7 @@ ORPHANS = (("exact", "hangs"), ("start", "works"), ("banded", "stopped"))
 @pytest.fixture(scope="module")
 def broken_ranks(tmp_path_factory):
     tmp_path_factory.getbasetemp()  # pytest's own, before temporary files go elsewhere
-    with ground(SILENCE) as made, mock.patch.object(trial, "PATIENT", PATIENT):
+    with fault_session(SILENCE) as made, mock.patch.object(trial, "PATIENT", PATIENT):
         yield made
 
 
@@ -125,7 +125,7 @@ def test_a_choice_has_every_kind_in_each_of_its_phases_and_every_variant():
 class TestControls:
     """Ranks that do not do what they should, to see that the harness says so."""
 
-    def problems(self, broken_ranks: Ground, fault: Fault, ending: str) -> str:
+    def problems(self, broken_ranks: FaultSession, fault: Fault, ending: str) -> str:
         kind = table.Kind({"": r"rank {victim} \(cpu\)"}, (fault.phase,), ending=ending)
         return "\n".join(trial.try_out(broken_ranks, fault, FACTOR, kind).problems)
 

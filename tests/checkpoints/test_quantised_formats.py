@@ -16,8 +16,8 @@ from parallel_backend.checkpoints.quantised_formats import (
     FORMATS,
     ROTATIONS,
     Layer,
-    Place,
-    cut_beside,
+    ScalePlace,
+    cut_scale,
     hadamard,
     quantise_int8,
     tiled,
@@ -60,8 +60,8 @@ def test_the_weights_take_no_more_than_the_file(whole, tmp_path, kind):
     save_file({key: value.bfloat16() if value is whole.get(key) else value for key, value in stored}, path)
     for dtype, most in (("bf16", 1.0), ("fp32", 1.02)):  # biases and norms are in float32 then
         model = tiny.whole_model(path, dtype)
-        beside = sum(layer.packing.nbytes for layer in model.modules() if isinstance(layer, PackedLinear))
-        assert beside + sum(p.nbytes for p in model.parameters()) <= most * path.stat().st_size
+        scales = sum(layer.packing.nbytes for layer in model.modules() if isinstance(layer, PackedLinear))
+        assert scales + sum(p.nbytes for p in model.parameters()) <= most * path.stat().st_size
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_our_own_pieces_are_comfy_kitchens():
     # The last rows, which do not fill a tile, at the end and elsewhere.
     scales = torch.randint(0, 256, (200, 16), dtype=torch.uint8, generator=generator)
     for spans in ([Span(0, 128), Span(128, 200)], [Span(128, 200), Span(0, 128)]):
-        found = cut_beside(tiled(scales), Place.TILED, Layer("nvfp4", block=16), (200, 256), spans, [Span(0, 256)])
+        found = cut_scale(tiled(scales), ScalePlace.TILED, Layer("nvfp4", block=16), (200, 256), spans, [Span(0, 256)])
         assert torch.equal(found, tiled(torch.cat([scales[span.slice] for span in spans])))
     for size in ROTATIONS:
         assert torch.equal(hadamard(size, CPU), _build_hadamard(size))
@@ -245,7 +245,7 @@ def test_our_own_pieces_are_comfy_kitchens():
         weight, "TensorWiseINT8Layout", per_channel=True, convrot=True, convrot_groupsize=256
     )
     assert torch.equal(packed.view(torch.int8), theirs._qdata)
-    assert torch.equal(made.beside["weight_scale"], theirs._params.scale)
+    assert torch.equal(made.scales["weight_scale"], theirs._params.scale)
 
 
 def drop(leaf: str):

@@ -21,7 +21,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.spans import Span
 from parallel_backend.families import FAMILIES
-from parallel_backend.families.base.patching import Beside, Patching
+from parallel_backend.families.base.patching import Companion, Patching
 from parallel_backend.processes.pool import POLL_SECONDS
 
 SHAPE = (1, 16, 12, 4)  # 6 rows of 2 tokens
@@ -61,16 +61,22 @@ class FakeModel:
     def watch_memory(self, run, bands, extrapolate, poll) -> None:
         pass
 
-    def conditioning(self, grid, tensors, first_replica=0, along="rows", beside=0, changes=UNCHANGED) -> Conditioning:
+    def conditioning(
+        self, grid, tensors, first_replica=0, along="rows", companion_tokens=0, changes=UNCHANGED
+    ) -> Conditioning:
         for known in self._known:
-            if known.matches(grid, tensors, beside=beside):
+            if known.matches(grid, tensors, companion_tokens=companion_tokens):
                 return known
         order = self.family.token_order(grid)
-        self._known.append(Conditioning(len(self._known) + 1, grid, order, 3 + beside, 1, tensors, beside=beside))
+        self._known.append(
+            Conditioning(
+                len(self._known) + 1, grid, order, 3 + companion_tokens, 1, tensors, companion_tokens=companion_tokens
+            )
+        )
         return self._known[-1]
 
     def call(self, x, timestep, conditioning, run, tokens, with_text, stale, overlap, residuals) -> Call:
-        assert x.shape[1] == len(tokens) + conditioning.beside * with_text
+        assert x.shape[1] == len(tokens) + conditioning.companion_tokens * with_text
         return Call(x, timestep, conditioning, tokens, with_text, run, stale, overlap, residuals)
 
     def post(self, call: Call) -> None:
@@ -203,13 +209,20 @@ def test_odd_sizes_get_their_own_rows_back(seed):
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_latent_beside_goes_with_the_first_band(model, exact):
+def test_a_companion_latent_goes_with_the_first_band(model, exact):
     """And is forecast with it: with times on a line the fourth call is."""
-    patching = Patching(video=True, beside=Beside("b c s t -> b (s t) c", lambda _frames: (32, 2, 3)))
+    patching = Patching(video=True, companion=Companion("b c s t -> b (s t) c", lambda _frames: (32, 2, 3)))
     model.family = replace(FAMILIES["wan"], patching=patching)
     x, sound = torch.randn(1, 16, 2, 5, 6), torch.randn(1, 32, 2, 3)
     rows, cache = cut_rows(tuple(x.shape), 3, patching), StepCache(0.5, 3)
-    run = BandedRun(model, rows, tuple(x.shape), warm_up=False, cache=cache, beside=patching.beside.tokens(sound.shape))
+    run = BandedRun(
+        model,
+        rows,
+        tuple(x.shape),
+        warm_up=False,
+        cache=cache,
+        companion_tokens=patching.companion.tokens(sound.shape),
+    )
 
     def sample(band):
         own = patching.band((x, sound), rows[band])

@@ -29,9 +29,9 @@ def nobody() -> None:
 
 
 class Guarded:
-    """A guard over a rank that has as much memory as `room`, and what it had checked. `asked`: how often the rank was asked
-    for its memory. `told`: limits of weights that it was given. `host`: of its memory, see RankMemory. `vae`: what parts of
-    VAEs have of `room`."""
+    """A guard over a rank that has as much memory as `room`, and what it had checked. `asked`: how often the rank was
+    asked for its memory. `told`: limits of weights that it was given. `host`: of its memory, see DeviceMemoryReport.
+    `vae`: what parts of VAEs have of `room`."""
 
     def __init__(self, path, room: int = 2 * GB, host: str = "", offload: Offload = ALLOWED):
         self.checked, self.asked, self.told, self.room, self.host, self.vae = [], 0, [], room, host, 0
@@ -72,7 +72,7 @@ class Guarded:
             self.asked += 1
             held = self.guard.resident.device_bytes[0]
             free = self.room - held - self.vae
-            future.set_result([m.RankMemory(0, "here", free, held, 0, None, self.host, 10 * GB, 25e9, self.vae)])
+            future.set_result([m.DeviceMemoryReport(0, "here", free, held, 0, None, self.host, 10 * GB, 25e9, self.vae)])
         return future
 
     def _tell(self, message) -> None:

@@ -19,7 +19,7 @@ from parallel_backend.placement.balance import divide, even_stages, timed_rows
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.gpu_overheads import COMMUNICATOR, CONTEXT, WORKSPACES
 from parallel_backend.placement.memory_check import MemoryCheck
-from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY, beside_blocks, bytes_by_block, memory_of
+from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY, bytes_by_block, bytes_outside_blocks, memory_of
 from parallel_backend.placement.model_sizes import block_lists, model_sizes
 from parallel_backend.wire import messages as m
 from tests.support.fake_cuda import ADA, fake_cuda
@@ -90,7 +90,7 @@ class Host:
         future: Future = Future()
         future.set_result(
             [
-                m.RankMemory(rank, device, self.cuda.free(rank), self.ranks[rank], 0, self.cuda.cards[rank].memory)
+                m.DeviceMemoryReport(rank, device, self.cuda.free(rank), self.ranks[rank], 0, self.cuda.cards[rank].memory)
                 for rank, device in enumerate(DEVICES)
             ]
         )
@@ -152,7 +152,7 @@ def test_cpu_ranks_ask_for_what_their_machine_lacks(flux, free, asked):
     found = []
     check = MemoryCheck(flux, TWO, even_stages(57, 2), "fp32", ("cpu", "cpu"), 2)
     answers: Future = Future()
-    answers.set_result([m.RankMemory(rank, "here", free, 0, 0, None) for rank in range(2)])
+    answers.set_result([m.DeviceMemoryReport(rank, "here", free, 0, 0, None) for rank in range(2)])
     pool = SimpleNamespace(devices=("cpu", "cpu"), ask=lambda *_: answers)
     MemoryGuard(pool, check, flux.family, lambda device, _missing: found.append(device) or 0).make_room_for((), nobody)
     assert found == asked
@@ -210,7 +210,7 @@ def test_a_stage_leaves_room_for_what_the_run_keeps(flux):
     kept = bytes_by_block(sizes, TWO, (expected,))
     found = {
         "weights": divide(TWO, lists, list(sizes.block_bytes), probes),
-        "the run": divide(TWO, lists, kept, probes, beside=beside_blocks(sizes, TWO, expected)),
+        "the run": divide(TWO, lists, kept, probes, other_bytes=bytes_outside_blocks(sizes, TWO, expected)),
     }
     needs = {name: memory_of(sizes, TWO, balance.stage_blocks, 1, (expected,)).total for name, balance in found.items()}
     assert needs["the run"] <= USABLE_MEMORY * 15 * 10**9 < needs["weights"]

@@ -41,8 +41,8 @@ def two(pools, flux_file, other_file):
     def load(first: Degrees, second: Degrees) -> list[RemoteTransformer]:
         pool = pools(first.world)
         return [
-            RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing, beside=beside)
-            for path, degrees, beside in ((flux_file, first, False), (other_file, second, True))
+            RemoteTransformer(pool, open_checkpoint(path), degrees, "fp32", "sdpa", nothing, keep_others=keep_others)
+            for path, degrees, keep_others in ((flux_file, first, False), (other_file, second, True))
         ]
 
     yield load
@@ -82,7 +82,7 @@ def test_what_is_added_to_one_model_or_ended_for_it_is_nothing_to_the_other(two,
     run = first.open_run()
     second.open_run()
     assert first.predict(*GIVEN, nothing).equal(before[0])
-    found = first.pool.ask(m.ReadMemory(), m.RankMemory).result(timeout=60)
+    found = first.pool.ask(m.ReadMemory(), m.DeviceMemoryReport).result(timeout=60)
     assert [each.held_bytes for each in found] == [0, 0]  # of no model
     second.unload().result(timeout=60)
     with pytest.raises(RuntimeError, match="unloaded from its ranks"):

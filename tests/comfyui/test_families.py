@@ -51,8 +51,8 @@ def save_case(case, base: Path, tried: Sequence[str] = ()) -> None:
     )
     native, generator = case.native, torch.Generator().manual_seed(5)
     tensors = {"latent": torch.zeros(1, *native.latent)}
-    if native.beside is not None:
-        tensors["beside"] = torch.zeros(1, *native.beside)
+    if native.companion is not None:
+        tensors["companion"] = torch.zeros(1, *native.companion)
         tensors |= {
             name: (torch.rand(1, *shape, generator=generator) * 4).round() / 4 for name, shape in native.masks.items()
         }

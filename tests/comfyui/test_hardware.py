@@ -83,15 +83,15 @@ def test_the_loader_refuses_what_it_has_no_ranks_on(found, kind, what):
 
 def test_the_menus_command_is_told_what_becomes_of_each_loader(found):
     takes = {"takes": True, "file": "tiny.safetensors"}
-    devices, why, *fates = found["menu"]
+    devices, why, *plans = found["menu"]
     if why:  # an older ComfyUI's loaders do not note their file, so that Parallelize Model has nothing to read
         assert "Parallel DiT Loader" in why
     assert devices == 2
     unknown = {"why": "which model file it loads is not known"}
-    refused = fates.pop(2)
+    refused = plans.pop(2)
     assert refused.pop("why").startswith("vae.safetensors is no diffusion transformer that this version knows")
     assert refused == {"file": "vae.safetensors"}
-    assert fates == [takes, takes, unknown, unknown, unknown, {"parallel": True}]
+    assert plans == [takes, takes, unknown, unknown, unknown, {"parallel": True}]
 
 
 def test_the_menus_command_puts_apply_pipefusion_where_exact_modes_are_slow(found):

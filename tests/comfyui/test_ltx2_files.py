@@ -24,7 +24,7 @@ NAMES = {"all in one": "ltx-2.3-file", "int8": "ltx-2.5-file"}
 MODES = ("one rank", "pipe 2", "ulysses 2", "tensor 2")
 QUICK = {("all in one", "one rank"), ("int8", "tensor 2")}
 """What the default tier has of the table."""
-BESIDE = ("audio_vae.decoder.conv_in.conv.weight", "vocoder.conv_pre.weight", "text_embedding_projection.weight")
+OTHER_KEYS = ("audio_vae.decoder.conv_in.conv.weight", "vocoder.conv_pre.weight", "text_embedding_projection.weight")
 """Of what else is in the file: ComfyUI's nodes of their own read it."""
 RATIO = 0.05
 """As in test_quantised.py."""
@@ -53,7 +53,7 @@ def save_all_in_one(base) -> None:
     for layer in layers:
         del state[layer + NOTE]
         state[f"{layer}.input_scale"] = torch.full((), 0.5)
-    state |= {key: torch.ones(4, 4) for key in BESIDE}
+    state |= {key: torch.ones(4, 4) for key in OTHER_KEYS}
     noted = {"_quantization_metadata": json.dumps({"layers": {layer: {"format": "float8_e4m3fn"} for layer in layers}})}
     folder = base / "models" / "checkpoints"
     folder.mkdir(exist_ok=True)

@@ -5,7 +5,7 @@ import torch
 
 from parallel_backend.client.pipefusion.band_cut import BandCut, packed
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.patching import Beside, Patching
+from parallel_backend.families.base.patching import Companion, Patching
 
 
 @pytest.mark.parametrize("sides", [(6, 4), (5, 4), (6, 3), (5, 3), (1, 1)])
@@ -38,12 +38,12 @@ def test_a_token_is_a_patch():
     ("pattern", "sound", "tokens"),
     [("b c s t -> b (s t) c", (32, 2, 5), 10), ("b c t f -> b t (c f)", (8, 5, 4), 5), ("b c t -> b t c", (3, 7), 7)],
 )
-def test_a_latent_beside_goes_through_tokens_and_bands_and_comes_back(pattern, sound, tokens):
+def test_a_companion_latent_goes_through_tokens_and_bands_and_comes_back(pattern, sound, tokens):
     """Its channels are more than the video's token has, as many, and fewer."""
-    patching = Patching(video=True, beside=Beside(pattern, lambda _frames: sound))
+    patching = Patching(video=True, companion=Companion(pattern, lambda _frames: sound))
     latents = torch.randn(2, 8, 3, 5, 6), torch.randn(2, *sound)
     shapes = tuple(tuple(latent.shape) for latent in latents)
-    assert patching.beside_tokens(shapes) == patching.usual_beside(shapes[0]) == tokens
+    assert patching.companion_tokens(shapes) == patching.usual_companion_tokens(shapes[0]) == tokens
     whole = patching.pack_all(latents)
     assert whole.shape == (2, 3 * 3 * 3 + tokens, 32)
     assert all(torch.equal(*pair) for pair in zip(patching.unpack_all(whole, shapes), latents, strict=True))

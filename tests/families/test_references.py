@@ -7,7 +7,7 @@ import torch
 
 from parallel_backend.families import FAMILIES
 from parallel_backend.families.base.step_inputs import REFERENCES
-from parallel_backend.families.hidream import picture_beside
+from parallel_backend.families.hidream import reference_picture
 from parallel_backend.families.parts.references import reference_tensors, reference_tokens
 from tests.families.cases.minimax_h3 import CONFIG, GRID, payload
 
@@ -27,7 +27,7 @@ def test_reference_latents(family: str, pictures: list[torch.Tensor]):
 
 def test_a_picture_beside_the_latent():
     picture, row = torch.zeros(1, 16, 8, 6), FAMILIES["hidream-i1"]
-    assert reference_tokens(row, {"image_cond": picture}) == picture_beside(picture, 8)[REFERENCES].shape[1]
+    assert reference_tokens(row, {"image_cond": picture}) == reference_picture(picture, 8)[REFERENCES].shape[1]
     assert reference_tokens(row, {"image_cond": None}) == reference_tokens(row, {}) == 0
 
 

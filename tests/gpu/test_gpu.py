@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_backend.acceptance.ground import Settings
 from parallel_backend.acceptance.kit import FAILED, NOT_LOOKED_AT, run
+from parallel_backend.acceptance.session import Settings
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.packed_formats import GGUF_BLOCKS, GgufBlocks
 from parallel_backend.client.remote_transformer import RemoteTransformer

@@ -94,7 +94,7 @@ def banded(model, case, extrapolate=True, bands=2, steps=2):
 
 def predicted(model: RemoteTransformer, x, tensors, kept: int, bands: int = 1) -> list[int]:
     patching, shapes = model.family.patching, [tuple(latent.shape) for latent in latents_of(x)]
-    conditioning = model.conditioning(patching.grid(shapes[0]), tensors, beside=patching.beside_tokens(shapes))
+    conditioning = model.conditioning(patching.grid(shapes[0]), tensors, companion_tokens=patching.companion_tokens(shapes))
     request = request_of(conditioning, model.family, kept, bands)
     return [memory.buffers for memory in model._memory.memory_check.memory((request,))]
 
@@ -233,9 +233,9 @@ def test_activations(case, made, measured):
     checkpoint = open_checkpoint(made(case))
     sizes = model_sizes(checkpoint, "fp32", "cpu")
     grid, batch = runs.family.patching.grid(runs.shapes[0]), runs.shapes[0][0]
-    words = runs.engine.conditionings[1].text_tokens
+    text_tokens = runs.engine.conditionings[1].text_tokens
     timed = runs.timestep.ndim > 1
-    request = Request(grid, runs.token_order.references, words, runs.family.image_padding(grid), batch, timed=timed)
+    request = Request(grid, runs.token_order.references, text_tokens, runs.family.image_padding(grid), batch, timed=timed)
     spans = even_stages(len(sizes.block_bytes), 1)
     estimate = memory_of(sizes, Degrees(), spans, 0, (request,))
     with runs.run():
@@ -303,10 +303,10 @@ def test_groups_of_the_first_version(tmp_path):
 
 def test_ranks_of_one_place_share_it():
     answers = [
-        m.RankMemory(0, "a", 10 * GB, GB, 2 * GB, 24 * GB),
-        m.RankMemory(1, "b", 5 * GB, GB, 0, 8 * GB),
-        m.RankMemory(2, "a", 9 * GB, 3 * GB, GB, 24 * GB),
-        m.RankMemory(3, "c", None, 0, 0, None),
+        m.DeviceMemoryReport(0, "a", 10 * GB, GB, 2 * GB, 24 * GB),
+        m.DeviceMemoryReport(1, "b", 5 * GB, GB, 0, 8 * GB),
+        m.DeviceMemoryReport(2, "a", 9 * GB, 3 * GB, GB, 24 * GB),
+        m.DeviceMemoryReport(3, "c", None, 0, 0, None),
     ]
     devices = ("cuda:0", "cuda:1", "cuda:0", "cpu")
     assert device_memories(devices, answers) == (
@@ -324,8 +324,8 @@ def test_parts_of_vaes_count_as_taken(monkeypatch):
         rank.vae = {"decoder": SimpleNamespace(nbytes=2 * GB), "encoder": SimpleNamespace(nbytes=GB)}
         found = rank._read_memory()
     assert (found.free_bytes, found.held_bytes, found.vae_bytes) == (AMPERE.memory - 5 * GB, 2 * GB, 3 * GB)
-    (room,) = device_memories(("cuda:0",), [found])
-    assert (room.held, room.vae) == (2 * GB, 3 * GB)
+    (memory,) = device_memories(("cuda:0",), [found])
+    assert (memory.held, memory.vae) == (2 * GB, 3 * GB)
 
 
 # What does not fit.
@@ -404,10 +404,10 @@ def test_an_estimate_only_warns_and_only_once(flux_file, caplog):
 def test_ranks_of_one_machine_need_it_together(flux_file):
     two = fitting(flux_file, Degrees(pipe=2))
     needed = [memory.certain for memory in two.memory((LARGE,))]
-    room = DeviceMemory("cpu", (0, 1), sum(needed) + 1, 0, None)
-    two.check((LARGE,), (room,))
+    memory = DeviceMemory("cpu", (0, 1), sum(needed) + 1, 0, None)
+    two.check((LARGE,), (memory,))
     with pytest.raises(ValueError, match="more on this machine, for 2 ranks"):
-        two.check((LARGE,), (replace(room, free=sum(needed) - 1),))
+        two.check((LARGE,), (replace(memory, free=sum(needed) - 1),))
 
 
 def test_weights_are_refused_before_loading(flux_file):
@@ -571,7 +571,7 @@ def test_the_ranks_are_asked_once_for_a_run(remote, monkeypatch):
 
 def test_what_ranks_say_of_their_memory(remote):
     model = remote(Degrees(pipe=2))
-    answers = model._ranks.ask(m.ReadMemory(), m.RankMemory).result(timeout=60)
+    answers = model._ranks.ask(m.ReadMemory(), m.DeviceMemoryReport).result(timeout=60)
     assert [answer.held_bytes for answer in answers] == model.weight_bytes
     assert len({answer.place for answer in answers}) == 1
     assert {answer.cached_bytes for answer in answers} == {0}

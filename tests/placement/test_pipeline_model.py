@@ -179,10 +179,10 @@ def test_a_sequence_cut_covers_every_token_once(text, image, weights, inner):
     shares = tuple(weight / sum(weights) for weight in weights)
     for repeat_text in (False, True):
         cut = SequenceCut(shares, inner, repeat_text)
-        rows, words = cut.image(Span(7, 7 + image)), cut.text(text)
-        assert len(rows) == len(words) == len(shares) * inner
+        rows, text_spans = cut.image(Span(7, 7 + image)), cut.text(text)
+        assert len(rows) == len(text_spans) == len(shares) * inner
         assert [token for span in rows for token in range(span.start, span.stop)] == list(range(7, 7 + image))
-        seen = [token for span in words for token in range(span.start, span.stop)]
+        seen = [token for span in text_spans for token in range(span.start, span.stop)]
         assert seen == list(range(text)) * (len(shares) if repeat_text else 1)
 
 

@@ -103,8 +103,8 @@ def rehearsed(what: Workload, on: Machine, kind: CallKind, block: float = 0.02) 
     def seconds(group: range) -> float:
         compute = kind.entries * block * (share + 0.005) / min(speeds[rank] for rank in group)
         on_the_way = {axis: latencies[axis] * link.latency + size / link.bandwidth for axis, size in sent.items() if size}
-        beside = sum(on_the_way[axis] for axis in on_the_way if axis in hidden)
-        return max(compute, beside) + sum(on_the_way[axis] for axis in on_the_way if axis not in hidden)
+        overlapped = sum(on_the_way[axis] for axis in on_the_way if axis in hidden)
+        return max(compute, overlapped) + sum(on_the_way[axis] for axis in on_the_way if axis not in hidden)
 
     groups = [range(rank - rank % cut.world, rank - rank % cut.world + cut.world) for rank in range(world)]
     cost = StepCost({"blocks.0": tuple(seconds(group) for group in groups)}, (0.004,) * world, 0.002)

@@ -31,7 +31,7 @@ from parallel_backend.planning.planner import Plan, choose
 from parallel_backend.planning.prediction import Prediction, StepKind, cut_model
 from parallel_backend.planning.report import _advice, choice, describe_planned
 from parallel_backend.planning.workload import Workload, workload_of
-from parallel_backend.wire.diagnosis import Probed, RankMemory
+from parallel_backend.wire.diagnosis import DeviceMemoryReport, Probed
 from parallel_backend.wire.messages import LinksProbed
 from tests.families.cases import all_cases
 from tests.support import tiny
@@ -614,7 +614,7 @@ def test_a_gpu_keeps_some_memory_for_its_processes(flux_file):
     file = open_checkpoint(flux_file)
     times = dict.fromkeys(file.family.blocks.counts(file.config), (2e-3, 1e-3))
     found = [LinksProbed(0, "a GPU", 9 * GB, 24 * GB, {}, {})]
-    memories = [RankMemory(0, "a card", 9 * GB, 0, 0, 24 * GB, "here", 64 * GB, 25e9)]
+    memories = [DeviceMemoryReport(0, "a card", 9 * GB, 0, 0, 24 * GB, "here", 64 * GB, 25e9)]
     made = calibration_of(("cuda:0",), file, found, memories, [Probed(0, times, (1e-3, 1e-3), 9 * GB)], (64, 16))
     assert made.machine.devices == (Device("cuda:0", "a GPU", 24 * GB - contexts("cuda:0"), None, 25e9),)
     assert set(made.costs[0].blocks) == set(times)

@@ -12,9 +12,9 @@ RESIDUAL = torch.randn(1, 3, 4)
 
 
 def slot(spec: BlockList, text_first: bool = True) -> BlockSlot:
-    flow = StageIO(text_first, residuals={"blocks.1": RESIDUAL})
-    flow.text_tokens = TEXT.shape[1]
-    return BlockSlot(spec, flow, nn.Identity, 1, 3)
+    stage_io = StageIO(text_first, residuals={"blocks.1": RESIDUAL})
+    stage_io.text_tokens = TEXT.shape[1]
+    return BlockSlot(spec, stage_io, nn.Identity, 1, 3)
 
 
 @pytest.mark.parametrize("returns", [("text", "image"), ("image", "text")])

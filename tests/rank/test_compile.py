@@ -61,10 +61,12 @@ class OneRank:
 
     def put(self, x, tensors) -> None:
         family, shapes = self.family, [tuple(latent.shape) for latent in latents_of(x)]
-        grid, beside = family.patching.grid(shapes[0]), family.patching.beside_tokens(shapes)
-        text = beside + family.image_padding(grid) + family.inputs.text_tokens(tensors)
+        grid, companion_tokens = family.patching.grid(shapes[0]), family.patching.companion_tokens(shapes)
+        text = companion_tokens + family.image_padding(grid) + family.inputs.text_tokens(tensors)
         references = tensors["references"].shape[1] if "references" in tensors else 0
-        self.engine.put_conditioning(m.PutConditioning(1, grid, references, text, shapes[0][0], tensors, beside=beside))
+        self.engine.put_conditioning(
+            m.PutConditioning(1, grid, references, text, shapes[0][0], tensors, companion_tokens=companion_tokens)
+        )
         self.token_order = family.token_order(grid, references)
 
     def step(self, x, timestep, run=0, tokens=None, with_text=True) -> torch.Tensor:

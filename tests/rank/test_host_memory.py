@@ -106,8 +106,8 @@ def test_ranks_may_want_different_blocks_and_more_of_them_later():
     def use(store: HostStore, rank: int) -> list[str]:
         store.fill(wants[rank])
         first.wait(10)
-        beside = set(SIZES) - set(wants[rank])
-        return [name for name in store.to_write(beside)]
+        not_wanted = set(SIZES) - set(wants[rank])
+        return [name for name in store.to_write(not_wanted)]
 
     assert on_ranks(Degrees(ulysses=2), use, blocks) == [[], []]
     assert blocks.reads == dict.fromkeys(SIZES, 1)

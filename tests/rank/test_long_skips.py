@@ -41,14 +41,14 @@ def run(made, edges, spoil=lambda sent: sent):
     rows = Rows(slice(None), token_order.tokens, Span(0, 0), True)
     for start, stop in pairwise((0, *edges, LAYERS)):
         stage = build_stage(checkpoint, Span(start, stop), torch.device("cpu"), "fp32")
-        stage.flow.begin_step(sent, 0, rows)
+        stage.stage_io.begin_step(sent, 0, rows)
         tokens = family.patching.pack(x) if start == 0 else None
         inputs = StepInputs(tokens, timestep, tensors, grid, token_order, token_order.span, Span(0, 0))
         try:
             with torch.inference_mode():
                 return family.patching.unpack(family.run(stage.model, inputs), tuple(x.shape)), crossed
         except StageDone as done:
-            sent = spoil(stage.flow.outgoing(done))
+            sent = spoil(stage.stage_io.outgoing(done))
             crossed.append(len(sent) // len(x))
     raise AssertionError("the last stage ended early")
 

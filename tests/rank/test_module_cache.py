@@ -46,14 +46,16 @@ class Runs:
         self.engine = Engine(0, load, stage)
         self.x, self.timestep, tensors = case.inputs()
         self.shapes = [tuple(latent.shape) for latent in latents_of(self.x)]
-        grid, beside = family.patching.grid(self.shapes[0]), family.patching.beside_tokens(self.shapes)
+        grid, companion_tokens = family.patching.grid(self.shapes[0]), family.patching.companion_tokens(self.shapes)
         self.token_order = family.token_order(grid, tensors[REFERENCES].shape[1] if REFERENCES in tensors else 0)
-        words = beside + family.image_padding(grid) + family.inputs.text_tokens(tensors)
+        text_tokens = companion_tokens + family.image_padding(grid) + family.inputs.text_tokens(tensors)
         for conditioning in (1, 2):
             given = {name: t * conditioning if name == "context" else t for name, t in tensors.items()}
             references, batch = self.token_order.references, self.shapes[0][0]
             self.engine.put_conditioning(
-                m.PutConditioning(conditioning, grid, references, words, batch, given, beside=beside)
+                m.PutConditioning(
+                    conditioning, grid, references, text_tokens, batch, given, companion_tokens=companion_tokens
+                )
             )
         rows = -(-self.shapes[0][family.patching.band_dim] // family.patching.band_size)
         self.bands = [self.token_order.of_rows(span) for span in split(Span(0, rows), BANDS)]

@@ -38,10 +38,10 @@ def test_a_sound_program_gets_its_values(rules, seed):
 
     def work(dist, rank):
         rows, columns = (own_group(dist, rank, groups) for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
-        beside, across = rank ^ 1, rank ^ 2
+        neighbour, across = rank ^ 1, rank ^ 2
         mine, swapped, under_way = torch.full((3,), float(rank)), [torch.empty(3), torch.empty(3)], []
         for into in swapped:
-            operations = [dist.P2POp(dist.isend, mine, beside, rows), dist.P2POp(dist.irecv, into, beside, rows)]
+            operations = [dist.P2POp(dist.isend, mine, neighbour, rows), dist.P2POp(dist.irecv, into, neighbour, rows)]
             under_way += dist.batch_isend_irecv(operations)
         summed = mine.clone()
         under_way.append(dist.all_reduce(summed, group=columns, async_op=True))

@@ -45,8 +45,8 @@ def test_every_token_has_one_place_in_the_buffer(degrees, text, image, bands, te
     cut = SequenceCut(shares(data.draw, degrees.patch), degrees.ring * degrees.ulysses, False)
     positions, everyone = [], range(degrees.sequence)
     for band, tokens in enumerate(split(Span(0, image), bands)):
-        words = cut.text(text if band == 0 else 0)
-        step = AttentionStep(text, words, cut.image(tokens), Span(0, 1), None, text_first=text_first)
+        text_spans = cut.text(text if band == 0 else 0)
+        step = AttentionStep(text, text_spans, cut.image(tokens), Span(0, 1), None, text_first=text_first)
         pieces = step.pieces(everyone)
         rows = [row for span, _ in pieces for row in range(span.start, span.stop)]
         assert rows == list(range(sum(step.lengths)))

@@ -26,12 +26,12 @@ QUICK = [
     product(Degrees(ring=2, tensor=2)),
     product(Degrees(patch=2, ulysses=2, patch_mode="displaced")),
     cases.vae(2),
-    cases.beside(Degrees(patch=2, patch_mode="displaced"), Degrees(pipe=2)),
+    cases.two_models(Degrees(patch=2, patch_mode="displaced"), Degrees(pipe=2)),
     cases.cancelled(Degrees(pipe=2)),
 ]
 QUICK_NAMES = {case.name for case in QUICK}
 ANY_ORDER = ("cancel ", "given up ", "two calls at once ", "unload and load pipe2")
-"""Beginnings of names, beside products on two ranks and `beside`: what starts or ends something in the middle of something
+"""Beginnings of names, beside products on two ranks and `two_models`: what starts or ends in the middle of something
 else, of which the order of operations decides."""
 TWO = {product(degrees).name for degrees in cases.PRODUCTS if degrees.world == 2}
 KILLED = (Degrees(pipe=2), Degrees(ulysses=2))

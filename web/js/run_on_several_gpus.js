@@ -160,12 +160,12 @@ function change(chosen) {
 }
 
 /**
- * What becomes of each loader, by the fates that the server has for its uses, in the order of the prompt's ids:
+ * What becomes of each loader, by the plans that the server has for its uses, in the order of the prompt's ids:
  * [{node, name, takes, parallel, why, pipefusion}].
  */
-function decide(prompt, loaders, fates) {
+function decide(prompt, loaders, plans) {
     return [...loaders].map(([node, ids]) => {
-        const uses = ids.map((id) => fates.get(id));
+        const uses = ids.map((id) => plans.get(id));
         const files = [...new Set(uses.map((use) => use.file).filter(Boolean))];
         const about = { node, name: nameOf(node, files.join(", ")), takes: false, parallel: false };
         if (isSwitchedOff(node)) return { ...about, why: "Parallelize Model behind it is bypassed or muted" };

@@ -65,7 +65,7 @@ class _Request:
 
 class BandedRun:
     """One sampling run in bands. `rows`: each band's latent rows, or frames if `along` is "frames"; `shape`: of the whole
-    latent; `beside`: tokens of the one beside it, if there is such.
+    latent; `companion_tokens`: tokens of its companion, 0 without one.
 
     With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes. So is
     the first one behind a timestep at which there was none: the keys are older than a step then.
@@ -87,14 +87,14 @@ class BandedRun:
         cache: StepCache | None = None,
         poll: Poll = lambda: None,
         along: str = "rows",
-        beside: int = 0,
+        companion_tokens: int = 0,
     ):
         assert cache is None or cache.bands == len(rows)
         assert len(rows) == 1 or not model.degrees.displaced
         self.model, self.rows, self.overlap = model, rows, overlap
         self.warm_up = warm_up or model.degrees.displaced
         self.patching = model.family.patching.cut(along)
-        self.grid, self.beside = self.patching.grid(shape), beside
+        self.grid, self.companion_tokens = self.patching.grid(shape), companion_tokens
         self.run = model.open_run(extrapolate)
         try:
             model.watch_memory(self.run, len(rows), extrapolate, poll)
@@ -232,8 +232,10 @@ class BandedRun:
         return True
 
     def _conditioning(self, request: _Request) -> Conditioning:
-        along, beside = self.patching.along, self.beside
-        return self.model.conditioning(self.grid, request.tensors, request.first_replica, along, beside, request.changes)
+        along, companion_tokens = self.patching.along, self.companion_tokens
+        return self.model.conditioning(
+            self.grid, request.tensors, request.first_replica, along, companion_tokens, request.changes
+        )
 
     def _answer_forecasts(self) -> None:
         """Answer every band that asks for a call that is forecast: it waits for no other band, and no other for it."""
@@ -256,12 +258,12 @@ class BandedRun:
     def _post_band(self, step: MicroStep, request: _Request, conditioning: Conditioning) -> None:
         patch, rows = self.patching.band_size, self.rows[request.band]
         tokens = conditioning.token_order.of_rows(Span(rows.start // patch, -(-rows.stop // patch)))
-        stale, (x, *beside) = self.model.degrees.displaced, request.latents
+        stale, (x, *companions) = self.model.degrees.displaced, request.latents
         if padding := -len(rows) % patch:
             # An odd height is padded circularly, as ComfyUI does: the last row's neighbour is the picture's first one.
             top = self.patching.rows(self._first.latents[0], Span(0, padding))
             x = torch.cat((x, top), dim=self.patching.band_dim)
-        latents, parts = (x, *beside), [(request, Span(0, len(rows)))]
+        latents, parts = (x, *companions), [(request, Span(0, len(rows)))]
         self._post(latents, request.residuals, tokens, step.with_text, stale, parts, conditioning)
         self.banded_calls += step.with_text
 

@@ -160,8 +160,8 @@ class Inputs:
     conditioning: Callable[[Config, dict[str, Any]], dict[str, torch.Tensor]]
     """Arguments of ComfyUI's model call, and `latent`, the shape of the latent or of a band's -> conditioning tensors.
     ValueError, beginning with the input's name, for what is missing or cannot be forwarded. Where the family takes a
-    latent beside the video's, `grid` and `beside_tokens` are among the arguments: the whole video's tokens by axis, and the
-    latent's beside it."""
+    companion latent, `grid` and `companion_tokens` are among the arguments: the whole video's tokens by axis, and the
+    companion's."""
 
     accepts: tuple[str, ...] = ("context", "y", "guidance")
     """Arguments of ComfyUI's model call that `conditioning` knows. All others are refused."""
@@ -207,8 +207,8 @@ class Inputs:
 
     def text_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Tokens of the text that runs through the blocks: of all `token_tensors`, with those that the class adds."""
-        words = [tensors[name].shape[1] for name in self.token_tensors if name in tensors]
-        return self.padded(sum(words)) if words else 0
+        lengths = [tensors[name].shape[1] for name in self.token_tensors if name in tensors]
+        return self.padded(sum(lengths)) if lengths else 0
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ class Family:
 
     def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """Run the model's own forward for one micro-step; [b, m + a, c], the rank's tokens of the picture, then those of the
-        latent beside it, which are the second that the forward returns.
+        companion latent, which are the second that the forward returns.
 
         The stage's stand-ins end the forward early where the epilogue is not this rank's.
         """
@@ -362,7 +362,7 @@ class Family:
             out = self.patching.cut(step.token_order.along).pack(out)[:, own.slice]
         elif len(own) < len(step.image):
             out = out[:, step.of_tokens("picture rows", step.token_order.picture_rows)]
-        return side_by_side(out, outputs[1]) if step.beside_tokens else out
+        return side_by_side(out, outputs[1]) if step.companion_tokens else out
 
     def _whole(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
         """The whole latent [b, C, (T,) H, W], zero outside of the rank's tokens."""
@@ -380,12 +380,12 @@ class Family:
         """Tokens that the class adds to the image."""
         return self.inputs.padded(math.prod(grid)) - math.prod(grid)
 
-    def text_tokens(self, grid: tuple[int, ...], beside: int, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Tokens of a call beside the image's own: what the class adds to it, `beside` of the latent beside it, the text.
+    def text_tokens(self, grid: tuple[int, ...], companion_tokens: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Tokens of a call beside the image's own: what the class adds to it, `companion_tokens`, the text.
 
         They run with the call's first band.
         """
-        return self.image_padding(grid) + beside + self.inputs.text_tokens(tensors)
+        return self.image_padding(grid) + companion_tokens + self.inputs.text_tokens(tensors)
 
     def example(self, config: Config, prompt: int) -> dict[str, torch.Tensor]:
         """Shapes of a conditioning whose text has `prompt` tokens, on the meta device: a sampler's noise may come from the

@@ -27,7 +27,7 @@ def like(x: torch.Tensor | Latents, outputs: Latents) -> torch.Tensor | Latents:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Companion:
     """A latent that a model takes beside the video's, such as its sound, and gives out too (ComfyUI's nested latents).
 
     Its tokens are the first of the text stream: cut over sequence ranks as text is, and run with the first band.
@@ -37,7 +37,7 @@ class Beside:
     """Axes of the latent -> its tokens, for einops: "b c s t -> b (s t) c"."""
 
     sizes: Callable[[int], tuple[int, ...]]
-    """Latent frames of a video -> [channels, ...] of the latent beside it, as ComfyUI's empty latents have it."""
+    """Latent frames of a video -> [channels, ...] of the companion latent, as ComfyUI's empty latents have it."""
 
     required: bool = False
     """The model does not take a video alone."""
@@ -70,10 +70,10 @@ class Beside:
         return [left.split().index(name) for name in groups[axis]]
 
 
-def side_by_side(image: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+def side_by_side(image: torch.Tensor, companion: torch.Tensor) -> torch.Tensor:
     """Tokens [B, n, c] and [B, a, d] -> [B, n + a, max(c, d)], the narrower ones filled up with zeros."""
-    width = max(image.shape[-1], beside.shape[-1])
-    return torch.cat([F.pad(tokens, (0, width - tokens.shape[-1])) for tokens in (image, beside)], dim=1)
+    width = max(image.shape[-1], companion.shape[-1])
+    return torch.cat([F.pad(tokens, (0, width - tokens.shape[-1])) for tokens in (image, companion)], dim=1)
 
 
 ROWS_INSTEAD = 3
@@ -101,8 +101,8 @@ class Patching:
     along: str = "rows"
     """Axis that bands cut: "rows", or "frames" of a video."""
 
-    beside: Beside | None = None
-    """What a call may have beside the picture's latent."""
+    companion: Companion | None = None
+    """The latent that a call may have beside the picture's."""
 
     def __post_init__(self):
         assert self.along in ("rows", "frames")
@@ -169,41 +169,43 @@ class Patching:
         latent = latent[..., : shape[-2], : shape[-1]]
         return latent[:, :, : shape[-3]] if self.video else latent[:, :, 0]
 
-    def beside_tokens(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Tokens of the latent beside, in a call whose latents have these shapes."""
-        return self.beside.tokens(shapes[1]) if len(shapes) > 1 else 0
+    def companion_tokens(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Tokens of the companion latent, in a call whose latents have these shapes."""
+        return self.companion.tokens(shapes[1]) if len(shapes) > 1 else 0
 
     def pack_all(self, latents: Latents) -> torch.Tensor:
-        """Tokens of all latents, those of the latent beside last: [B, n + a, the wider ones' channels]."""
+        """Tokens of all latents, those of the companion last: [B, n + a, the wider ones' channels]."""
         tokens = self.pack(latents[0])
-        return side_by_side(tokens, self.beside.pack(latents[1])) if len(latents) > 1 else tokens
+        return side_by_side(tokens, self.companion.pack(latents[1])) if len(latents) > 1 else tokens
 
     def unpack_all(self, tokens: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Latents:
         """Tokens as of `pack_all` -> latents."""
         if len(shapes) == 1:
             return (self.unpack(tokens, shapes[0]),)
-        image, beside = tokens.split((tokens.shape[1] - self.beside_tokens(shapes), self.beside_tokens(shapes)), dim=1)
+        image, companion = tokens.split(
+            (tokens.shape[1] - self.companion_tokens(shapes), self.companion_tokens(shapes)), dim=1
+        )
         width = shapes[0][1] * self.frames * self.side**2
-        return self.unpack(image[..., :width], shapes[0]), self.beside.unpack(beside, shapes[1])
+        return self.unpack(image[..., :width], shapes[0]), self.companion.unpack(companion, shapes[1])
 
     def band(self, latents: Latents, rows: Span) -> Latents:
-        """Band of a call's latents. The first band has the whole latent beside the picture's, the others none of it."""
+        """Band of a call's latents. The first band has the whole companion latent, the others none of it."""
         picture = self.rows(latents[0], rows)
-        return picture, *(beside if rows.start == 0 else self.beside.none_of(beside) for beside in latents[1:])
+        return picture, *(companion if rows.start == 0 else self.companion.none_of(companion) for companion in latents[1:])
 
     def join(self, bands: Sequence[Latents]) -> Latents:
         """All bands' latents, in order -> the whole's."""
         return torch.cat([band[0] for band in bands], dim=self.band_dim), *bands[0][1:]
 
-    def usual_beside(self, shape: tuple[int, ...]) -> int:
-        """Tokens of the latent beside that a video's latent of this shape usually has; 0 where the family has none."""
-        return 0 if self.beside is None else self.beside.tokens((shape[0], *self.beside.sizes(shape[2])))
+    def usual_companion_tokens(self, shape: tuple[int, ...]) -> int:
+        """Tokens of the companion latent that a video's latent of this shape usually has; 0 where the family has none."""
+        return 0 if self.companion is None else self.companion.tokens((shape[0], *self.companion.sizes(shape[2])))
 
     def alongside(self, latent: torch.Tensor) -> torch.Tensor | Latents:
-        """What a model call may have for this latent: with random values beside it, if the family takes such."""
-        if self.beside is None:
+        """What a model call may have for this latent: with a companion of random values, if the family takes one."""
+        if self.companion is None:
             return latent
-        return latent, torch.randn(len(latent), *self.beside.sizes(latent.shape[2]))
+        return latent, torch.randn(len(latent), *self.companion.sizes(latent.shape[2]))
 
     def _pattern(self) -> str:
         order = "h t w" if self.along == "rows" else "t h w"

@@ -69,7 +69,7 @@ class StepInputs:
     """The rank's image tokens, in that order."""
 
     text: Span
-    """The rank's tokens of the text stream: those of a latent beside the picture's come first, then the words."""
+    """The rank's tokens of the text stream: those of a companion latent come first, then the words."""
 
     text_tokens: int = 0
     """Tokens of the whole text stream."""
@@ -80,11 +80,11 @@ class StepInputs:
     kept: dict[Any, Any] = field(default_factory=dict)
     """Values that all micro-steps for the same tokens of the same conditioning share."""
 
-    x_beside: torch.Tensor | None = None
-    """Tokens [b, a, C] of `beside`, channels filled up to those of `x`. None where the rank has no prologue."""
+    x_companion: torch.Tensor | None = None
+    """Tokens [b, a, C] of `companion`, channels filled up to those of `x`. None where the rank has no prologue."""
 
-    beside_tokens: int = 0
-    """Tokens of the whole latent beside the picture's (patching.Beside)."""
+    companion_tokens: int = 0
+    """Tokens of the whole companion latent (patching.Companion)."""
 
     host_timestep: Callable[[], torch.Tensor] | None = None
     """Gives `timestep` as it came, in the host's memory. None: it is on the device alone."""
@@ -98,14 +98,14 @@ class StepInputs:
         return self.timestep.cpu() if self.host_timestep is None else self.host_timestep()
 
     @property
-    def beside(self) -> Span:
-        """The rank's tokens of the latent beside the picture's."""
-        return self.text.before(self.beside_tokens)
+    def companion(self) -> Span:
+        """The rank's tokens of the companion latent."""
+        return self.text.before(self.companion_tokens)
 
     @property
-    def words(self) -> Span:
-        """The rank's text tokens, counted without those of the latent beside."""
-        return self.text.after(self.beside_tokens)
+    def text_span(self) -> Span:
+        """The rank's text tokens, counted without those of the companion latent."""
+        return self.text.after(self.companion_tokens)
 
     def of_tokens(self, name: str, make: Callable[[Span], torch.Tensor]) -> torch.Tensor:
         """`make(image)`, made on the host, on the rank's device: see `kept_on`."""
@@ -187,8 +187,8 @@ class Rows:
     def of_joint(self, value: torch.Tensor, dim: int) -> torch.Tensor:
         """`value`, which has the whole joint sequence along `dim`, cut down."""
         text_tokens = value.shape[dim] - self.image_tokens
-        words, image = (text_tokens, self.image_tokens) if self.text_first else (self.image_tokens, text_tokens)
-        first, second = value.split((words, image), dim)
+        text_length, image = (text_tokens, self.image_tokens) if self.text_first else (self.image_tokens, text_tokens)
+        first, second = value.split((text_length, image), dim)
         text, image = (first, second) if self.text_first else (second, first)
         own = self.text.before(text_tokens)
         parts = (text.narrow(dim, own.start, len(own)), self.of_image(image, dim))

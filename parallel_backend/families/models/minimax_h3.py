@@ -116,7 +116,7 @@ class MiniMaxH3Transformer3DModel(Published):
         kinds: torch.Tensor,
         position_ids: torch.Tensor,
         sound: slice,
-        words: slice,
+        text_span: slice,
         video: slice,
         sound_references: torch.Tensor | None,
         dtype: torch.dtype,
@@ -127,15 +127,16 @@ class MiniMaxH3Transformer3DModel(Published):
 
         Of s tokens `sound` come first, then those of the text, then `video`. `hidden_states` [b, n, c], of which
         `sound_references` are a reference's sound; `audio_hidden_states` [b, a, d and more]; `encoder_hidden_states`
-        [b, t, text width]: the whole text, of which `words` run through the blocks. `timestep` [l] float32: 0 (noise) to 1;
-        `levels` [s]: each token's place in it; `kinds` [s]: see KINDS; `position_ids` [s, 3] float32. `dtype`: the blocks'.
+        [b, t, text width]: the whole text, of which `text_span` run through the blocks. `timestep` [l] float32: 0 (noise) to
+        1; `levels` [s]: each token's place in it; `kinds` [s]: see KINDS; `position_ids` [s, 3] float32. `dtype`: of the
+        blocks.
         Where `hidden_states` are None, the blocks' inputs are zeros.
         """
         rotary_emb, times = self.rope(position_ids), self._times(timestep, dtype)
         if hidden_states is None:
             x = times.new_zeros(1, len(levels), self.config.hidden_size, dtype=dtype)
         else:
-            tokens = self._embed(hidden_states, audio_hidden_states, encoder_hidden_states, words, sound_references)
+            tokens = self._embed(hidden_states, audio_hidden_states, encoder_hidden_states, text_span, sound_references)
             x = torch.cat([part.to(dtype) for part in tokens], dim=1)
         rows = levels * KINDS + kinds
         for block in self.transformer_blocks:
@@ -153,12 +154,12 @@ class MiniMaxH3Transformer3DModel(Published):
         below = place.floor().long().clamp(max=len(table) - 2)
         return torch.lerp(table[below], table[below + 1], (place - below).to(table.dtype)[:, None])
 
-    def _embed(self, video, sound, text, words, sound_references) -> list[torch.Tensor]:
+    def _embed(self, video, sound, text, text_span, sound_references) -> list[torch.Tensor]:
         """The tokens of the sound, the text and the video, [b, ., hidden] each."""
         width, dtype = self.config.audio_in_channels, self.audio_proj_in.weight.dtype
         parts = [self.audio_proj_in(sound[..., :width].to(dtype))]
         if text is not None and text.shape[1]:
-            parts.append(self.token_refiner(self.context_embedder(text))[:, words])
+            parts.append(self.token_refiner(self.context_embedder(text))[:, text_span])
         image = self.proj_in(video.to(self.proj_in.weight.dtype))
         if sound_references is not None:
             image[:, sound_references] = self.audio_proj_in(video[:, sound_references, :width].to(dtype))

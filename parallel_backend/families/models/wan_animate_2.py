@@ -76,7 +76,7 @@ class PosePatches(nn.Module):
         return tokens(torch.cat((made, moved), dim=1))
 
 
-class Places(NamedTuple):
+class PoseTokens(NamedTuple):
     """What self-attention is given in the place of rotary tables. s streams, one behind the other in the batch."""
 
     cos: torch.Tensor
@@ -111,11 +111,11 @@ class Animate2Block(WanTransformerBlock):
         pose_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
         strength: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[b, n, 2 width]. `reference` [b, n], `frames`, `strength`: see Places. Without a pose its stream stays."""
+        """[b, n, 2 width]. `reference` [b, n], `frames`, `strength`: see PoseTokens. Without a pose its stream stays."""
         video, pose = hidden_states.chunk(2, dim=-1)
         if strength is None:
-            places = Places(*rotary_emb, reference, None, frames)
-            return torch.cat((super().forward(video, encoder_hidden_states, temb, places), pose), dim=-1)
+            pose_tokens = PoseTokens(*rotary_emb, reference, None, frames)
+            return torch.cat((super().forward(video, encoder_hidden_states, temb, pose_tokens), pose), dim=-1)
         tables = (
             torch.cat([each.expand(len(video), -1, -1, -1) for each in pair])
             for pair in zip(rotary_emb, pose_rotary_emb, strict=True)
@@ -125,7 +125,7 @@ class Animate2Block(WanTransformerBlock):
             torch.cat((video, pose)),
             torch.cat((encoder_hidden_states, pose_text)),
             torch.cat((temb, pose_temb)),
-            Places(*tables, values, strength, frames),
+            PoseTokens(*tables, values, strength, frames),
         )
         return torch.cat(out.chunk(2), dim=-1)
 
@@ -137,29 +137,29 @@ class PairedProcessor:
     _parallel_config = None
 
     def __call__(
-        self, attn: WanAttention, hidden_states: torch.Tensor, _text: None, _mask: None, places: Places
+        self, attn: WanAttention, hidden_states: torch.Tensor, _text: None, _mask: None, pose_tokens: PoseTokens
     ) -> torch.Tensor:
         """[s b, n, width] -> the same."""
         query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key), value))
-        query, key = (_rotated(x, places) for x in (query, key))
-        heads = [query, key, value * places.values[..., None, None].to(value.dtype)]
-        if places.strength is not None:
+        query, key = (_rotated(x, pose_tokens) for x in (query, key))
+        heads = [query, key, value * pose_tokens.values[..., None, None].to(value.dtype)]
+        if pose_tokens.strength is not None:
             heads = [torch.cat(x.chunk(2), dim=-1) for x in heads]
-        if self._parallel_config is None and places.strength is not None:
-            out = paired_attention(*heads, places.frames)
+        if self._parallel_config is None and pose_tokens.strength is not None:
+            out = paired_attention(*heads, pose_tokens.frames)
         else:
             out = dispatch_attention_fn(*heads, backend=self._attention_backend, parallel_config=self._parallel_config)
-        if places.strength is not None:
+        if pose_tokens.strength is not None:
             video, pose = out.chunk(2, dim=-1)
-            out = torch.cat((video, pose / places.strength[:, None, None, None].to(pose.dtype)))
+            out = torch.cat((video, pose / pose_tokens.strength[:, None, None, None].to(pose.dtype)))
         return attn.to_out[1](attn.to_out[0](out.flatten(2).type_as(hidden_states)))
 
 
-def _rotated(x: torch.Tensor, places: Places) -> torch.Tensor:
+def _rotated(x: torch.Tensor, pose_tokens: PoseTokens) -> torch.Tensor:
     """[B, n, H, D], as diffusers' Wan rotates them."""
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = places.cos[..., 0::2], places.sin[..., 1::2]
+    cos, sin = pose_tokens.cos[..., 0::2], pose_tokens.sin[..., 1::2]
     return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2).type_as(x)
 
 

@@ -1,6 +1,6 @@
 """LTX-2's inputs: what of ComfyUI's model call goes to the ranks, and what a rank calls the class with.
 
-The sound's tokens are those of the latent beside, behind them the ones of a reference voice, which are given.
+The sound's tokens are those of the companion latent, behind them the ones of a reference voice, which are given.
 """
 
 import math
@@ -121,7 +121,7 @@ def _of_tokens(mask: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
 def arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     """See Forward.arguments and LTX2VideoTransformer3DModel.forward."""
     tensors, batch = step.tensors, len(step.timestep)
-    x, sound, voice = step.x, step.x_beside, tensors.get("voice")
+    x, sound, voice = step.x, step.x_companion, tensors.get("voice")
     if x is None:  # only the number of tokens counts
         x, sound = (step.timestep.new_zeros(1, 1, 1).expand(batch, len(own), 1) for own in (step.image, step.text))
     else:
@@ -145,9 +145,9 @@ def arguments(step: StepInputs, config: Config) -> dict[str, Any]:
         "marked": _marked(step) if config["use_keyframes_abs_pos_embedding"] else None,
         "guide_weights": _guide_weights(step, places),
         "seen": seen,
-        "voice_tokens": len(step.words),
-        "audio_to_video": step.beside_tokens > 0 and "apart_video" not in tensors,
-        "video_to_audio": step.beside_tokens > 0 and "apart_sound" not in tensors,
+        "voice_tokens": len(step.text_span),
+        "audio_to_video": step.companion_tokens > 0 and "apart_video" not in tensors,
+        "video_to_audio": step.companion_tokens > 0 and "apart_sound" not in tensors,
         "perturbed": _perturbed(step),
     }
 
@@ -158,7 +158,7 @@ def _times(step: StepInputs) -> tuple[Times, Times]:
     Worked out on the host, where the timestep comes from: how many different times there are is not known before. They are
     those of all tokens, so that every band embeds the same.
     """
-    whole, sound = step.on_host.float() * TIME, step.beside_tokens
+    whole, sound = step.on_host.float() * TIME, step.companion_tokens
     whole = whole.reshape(len(whole), -1).clamp(min=0)  # below zero are tokens that are left out
     both = whole, whole
     if sound and whole.shape[1] > 1:
@@ -230,9 +230,9 @@ def _sound_places(step: StepInputs) -> torch.Tensor:
         return torch.stack((seconds(number), seconds(number + 1)))
 
     def middles(_image: Span) -> torch.Tensor:
-        voice = step.text_tokens - step.beside_tokens
-        before = edges(_numbers(step.words)) - (float(seconds(torch.tensor(voice))) + column * hop / rate)
-        return torch.cat((edges(_numbers(step.beside)), before), dim=1).sum(0) / 2
+        voice = step.text_tokens - step.companion_tokens
+        before = edges(_numbers(step.text_span)) - (float(seconds(torch.tensor(voice))) + column * hop / rate)
+        return torch.cat((edges(_numbers(step.companion)), before), dim=1).sum(0) / 2
 
     return step.of_tokens("sound", middles).expand(len(step.timestep), 1, -1)
 

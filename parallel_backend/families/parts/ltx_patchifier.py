@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel_backend.families.base.patching import Beside, Patching
+from parallel_backend.families.base.patching import Companion, Patching
 
 
 @dataclass(frozen=True)
 class Patchifier:
     """Of the video's latent, or of its sound's."""
 
-    patching: Patching | Beside
+    patching: Patching | Companion
 
     def patchify(self, latent: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Tokens [B, N, C] of a latent, a video's in the order of frames, rows, columns."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from parallel_backend.families.base.patching import Beside, Patching
+from parallel_backend.families.base.patching import Companion, Patching
 
 FRAMES = (1, 4, 4, 4, 4)
 """Pictures in a video's latent frames, again and again."""
@@ -34,7 +34,7 @@ def thirds(frames: int) -> int:
 
 PATCHING = Patching(
     video=True,
-    beside=Beside(
+    companion=Companion(
         "b c s t -> b (s t) c",
         lambda frames: (SOUND_CHANNELS, CHANNELS, round(thirds(frames) / 3)),
         required=True,
@@ -124,13 +124,13 @@ def place_references(payload: Mapping[str, Any], words: int, grid: tuple[int, in
     now, columns = 3 * words, frame_sides(*grid[1:])[1]
     for block in payload.get("refs") or ():
         kind, start, sound = block["kind"], now / 3, block.get("audio_latent")
-        beside, lasts = columns, 3
+        sound_column, lasts = columns, 3
         if kind in ("video", "video_audio"):
-            beside = frame_sides(block["latent_h"] // 2, block["latent_w"] // 2)[1]
+            sound_column = frame_sides(block["latent_h"] // 2, block["latent_w"] // 2)[1]
         if kind != "image":
             lasts = max(3 * block["ref_audio_t"], thirds(block["latent_t"]) if "latent_t" in block else 0)
             if block["ref_audio_t"]:
-                found.add_sound(sound, start, beside)
+                found.add_sound(sound, start, sound_column)
         if kind != "audio":
             found.add_video(block["latent"], start)
         now += lasts

@@ -42,13 +42,13 @@ def _of_tokens(step: StepInputs, sound: torch.Tensor, words: torch.Tensor, image
     The video's come by frame, row and column.
     """
     places = to_device(step.token_order.places_in_class(step.grid, step.image), step.timestep.device)
-    return torch.cat((sound[step.beside.slice], words[step.words.slice], image[places]))
+    return torch.cat((sound[step.companion.slice], words[step.text_span.slice], image[places]))
 
 
 def _positions(step: StepInputs) -> torch.Tensor:
-    begins, words = int(step.tensors["begins"][0, 0]) / 3, step.text_tokens - step.beside_tokens
+    begins, words = int(step.tensors["begins"][0, 0]) / 3, step.text_tokens - step.companion_tokens
     text = F.pad(torch.arange(words, dtype=torch.float64)[:, None], (0, 2))
-    sound = sound_places(begins, step.beside_tokens // CHANNELS, frame_sides(*step.grid[1:])[1])
+    sound = sound_places(begins, step.companion_tokens // CHANNELS, frame_sides(*step.grid[1:])[1])
     host = (sound, text, video_places(begins, step.grid))
     sound, text, image = (to_device(places.float(), step.timestep.device) for places in host)
     references = step.tensors.get(REFERENCE_POSITIONS)
@@ -57,36 +57,36 @@ def _positions(step: StepInputs) -> torch.Tensor:
 
 def _numbers(step: StepInputs, levels: bool) -> torch.Tensor:
     """Each token's place among the levels, or its kind."""
-    tensors, words = step.tensors, step.text_tokens - step.beside_tokens
+    tensors, words = step.tensors, step.text_tokens - step.companion_tokens
 
     def given(name: str, count: int, usual: int) -> torch.Tensor:
         return tensors[name][0] if name in tensors else step.timestep.new_full((count,), usual, dtype=torch.long)
 
     references = given("reference_sound", 0, 0)
     if levels:
-        sound = given("sound_levels", step.beside_tokens, NOISY_SOUND)
+        sound = given("sound_levels", step.companion_tokens, NOISY_SOUND)
         image = torch.cat((given("video_levels", step.token_order.image, 0), CLEAN_VIDEO + references))
         return _of_tokens(step, sound, given("", words, 0), image)
     image = torch.cat((given("", step.token_order.image, VIDEO), SOUND * references))
-    return _of_tokens(step, given("", step.beside_tokens, SOUND), given("text_kinds", words, TEXT), image)
+    return _of_tokens(step, given("", step.companion_tokens, SOUND), given("text_kinds", words, TEXT), image)
 
 
 def arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
     kinds = _once(step, "kinds", lambda: _numbers(step, levels=False))
-    sound, rest = len(step.beside), len(step.text)
+    sound, rest = len(step.companion), len(step.text)
     references = None
     if "reference_sound" in step.tensors:
         references = _once(step, "sound references", lambda: (kinds[rest:] == SOUND).nonzero()[:, 0])
     return {
         "hidden_states": step.x,
-        "audio_hidden_states": step.x_beside,
+        "audio_hidden_states": step.x_companion,
         "encoder_hidden_states": step.tensors.get("context"),
         "timestep": times(step),
         "levels": _once(step, "levels", lambda: _numbers(step, levels=True)),
         "kinds": kinds,
         "position_ids": _once(step, "positions", lambda: _positions(step)),
         "sound": slice(0, sound),
-        "words": step.words.slice,
+        "text_span": step.text_span.slice,
         "video": slice(rest, None),
         "sound_references": references,
         "dtype": step.dtype,

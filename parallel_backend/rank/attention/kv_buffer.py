@@ -95,7 +95,7 @@ class LayerBuffer:
         self.arriving.clear()
 
 
-class Place(NamedTuple):
+class BufferSlot(NamedTuple):
     """Which call a layer has come to, and where its keys and values are. See LayerBuffer."""
 
     call: int
@@ -162,9 +162,11 @@ class KVBuffer:
         """Where keys and values are in memory now. LayerBuffer.swap exchanges two places at each call."""
         return tuple(kept.data_ptr() for layer in self.layers.values() for kept in (layer.keys, layer.values))
 
-    def places(self) -> dict[int, Place]:
+    def slots(self) -> dict[int, BufferSlot]:
         """By layer."""
-        return {number: Place(layer.call, layer.keys, layer.values, layer.last) for number, layer in self.layers.items()}
+        return {
+            number: BufferSlot(layer.call, layer.keys, layer.values, layer.last) for number, layer in self.layers.items()
+        }
 
     def follow(self, layers: Iterable[int]) -> None:
         """A CUDA graph has done on the device what `update` does in these layers when they see a call for the first time."""
@@ -173,13 +175,13 @@ class KVBuffer:
             if self.extrapolate:
                 self.layers[number].swap()
 
-    def restore(self, places: Mapping[int, Place]) -> None:
-        """Take back what `update` has done on the host since `places` was read, where the device has done nothing of it."""
-        for number in [number for number in self.layers if number not in places]:
+    def restore(self, slots: Mapping[int, BufferSlot]) -> None:
+        """Take back what `update` has done on the host since `slots` was read, where the device has done nothing of it."""
+        for number in [number for number in self.layers if number not in slots]:
             del self.layers[number]
-        for number, place in places.items():
+        for number, slot in slots.items():
             layer = self.layers[number]
-            layer.call, layer.keys, layer.values, layer.last = place
+            layer.call, layer.keys, layer.values, layer.last = slot
 
     def update(
         self,

@@ -105,8 +105,8 @@ class StageIO:
 class BlockSlot:
     """One place in a block list: binds arguments by name, cuts them to the rank's tokens, makes results whole."""
 
-    def __init__(self, spec: BlockList, flow: StageIO, block_class: type[nn.Module], index: int, count: int):
-        self.spec, self.flow, self.name = spec, flow, f"{spec.name}.{index}"
+    def __init__(self, spec: BlockList, stage_io: StageIO, block_class: type[nn.Module], index: int, count: int):
+        self.spec, self.stage_io, self.name = spec, stage_io, f"{spec.name}.{index}"
         self.first, self.last = index == 0, index == count - 1
         self.signature = inspect.signature(block_class.forward)
 
@@ -119,12 +119,12 @@ class BlockSlot:
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A block's arguments by name, cut to the rank's tokens."""
         given = self.named(args, kwargs)
-        spec, rows = self.spec, self.flow.rows
+        spec, rows = self.spec, self.stage_io.rows
         if rows is None:
             return given
         for name, cut in spec.cuts.items():
             if given.get(name) is not None:
-                given[name] = self.flow.cut(name, cut, given[name])
+                given[name] = self.stage_io.cut(name, cut, given[name])
         if self.first:
             self.note_text(given)
             image = given[spec.image]
@@ -136,24 +136,28 @@ class BlockSlot:
     def for_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A block's arguments by name, those of BlockList.by_token made for the rank's tokens."""
         given = self.named(args, kwargs)
-        made = {name: self.flow.for_tokens(name, make, given.get(name)) for name, make in self.spec.by_token.items()}
+        made = {name: self.stage_io.for_tokens(name, make, given.get(name)) for name, make in self.spec.by_token.items()}
         return given | made
 
     def note_text(self, given: Mapping[str, Any]) -> None:
         """Note the length of the list's whole text, for `emit_whole`."""
         if self.spec.joined:
-            self.flow.whole_text = given[self.spec.image].shape[1] - self.flow.rows.image_tokens
+            self.stage_io.whole_text = given[self.spec.image].shape[1] - self.stage_io.rows.image_tokens
         else:
-            self.flow.whole_text = given[self.spec.text].shape[1] if "text" in self.spec.returns else 0
+            self.stage_io.whole_text = given[self.spec.text].shape[1] if "text" in self.spec.returns else 0
 
     def streams(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Text [b, t, hidden] and image [b, n, hidden] among the values that `arguments` returned."""
         image = given[self.spec.image]
         if self.spec.joined:
-            t = self.flow.text_tokens if self.flow.rows is None else len(self.flow.rows.text.before(self.flow.whole_text))
+            t = (
+                self.stage_io.text_tokens
+                if self.stage_io.rows is None
+                else len(self.stage_io.rows.text.before(self.stage_io.whole_text))
+            )
             n = image.shape[1] - t
-            first, second = image.split((t, n) if self.flow.text_first else (n, t), 1)
-            return (first, second) if self.flow.text_first else (second, first)
+            first, second = image.split((t, n) if self.stage_io.text_first else (n, t), 1)
+            return (first, second) if self.stage_io.text_first else (second, first)
         if "text" in self.spec.returns:
             return given[self.spec.text], image
         return image[:, :0], image
@@ -161,7 +165,7 @@ class BlockSlot:
     def results(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
         """Text and image in the form in which the block returns them."""
         if self.spec.joined:
-            return torch.cat((text, image) if self.flow.text_first else (image, text), 1)
+            return torch.cat((text, image) if self.stage_io.text_first else (image, text), 1)
         out = tuple(text if name == "text" else image for name in self.spec.returns)
         return out if len(out) > 1 else out[0]
 
@@ -171,19 +175,19 @@ class BlockSlot:
 
     def emit_whole(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
         """Results of the list's last slot as whole tensors. `text` is None if the block returns none."""
-        rows = self.flow.rows
+        rows = self.stage_io.rows
         whole = image.new_zeros(len(image), rows.image_tokens, image.shape[-1])
         whole[:, rows.image] = image
-        words = None
+        padded_text = None
         if text is not None:
-            words = text.new_zeros(len(text), self.flow.whole_text, text.shape[-1])
-            own = rows.text.before(self.flow.whole_text)
-            words[:, own.slice] = text[:, : len(own)]
-        return self.results(words, whole)
+            padded_text = text.new_zeros(len(text), self.stage_io.whole_text, text.shape[-1])
+            own = rows.text.before(self.stage_io.whole_text)
+            padded_text[:, own.slice] = text[:, : len(own)]
+        return self.results(padded_text, whole)
 
     def add_residual(self, out: Any) -> Any:
         """A block's results plus its ControlNet residual, added behind the block as in ComfyUI's native models."""
-        residual = self.flow.residuals.get(self.name)
+        residual = self.stage_io.residuals.get(self.name)
         if residual is None:
             return out
         text, image = self._parts(out)
@@ -191,13 +195,13 @@ class BlockSlot:
 
     def fill_text(self, given: dict[str, Any]) -> dict[str, Any]:
         """A block's arguments, with one text token if it has none. Attention ignores it (ParallelAttention.attend)."""
-        if self.flow.rows is not None and self.flow.text_tokens == 0:
+        if self.stage_io.rows is not None and self.stage_io.text_tokens == 0:
             given[self.spec.text] = F.pad(given[self.spec.text], (0, 0, 0, 1))
         return given
 
     def empty_text(self, out: Any) -> Any:
         """A block's results, without the token that `fill_text` added."""
-        if self.flow.rows is None or self.flow.text_tokens:
+        if self.stage_io.rows is None or self.stage_io.text_tokens:
             return out
         text, image = self._parts(out)
         return self.results(text[:, :0], image)
@@ -207,8 +211,8 @@ class BlockSlot:
         if self.spec.needs_text:
             block.register_forward_hook(lambda _block, _args, out: self.empty_text(out))
         block.register_forward_hook(lambda _block, _args, out: self.add_residual(out))
-        if self.name in self.flow.leaving:
-            block.register_forward_hook(lambda _block, _args, out: self.flow.keep(self.name, *self._parts(out)))
+        if self.name in self.stage_io.leaving:
+            block.register_forward_hook(lambda _block, _args, out: self.stage_io.keep(self.name, *self._parts(out)))
         if self.spec.by_token:
             block.register_forward_pre_hook(
                 lambda _block, args, kwargs: ((), self.for_tokens(args, kwargs)), with_kwargs=True
@@ -220,7 +224,7 @@ class BlockSlot:
             block.register_forward_pre_hook(lambda _block, _args, given: ((), self.fill_text(given)), with_kwargs=True)
         if self.last:
             block.register_forward_hook(
-                lambda _block, _args, out: out if self.flow.rows is None else self.emit_whole(*self._parts(out))
+                lambda _block, _args, out: out if self.stage_io.rows is None else self.emit_whole(*self._parts(out))
             )
 
     def _parts(self, out: Any) -> tuple[torch.Tensor | None, torch.Tensor]:

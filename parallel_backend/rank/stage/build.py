@@ -37,7 +37,7 @@ class Stage:
     model: nn.Module
     attention: list[tuple[nn.Module, str, Values | None]]
     """(attention module, its value in BlockList.attention, BlockList.values), in the order in which they run."""
-    flow: StageIO
+    stage_io: StageIO
     plan: TensorPlan | None
     """The given one, for this model: see TensorPlan.with_outside."""
 
@@ -98,10 +98,10 @@ def build_stage(
         setattr(model, name, absent)
     arriving = () if first else family.blocks.carried(config, span.start)
     leaving = () if last else family.blocks.carried(config, span.stop)
-    flow, attention = StageIO(family.blocks.text_first, arriving, leaving, family.sizes.text_hidden(config)), []
+    stage_io, attention = StageIO(family.blocks.text_first, arriving, leaving, family.sizes.text_hidden(config)), []
     for spec in family.blocks.lists:
-        attention += fill_slots(model, spec, flow, owned[spec.name], family.forward.whole_latent, only)
-    return Stage(model, attention, flow, plan)
+        attention += fill_slots(model, spec, stage_io, owned[spec.name], family.forward.whole_latent, only)
+    return Stage(model, attention, stage_io, plan)
 
 
 def _is_owned(parameter: str, owned: dict[str, range], skipped: tuple[str, ...]) -> bool:

@@ -41,14 +41,14 @@ WORKERS = 8
 
 
 @dataclass(frozen=True)
-class Places:
+class TracedModules:
     """The modules behind one block's operations, by name in the block."""
 
     attentions: dict[str, ParallelAttention] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
 
-_places: ContextVar[Places] = ContextVar("places of the block under way")
+_traced: ContextVar[TracedModules] = ContextVar("modules of the block under way")
 
 
 @torch.library.custom_op(
@@ -58,7 +58,7 @@ _places: ContextVar[Places] = ContextVar("places of the block under way")
 )
 def attend(query, key, value, order, name, scale):
     """ParallelAttention.attend of the block's attention module `name`: three [B, s, H, D] -> [B, s, H, D]."""
-    return _places.get().attentions[name].attend(query, key, value, scale).contiguous()
+    return _traced.get().attentions[name].attend(query, key, value, scale).contiguous()
 
 
 @attend.register_fake
@@ -71,7 +71,7 @@ def _(query, key, value, order, name, scale):
 )
 def call(x, order, name, width):
     """The block's module `name`, uncompiled: x [..., n] -> [..., width], or [..., n] without `width`."""
-    module = _places.get().modules[name]
+    module = _traced.get().modules[name]
     return module.outside.kind.__call__(module, x).contiguous()
 
 
@@ -169,20 +169,20 @@ class Compiler:
         torch._dynamo.reset()
 
     def _prepare(self, block_name: str, block: nn.Module) -> None:
-        places = Places()
+        traced = TracedModules()
         for name, module in block.named_modules():
             processor = getattr(module, "processor", None)
             if isinstance(attention := getattr(processor, "_parallel_config", None), ParallelAttention):
-                places.attentions[name] = attention
+                traced.attentions[name] = attention
                 if isinstance(processor, SdpaProcessor):
                     module.processor = object.__new__(_traceable(type(processor.processor)))
                     vars(module.processor).update(vars(processor.processor))
                 module.processor._parallel_config = GraphAttention(attention, name, self._order)
             elif name in self._untraced or (name and self._stays_outside(module, processor)):
-                places.modules[name] = module
+                traced.modules[name] = module
                 module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
                 module.__class__ = _outside(type(module))
-        block.forward = CompiledForward(block.forward, places, self._backend)
+        block.forward = CompiledForward(block.forward, traced, self._backend)
 
     def _width(self, name: str, module: nn.Module) -> int | None:
         """Output features of the model's module `name`. None: as many as its input has."""
@@ -219,14 +219,14 @@ class Compiler:
 class CompiledForward:
     """Replaces a block's `forward`."""
 
-    def __init__(self, forward: Callable[..., Any], places: Places, backend: Callable[..., Any]):
-        self._places = places
+    def __init__(self, forward: Callable[..., Any], traced: TracedModules, backend: Callable[..., Any]):
+        self._traced = traced
         self._compiled = torch.compile(forward, backend=backend, dynamic=False)
         self.__signature__ = inspect.signature(forward)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        token = _places.set(self._places)
+        token = _traced.set(self._traced)
         try:
             return self._compiled(*arguments, **named)
         finally:
-            _places.reset(token)
+            _traced.reset(token)

@@ -81,13 +81,13 @@ class PackedLinear(RankLinear):
         """Of all that is kept of the weight."""
         return self.packed.nbytes + self.packing.nbytes
 
-    def move(self, packed: torch.Tensor, beside: Mapping[str, torch.Tensor]) -> None:
-        """Have the weight in other memory, that of `packed` and of `beside` (Packing.tensors), whatever is in it so far."""
+    def move(self, packed: torch.Tensor, scales: Mapping[str, torch.Tensor]) -> None:
+        """Have the weight in other memory, that of `packed` and of `scales` (Packing.tensors), whatever is in it so far."""
         if self.packed.is_meta:  # whose data cannot be those of another device
             self.packed = nn.Parameter(packed, requires_grad=False)
         else:
             self.packed.data = packed
-        self.packing = self.packing.on(beside)
+        self.packing = self.packing.on(scales)
         self.arithmetic = arithmetic(packed, self.packing, self.dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ def parameter_names(model: nn.Module) -> tuple[str, ...]:
 
 
 @dataclass
-class _Beside:
+class _LowRank:
     """An adapter beside `layer`, by its own scale, and as it is for the last strength that was neither 0 nor 1."""
 
     layer: RankLinear
@@ -92,7 +92,7 @@ class Adapters:
         self._model, self._checkpoint, self._plan, self._store = model, checkpoint, plan, store
         self._device, self._dtype = device, dtype
         self._factors: list[Adapt] = []  # the rank's shards before scaling, for `rescale`
-        self._beside: list[_Beside] = []
+        self._low_rank: list[_LowRank] = []
         self._values: dict[str, _Values] = {}
         self._replaced: set[str] = set()  # parameters whose loaded values are written over
         self._strengths: tuple[float, ...] = ()
@@ -100,7 +100,7 @@ class Adapters:
     @property
     def nbytes(self) -> int:
         """Of all that is kept on the device beside the weights, in use or not."""
-        return sum(each.nbytes for each in (*self._beside, *self._values.values()))
+        return sum(each.nbytes for each in (*self._low_rank, *self._values.values()))
 
     def add(self, part: Adapt) -> None:
         """Add to one of the rank's parameters, or replace its value. AttributeError if it has no such parameter."""
@@ -131,10 +131,10 @@ class Adapters:
     def weigh(self, strengths: tuple[float, ...]) -> None:
         """Have each group 1, 2, ... count by its strength from now on."""
         self._strengths = strengths
-        for beside in self._beside:
-            beside.layer.adapters.clear()
-        for beside in self._beside:
-            beside.put(self._strength(beside.group))
+        for low_rank in self._low_rank:
+            low_rank.layer.adapters.clear()
+        for low_rank in self._low_rank:
+            low_rank.put(self._strength(low_rank.group))
         for values in self._values.values():
             if any(values.added):  # group 0 alone is as it was
                 self._sum_up(values)
@@ -142,13 +142,13 @@ class Adapters:
     @torch.no_grad()
     def drop(self) -> None:
         """Remove all that was added. Every parameter is as loaded, bit for bit."""
-        for beside in self._beside:
-            beside.layer.adapters.clear()
+        for low_rank in self._low_rank:
+            low_rank.layer.adapters.clear()
         for name in self._values:
             self._store.rejoin(name)
         if self._replaced:
             self._load_again()
-        self._factors, self._beside, self._values, self._strengths = [], [], {}, ()
+        self._factors, self._low_rank, self._values, self._strengths = [], [], {}, ()
 
     def _strength(self, group: int) -> float:
         if group == 0:
@@ -168,8 +168,8 @@ class Adapters:
         if isinstance(layer, RankLinear) and leaf == "weight" and called:
             dtype = self._checkpoint.compute_dtype(part.parameter, self._dtype)
             down = None if part.down is None else part.down.to(self._device, dtype)
-            self._beside.append(_Beside(layer, (up.to(dtype), down), part.group))
-            self._beside[-1].put(self._strength(part.group))
+            self._low_rank.append(_LowRank(layer, (up.to(dtype), down), part.group))
+            self._low_rank[-1].put(self._strength(part.group))
         else:
             shape = layer.get_parameter(leaf).shape
             delta = up if part.down is None else up @ part.down.to(self._device, torch.float32)

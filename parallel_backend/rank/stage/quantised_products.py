@@ -78,8 +78,8 @@ class KitchenWeight:
             assert isinstance(packing, Quantised)
             format, data = packing.layer.format, packed
             fields, data = _fields(packing, packed)
-            self.smoothing = packing.beside.get("pre_quant_scale")
-            given = packing.beside.get("input_scale")
+            self.smoothing = packing.scales.get("pre_quant_scale")
+            given = packing.scales.get("input_scale")
             self.input_scale = None if given is None else given.view(())
         self.format, self._layout, self._tensor_class = format, LAYOUTS[format], tensors.QuantizedTensor
         self._rounds_input = format in CAPABILITY
@@ -103,24 +103,24 @@ class KitchenWeight:
 
 def _fields(packing: Quantised, packed: torch.Tensor) -> tuple[dict[str, object], torch.Tensor]:
     """What comfy-kitchen's parameters of the layout are called and hold, and the values as it wants them."""
-    layer, beside = packing.layer, packing.beside
+    layer, scales = packing.layer, packing.scales
     match layer.format:
         case "nvfp4":
-            tiles = beside["weight_scale"].view(torch.float8_e4m3fn)
-            return {"scale": beside["weight_scale_2"].view(()), "block_scale": tiles}, packed
+            tiles = scales["weight_scale"].view(torch.float8_e4m3fn)
+            return {"scale": scales["weight_scale_2"].view(()), "block_scale": tiles}, packed
         case "mxfp8":
-            return {"scale": beside["weight_scale"].view(torch.float8_e8m0fnu)}, packed.view(torch.float8_e4m3fn)
+            return {"scale": scales["weight_scale"].view(torch.float8_e8m0fnu)}, packed.view(torch.float8_e4m3fn)
         case "int8_tensorwise":
             rotation = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
-            return {"scale": beside["weight_scale"], **rotation}, packed.view(torch.int8)
+            return {"scale": scales["weight_scale"], **rotation}, packed.view(torch.int8)
         case "convrot_w4a4":
-            scale = beside["weight_scale"].view(-1)
+            scale = scales["weight_scale"].view(-1)
             settings = {"convrot_groupsize": layer.rotation, "quant_group_size": layer.block}
             return {"scale": scale, "linear_dtype": layer.linear_dtype, **settings}, packed.view(torch.int8)
-    codebook = beside.get("weight_codebook")
+    codebook = scales.get("weight_codebook")
     return {
-        "scale": beside["weight_s_rel"],
-        "s_channel": beside["weight_s_channel"].view(-1),
+        "scale": scales["weight_s_rel"],
+        "s_channel": scales["weight_s_channel"].view(-1),
         "codebook": None if codebook is None else codebook.view(-1),
         "group_size": layer.block,
         "convrot_groupsize": layer.rotation,

@@ -14,14 +14,14 @@ from .stand_ins import own_blocks
 class SkippableBlocks:
     """The stage's own blocks of these lists. Their hooks run in any case: what surrounds a block does not know."""
 
-    def __init__(self, model: nn.Module, specs: tuple[BlockList, ...], flow: StageIO):
+    def __init__(self, model: nn.Module, specs: tuple[BlockList, ...], stage_io: StageIO):
         self._blocks = own_blocks(model, specs)
         self._slots: dict[str, BlockSlot] = {}
         for spec in specs:
             count = len(getattr(model, spec.name))
             for index, block in enumerate(getattr(model, spec.name)):
                 if (name := f"{spec.name}.{index}") in self._blocks:
-                    self._slots[name] = BlockSlot(spec, flow, type(block), index, count)
+                    self._slots[name] = BlockSlot(spec, stage_io, type(block), index, count)
 
     @contextmanager
     def skipping(self, names: Collection[str]) -> Iterator[None]:

@@ -23,12 +23,12 @@ class Upstream(_BlockStandIn):
     """Stands in for a block of an earlier stage: returns the hidden states received."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        slot, flow = self.slot, self.slot.flow
-        if flow.rows is not None and slot.first:
+        slot, stage_io = self.slot, self.slot.stage_io
+        if stage_io.rows is not None and slot.first:
             slot.note_text(slot.named(args, kwargs))
-        text, image = flow.output_of(slot.name)
-        flow.keep(slot.name, text, image)
-        return slot.emit_whole(text, image) if slot.last and flow.rows is not None else slot.results(text, image)
+        text, image = stage_io.output_of(slot.name)
+        stage_io.keep(slot.name, text, image)
+        return slot.emit_whole(text, image) if slot.last and stage_io.rows is not None else slot.results(text, image)
 
 
 class Downstream(_BlockStandIn):
@@ -44,7 +44,7 @@ class Skipped(_BlockStandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         slot = self.slot
         text, image = slot.streams(slot.arguments(args, kwargs))
-        return slot.emit_whole(text, image) if slot.last and slot.flow.rows is not None else slot.results(text, image)
+        return slot.emit_whole(text, image) if slot.last and slot.stage_io.rows is not None else slot.results(text, image)
 
 
 class Placeholder(nn.Module):
@@ -71,7 +71,7 @@ def own_blocks(model: nn.Module, specs: Sequence[BlockList]) -> dict[str, nn.Mod
 
 
 def fill_slots(
-    model: nn.Module, spec: BlockList, flow: StageIO, own: range, whole_latent: bool, only: Collection[str] = ()
+    model: nn.Module, spec: BlockList, stage_io: StageIO, own: range, whole_latent: bool, only: Collection[str] = ()
 ) -> list[tuple[nn.Module, str, Values | None]]:
     """Replace all blocks of a list but `own` by stand-ins. `only`: see loading.Load.
 
@@ -80,7 +80,7 @@ def fill_slots(
     blocks = getattr(model, spec.name)
     attention = []
     for index, block in enumerate(blocks):
-        slot = BlockSlot(spec, flow, type(block), index, len(blocks))
+        slot = BlockSlot(spec, stage_io, type(block), index, len(blocks))
         if index in own and only and not spec.prologue and slot.name not in only:
             blocks[index] = Skipped(slot)
         elif index in own:

@@ -23,7 +23,7 @@ from scripts.comfyui_server import PACK, find_python
 from tests.comfyui.conftest import ComfyUI
 
 from .report import SPOILT, replace_tables, tables
-from .runner import CORE, FAMILIES, Ground, Node, save_models
+from .runner import CORE, FAMILIES, Node, PackSession, save_models
 from .verdict import BAD, Verdict, counts
 
 AT_ONCE = 70
@@ -85,17 +85,17 @@ def run_part(
     record,
 ) -> int:
     """Every n-th node of a pack, beginning with the k-th: `part` is (k, n). How many parts the pack has."""
-    with contextlib.closing(Ground(comfyui, models, pack)) as ground:
-        if ground.failed:
-            record.failed[pack.name] = ground.failed
+    with contextlib.closing(PackSession(comfyui, models, pack)) as session:
+        if session.failed:
+            record.failed[pack.name] = session.failed
             record.write()
             return 1
         record.failed.pop(CORE if pack is None else pack.name, None)
-        chosen = [node for node in ground.nodes if not names or node.name in names]
+        chosen = [node for node in session.nodes if not names or node.name in names]
         parts = max(1, -(-len(chosen) // AT_ONCE)) if part[1] == 0 else part[1]
         for family in families:
             todo = [node for node in chosen[part[0] :: parts] if record.lacks(node, family)]
-            for verdict in ground.run(todo, family) if todo else ():
+            for verdict in session.run(todo, family) if todo else ():
                 record.add(verdict)
                 psnr = "" if verdict.psnr is None else f"{verdict.psnr:.0f} dB"
                 after = f" | AFTER {verdict.after}" if verdict.after else ""

@@ -61,7 +61,7 @@ def save_models(base: Path) -> None:
         save_file(lora, base / "models/loras" / f"{name}.safetensors")
 
 
-class Ground:
+class PackSession:
     """A base directory with the models, and a booted ComfyUI with one pack more in it, until `close`."""
 
     def __init__(self, comfyui: ComfyUI, models: Path, pack: Path | None):

@@ -21,7 +21,7 @@ import torch
 from tests.support.fork_server import forked_ranks
 
 from . import orphans, report, table, trial
-from .ground import ground
+from .session import fault_session
 
 SILENCE = 3.0
 
@@ -66,7 +66,7 @@ def main() -> int:
         if chosen:
             with (
                 forked_ranks() if arguments.fast else contextlib.nullcontext(),
-                ground(SILENCE * arguments.patience) as made,
+                fault_session(SILENCE * arguments.patience) as made,
             ):
                 for fault in chosen:
                     note(trial.try_out(made, fault, arguments.patience))

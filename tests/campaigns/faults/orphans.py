@@ -81,9 +81,9 @@ def try_out(fault: Fault, factor: float = 1.0) -> Verdict:
 def main() -> None:
     folder, fault = Path(sys.argv[1]), Fault(**json.loads(sys.argv[2]))
     tempfile.tempdir = str(folder)
-    from .ground import LONG, ground
+    from .session import LONG, fault_session
 
-    with ground(silence=600.0) as made:
+    with fault_session(silence=600.0) as made:
         if fault.phase not in ("start", "rendezvous"):
             made.prepare(fault)
         rank.write(made.folder / rank.ARMED, dataclasses.asdict(fault))

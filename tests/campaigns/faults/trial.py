@@ -23,7 +23,7 @@ from parallel_backend.processes.watchdog import START_SECONDS
 
 from . import garbage, rank
 from .fault import Fault
-from .ground import ALONE, Ground
+from .session import ALONE, FaultSession
 from .table import AT_ONCE, EITHER, ERROR, KINDS, PATIENCE, RIGHT, SILENCE, START, Kind, ending, says, within
 
 LIMIT = 5.0
@@ -87,8 +87,8 @@ class Attempt:
 class Trial:
     """`factor`: how much slower than an idle one this machine may be."""
 
-    def __init__(self, ground: Ground, fault: Fault, kind: Kind, factor: float):
-        self.ground, self.fault, self.kind, self.factor = ground, fault, kind, factor
+    def __init__(self, session: FaultSession, fault: Fault, kind: Kind, factor: float):
+        self.session, self.fault, self.kind, self.factor = session, fault, kind, factor
         self.within, self.patience = within(fault, kind), 0.0
         self.begun = rank.now()
         self.acted: float | None = None
@@ -96,19 +96,19 @@ class Trial:
 
     def run(self) -> Verdict:
         verdict = Verdict(self.fault)
-        files = [self.ground.folder / name for name in (rank.ARMED, rank.FIRED, rank.ACTED)]
+        files = [self.session.folder / name for name in (rank.ARMED, rank.FIRED, rank.ACTED)]
         for file in files:
             file.unlink(missing_ok=True)
-        self.ground.starts_within = START_SECONDS if self.within != START else self.factor * STARTED
-        preparing = Attempt(lambda: self.ground.prepare(self.fault))
+        self.session.starts_within = START_SECONDS if self.within != START else self.factor * STARTED
+        preparing = Attempt(lambda: self.session.prepare(self.fault))
         if not self._ends(preparing, 3 * PROMPT, verdict, "what comes before"):
             return verdict
         if self.within == PATIENCE:
-            self.patience = self.ground.bound(self.factor * PATIENT)
-        self.pool, before = self.ground.pool(), self._pids()
+            self.patience = self.session.bound(self.factor * PATIENT)
+        self.pool, before = self.session.pool(), self._pids()
         rank.write(files[0], dataclasses.asdict(self.fault))
         self.begun = rank.now()
-        attempt = Attempt(lambda: self.ground.attempt(self.fault, self._early))
+        attempt = Attempt(lambda: self.session.attempt(self.fault, self._early))
         actor = threading.Thread(target=self._act, args=(attempt,), daemon=True)
         actor.start()
         ended = attempt.wait(self._in_time)
@@ -121,14 +121,14 @@ class Trial:
             file.unlink(missing_ok=True)
         self._judge(verdict, attempt, struck)
         self.pool = None  # or what it has open would stay so
-        after = Attempt(lambda: self.ground.is_right_again(self.fault.degrees))
+        after = Attempt(lambda: self.session.is_right_again(self.fault.degrees))
         self._judge_next(verdict, after, before)
         return verdict
 
     def _struck(self) -> float | None:
         """When."""
         with contextlib.suppress(FileNotFoundError):
-            at = json.loads((self.ground.folder / rank.FIRED).read_text())["at"]
+            at = json.loads((self.session.folder / rank.FIRED).read_text())["at"]
             return at if self.acted is None else self.acted
         return None
 
@@ -140,7 +140,7 @@ class Trial:
         if self.kind.ending != ERROR:
             return self.factor * PROMPT
         starts = self.factor * (STARTED + IMPORTS)
-        late = {AT_ONCE: 0.0, SILENCE: self.ground.silence, PATIENCE: self.patience, START: starts}
+        late = {AT_ONCE: 0.0, SILENCE: self.session.silence, PATIENCE: self.patience, START: starts}
         return self.factor * LIMIT + late[self.within]
 
     def _early(self) -> bool:
@@ -165,7 +165,7 @@ class Trial:
         if self._struck() is None:
             return
         chance, victim = random.Random(self.fault.seed), self.fault.victim
-        while (pool := self.pool or self.ground.pool()) is None:  # until all its processes have been started
+        while (pool := self.pool or self.session.pool()) is None:  # until all its processes have been started
             time.sleep(0.005)
         if outside:
             time.sleep(0.03 * chance.random())
@@ -173,7 +173,7 @@ class Trial:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pool.pids[victim], signal.SIGKILL if self.fault.kind == "killed" else signal.SIGSTOP)
         elif self.fault.kind.startswith("model file"):
-            self.ground.damage_file(self.fault, while_read=True)
+            self.session.damage_file(self.fault, while_read=True)
         else:
             channel = pool.ranks.channels[victim]
             self.acted = rank.now()
@@ -182,10 +182,10 @@ class Trial:
             else:
                 with channel._sending:
                     garbage.send(channel.connection, self.fault.variant, victim, self.fault.seed)
-        rank.write(self.ground.folder / rank.ACTED, None)
+        rank.write(self.session.folder / rank.ACTED, None)
 
     def _pids(self) -> tuple[int, ...]:
-        pool = self.ground.pool()
+        pool = self.session.pool()
         return () if pool is None else pool.pids
 
     def _end_by_force(self, attempt: Attempt) -> None:
@@ -195,12 +195,12 @@ class Trial:
                     child.kill()
         deadline = rank.now() + 20
         if not attempt.wait(lambda: rank.now() < deadline):
-            self.ground.abandon()
+            self.session.abandon()
 
     def _judge(self, verdict: Verdict, attempt: Attempt, struck: float | None) -> None:
         fault = self.fault
         for_users = isinstance(attempt.error, ValueError) or _is_own(attempt.error)
-        text = attempt.text() or "\n".join(self.ground.warnings.texts) or None
+        text = attempt.text() or "\n".join(self.session.warnings.texts) or None
         if text is None and fault.variant == "from outside" and fault.phase != "closing":
             text = self._noticed_later(struck)
         else:
@@ -210,7 +210,7 @@ class Trial:
             verdict.problems.append("the fault did not strike")
             return
         expected = ending(fault, self.kind)
-        right = self.ground.is_right(fault, attempt.value)
+        right = self.session.is_right(fault, attempt.value)
         if not right:
             verdict.problems.append("no error, and the result is wrong")
         elif text is None:
@@ -240,7 +240,7 @@ class Trial:
 
     def _noticed_later(self, struck: float | None) -> str | None:
         """The prompt was over before the signal came: the pool's own error, soon."""
-        pool = self.ground.pool()
+        pool = self.session.pool()
         while pool is not None and pool.error is None and struck is not None and rank.now() < struck + self.allowed:
             time.sleep(0.01)
         return None if pool is None or pool.error is None else f"{type(pool.error).__name__}: {pool.error}"
@@ -252,7 +252,7 @@ class Trial:
             verdict.problems.append("the next prompt's result is wrong")
         if self.kind.lives and before and self._pids() != before:
             verdict.problems.append("the ranks were started anew")
-        left = self.ground.left_over(self.fault.degrees, self.factor * SETTLE)
+        left = self.session.left_over(self.fault.degrees, self.factor * SETTLE)
         verdict.problems += [f"left over: {what}" for what in left]
 
 
@@ -261,6 +261,6 @@ def _is_own(error: BaseException | None) -> bool:
     return error is None or type(error).__module__.startswith("parallel_backend.")
 
 
-def try_out(ground: Ground, fault: Fault, factor: float = 1.0, kind: Kind | None = None) -> Verdict:
+def try_out(session: FaultSession, fault: Fault, factor: float = 1.0, kind: Kind | None = None) -> Verdict:
     """`kind`: what must come of it, where that is not the table's."""
-    return Trial(ground, fault, kind or KINDS[fault.kind], factor).run()
+    return Trial(session, fault, kind or KINDS[fault.kind], factor).run()

@@ -600,8 +600,8 @@ CLIENT_MUTANTS = (
     Mutant(
         "what ranks hold does not count as usable",
         PLACEMENT + "memory_check.py",
-        "USABLE_MEMORY * (room.free + room.held))",
-        "USABLE_MEMORY * room.free)",
+        "USABLE_MEMORY * (memory.free + memory.held))",
+        "USABLE_MEMORY * memory.free)",
         ("tests/placement/test_memory_model.py",),
     ),
     Mutant(

@@ -87,8 +87,8 @@ def told(page: Any, pipefusion: str) -> Iterator[None]:
 
     def answer(route):
         response = route.fetch()
-        fates = response.json()["loaders"]
-        loaders = [fate | ({"pipefusion": pipefusion} if fate["takes"] else {}) for fate in fates]
+        plans = response.json()["loaders"]
+        loaders = [plan | ({"pipefusion": pipefusion} if plan["takes"] else {}) for plan in plans]
         route.fulfill(response=response, json={"devices": 2, "why": "", "loaders": loaders})
 
     page.route(PLAN, answer)

@@ -258,13 +258,13 @@ def other_degrees(first: Degrees, *others: Degrees) -> Case:
     return Case(f"unload and load {name(first)}", run, rare=True)
 
 
-def beside(first: Degrees, second: Degrees) -> Case:
+def two_models(first: Degrees, second: Degrees) -> Case:
     """Two models on the same ranks: a call of each at once, then runs of both at the same time, then one is unloaded."""
 
     def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
         one, found = load(files.flux(), first), []
         ranks, checkpoint = pool(first.world), open_checkpoint(files.flux())
-        two = RemoteTransformer(ranks, checkpoint, second, "fp32", "sdpa", nothing, beside=True)
+        two = RemoteTransformer(ranks, checkpoint, second, "fp32", "sdpa", nothing, keep_others=True)
         given = tiny.inputs(CONFIG, height=9, width=10, text=5)
         found.append(one.predict(*given, nothing, on_posted=lambda: found.append(two.predict(*given, nothing))))
         with ThreadPoolExecutor(2) as threads:
@@ -304,7 +304,7 @@ def all_of_them() -> Iterator[Case]:
     yield from map(together, (Degrees(pipe=2), Degrees(batch=2, pipe=2), Degrees(ulysses=2, tensor=2)))
     yield other_degrees(Degrees(pipe=2), Degrees(ulysses=2), Degrees(patch=2, patch_mode="displaced"))
     yield other_degrees(Degrees(pipe=4), Degrees(pipe=2, tensor=2), Degrees(ring=2, ulysses=2), Degrees(batch=4))
-    yield beside(Degrees(pipe=2), Degrees(pipe=2))
-    yield beside(Degrees(patch=2, ulysses=2, patch_mode="displaced"), Degrees(pipe=2, tensor=2))
-    yield beside(Degrees(batch=2, pipe=2), Degrees(ring=2, ulysses=2))
+    yield two_models(Degrees(pipe=2), Degrees(pipe=2))
+    yield two_models(Degrees(patch=2, ulysses=2, patch_mode="displaced"), Degrees(pipe=2, tensor=2))
+    yield two_models(Degrees(batch=2, pipe=2), Degrees(ring=2, ulysses=2))
     yield from map(links, (2, 4))

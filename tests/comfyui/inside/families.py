@@ -3,7 +3,8 @@
 The test process has put, for each case, `<name>.safetensors` into models/diffusion_models, and the conditioning into
 `<name>.inputs.safetensors` of the base directory: tensors `positive.*`, `negative.*` and `latent`, lists of
 tensors as `<name>/<index>`, a tensor that is an object's attribute as `<name>.<attribute>`, other values as JSON, in which
-{"tensor": name} stands for a tensor. Of a nested latent `beside` is the second part; `mask`, `mask_beside` are its masks.
+{"tensor": name} stands for a tensor. Of a nested latent `companion` is the second part; `mask` and `mask_companion` are
+its masks.
 """
 
 import json
@@ -34,13 +35,13 @@ def read(name: str):
             value = SimpleNamespace(**{attribute: value}) if attribute else value
             extras[extra] = [*extras.get(extra, []), value] if index else value
         prompts.append([[tensors[f"{sign}.text"], extras]])
-    if "beside" not in tensors:
+    if "companion" not in tensors:
         return *prompts, tensors["latent"], settings
     from comfy.nested_tensor import NestedTensor
 
-    latent = {"samples": NestedTensor((tensors["latent"], tensors["beside"]))}
+    latent = {"samples": NestedTensor((tensors["latent"], tensors["companion"]))}
     if "mask" in tensors:
-        latent["noise_mask"] = NestedTensor((tensors["mask"], tensors["mask_beside"]))
+        latent["noise_mask"] = NestedTensor((tensors["mask"], tensors["mask_companion"]))
     return *prompts, latent, settings
 
 

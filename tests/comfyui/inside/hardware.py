@@ -150,7 +150,7 @@ def main(results: Results) -> None:
             patch.object(torch.cuda, "can_device_access_peer", lambda _one, _two: peers),
         ):
             answer = menu.answer([{"class_type": kind, "inputs": inputs} for kind, inputs in LOADERS])
-        return [answer["devices"], answer["why"], *({k: v for k, v in fate.items() if v} for fate in answer["loaders"])]
+        return [answer["devices"], answer["why"], *({k: v for k, v in plan.items() if v} for plan in answer["loaders"])]
 
     tiny = fake.Card("too small", (8, 6), 1000)
     results.case("menu", lambda: menu(fake.AMPERE, fake.AMPERE))

@@ -102,8 +102,8 @@ def compare_family(family: str, results: Results) -> None:
     case("keyframes of whole differences", lambda: [with_hooks(positive, scheduled(hook(whole), 1.0, 0.5)), negative])
     case("hook of a region", over_a_region)
     case("hook of a model", as_lora)
-    beside = partial(node, "LoraLoaderModelOnly", lora_name=whole, strength_model=0.5)
-    case("hooks beside a LoRA", a_hook_for_each, beside)
+    with_lora = partial(node, "LoraLoaderModelOnly", lora_name=whole, strength_model=0.5)
+    case("hooks beside a LoRA", a_hook_for_each, with_lora)
     case("hooks beside a LoRA in bypass mode", a_hook_for_each, partial(bypassed, file=second))
     case("hooks under PipeFusion", a_hook_for_each, more=lambda model: node("ApplyPipeFusion", model, 4, 1, True))
 
@@ -140,13 +140,13 @@ def compare_family(family: str, results: Results) -> None:
     }
     for kind, file in files.items():
         case(f"bypass of {kind}", change=partial(bypassed, file=file))
-    case("bypass beside a LoRA", change=lambda model: beside(bypassed(model, first)))
+    case("bypass beside a LoRA", change=lambda model: with_lora(bypassed(model, first)))
     case("bypass once more", change=lambda model: bypassed(bypassed(model, first), second, 0.5))
 
     def taken_away() -> float:
         """A MODEL that has another LoRA left."""
-        expected = sample(beside(ours))
-        model = bypassed(beside(ours), first)
+        expected = sample(with_lora(ours))
+        model = bypassed(with_lora(ours), first)
         sample(model)
         for key in list(model.injections):
             model.remove_injections(key)

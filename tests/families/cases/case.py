@@ -32,7 +32,7 @@ class Native:
     `conditioning(generator)`: (text [1, T, D], the extras of a CONDITIONING entry: tensors or plain values). `latent`:
     [C, (T,) H, W]. `limit`: largest absolute difference in fp32. `detected`: entries of the unet_config that detection
     takes for granted and that are others in a small model; under "classes", sizes by which ComfyUI tells a class apart.
-    `beside`: of the other part of a nested latent. `masks`: "mask", "mask_beside" -> shapes of noise masks for its parts.
+    `companion`: of a nested latent's other part. `masks`: "mask", "mask_companion" -> shapes of noise masks for its parts.
     """
 
     config: dict[str, Any]
@@ -42,7 +42,7 @@ class Native:
     limit: float = 5e-5
     scheduler: str = "simple"
     detected: dict[str, Any] = field(default_factory=dict)
-    beside: tuple[int, ...] | None = None
+    companion: tuple[int, ...] | None = None
     masks: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 

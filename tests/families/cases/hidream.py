@@ -5,7 +5,7 @@ import torch
 
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import REFERENCES
-from parallel_backend.families.hidream import EXPERTS, picture_beside
+from parallel_backend.families.hidream import EXPERTS, reference_picture
 from tests.families.cases.case import Case, Native
 
 CONFIG = {
@@ -28,7 +28,7 @@ SMALL = {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2, "lla
 NATIVE = CONFIG | SMALL | {"in_channels": 16, "out_channels": 16}
 T5, LLAMA = 3, 4
 """Tokens of both."""
-BESIDE = (3, 12, 6)
+EDIT_LATENT = (3, 12, 6)
 """E1's latent, and the picture beside it."""
 
 
@@ -42,9 +42,9 @@ def _tensors(generator, batch):
     }
 
 
-def _tensors_beside(generator, batch):
-    picture = torch.randn(batch, *BESIDE, generator=generator)
-    return _tensors(generator, batch) | picture_beside(picture, BESIDE[-1])
+def _edit_tensors(generator, batch):
+    picture = torch.randn(batch, *EDIT_LATENT, generator=generator)
+    return _tensors(generator, batch) | reference_picture(picture, EDIT_LATENT[-1])
 
 
 def _reference(model, x, timestep, tensors):
@@ -74,20 +74,20 @@ def _adjust(model):
         model.final_layer.linear.bias.data *= 0.02
 
 
-def _conditioning(beside):
+def _conditioning(edit):
     def make(generator):
         extras = {
             "pooled_output": torch.randn(1, 12, generator=generator),
             "conditioning_llama3": torch.randn(1, 3, 6, 20, generator=generator),
         }
-        if beside:
+        if edit:
             extras["concat_latent_image"] = torch.randn(1, 16, 11, 8, generator=generator)
         return torch.randn(1, 9, 20, generator=generator), extras
 
     return make
 
 
-def _case(name, latent, tensors, beside, **others):
+def _case(name, latent, tensors, edit, **others):
     return Case(
         name=name,
         family="hidream-i1",
@@ -100,7 +100,7 @@ def _case(name, latent, tensors, beside, **others):
         adjust=_adjust,
         native=Native(
             NATIVE,
-            _conditioning(beside),
+            _conditioning(edit),
             (16, 11, 8),
             detected={**SMALL, "caption_channels": [20, 20], "text_emb_dim": 12},
         ),
@@ -110,5 +110,5 @@ def _case(name, latent, tensors, beside, **others):
 
 CASES = (
     _case("hidream-i1", (3, 12, 12), _tensors, False),
-    _case("hidream-e1", BESIDE, _tensors_beside, True, full=True),
+    _case("hidream-e1", EDIT_LATENT, _edit_tensors, True, full=True),
 )

@@ -201,7 +201,7 @@ def native(config) -> Native:
         extras = {"unprocessed_ltxav_embeds": True, "frame_rate": FRAME_RATE}
         return torch.randn(1, 7, width, generator=generator), extras
 
-    return Native(config | {"use_prompt_adaln_single": True}, conditioning, (128, 6, 4, 4), beside=(8, SOUND, 16))
+    return Native(config | {"use_prompt_adaln_single": True}, conditioning, (128, 6, 4, 4), companion=(8, SOUND, 16))
 
 
 def _case(name, config, **others):

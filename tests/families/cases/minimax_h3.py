@@ -106,7 +106,7 @@ def _tensors(generator, batch, grid=GRID):
         "denoise_mask": mask.repeat_interleave(2, -1).repeat_interleave(2, -2),
         "audio_denoise_mask": (torch.rand(1, 1, 2, SOUND, generator=generator) * 3).round() / 3,
         "grid": grid,
-        "beside_tokens": 2 * SOUND,
+        "companion_tokens": 2 * SOUND,
     }
     return CASES[0].row.inputs.conditioning(CONFIG, given)
 
@@ -193,8 +193,8 @@ def _case(name, config, kind):
             config,
             _conditioning,
             (24, 3, 6, 6),
-            beside=(32, 2, SOUND),
-            masks={} if kind is WithSound else {"mask": (1, 3, 6, 6), "mask_beside": (1, 2, SOUND)},
+            companion=(32, 2, SOUND),
+            masks={} if kind is WithSound else {"mask": (1, 3, 6, 6), "mask_companion": (1, 2, SOUND)},
         ),
     )
 

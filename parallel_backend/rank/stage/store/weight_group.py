@@ -16,7 +16,7 @@ the same kernels are chosen; smaller ones at a multiple of FINE."""
 
 
 @dataclass(frozen=True)
-class _Place:
+class _WeightSlot:
     """Of a tensor in the group's memory."""
 
     offset: int
@@ -33,29 +33,29 @@ class WeightGroup:
 
     def __init__(self, name: str, weights: StageWeights, targets: Iterable[str]):
         self.name, self.nbytes, self._weights = name, 0, weights
-        self._places = {
+        self._slots = {
             target: {part: self._take(tensor) for part, tensor in weights.tensors(target).items()} for target in targets
         }
         self._apart: set[str] = set()
         self._memory: torch.Tensor | None = None
 
-    def _take(self, tensor: torch.Tensor) -> _Place:
+    def _take(self, tensor: torch.Tensor) -> _WeightSlot:
         step = COARSE if tensor.nbytes >= LARGE else FINE
-        place = _Place(-(-self.nbytes // step) * step, tensor.shape, tensor.dtype)
-        self.nbytes = place.offset + tensor.nbytes
-        return place
+        slot = _WeightSlot(-(-self.nbytes // step) * step, tensor.shape, tensor.dtype)
+        self.nbytes = slot.offset + tensor.nbytes
+        return slot
 
     def __contains__(self, target: str) -> bool:
-        return target in self._places
+        return target in self._slots
 
     def read(self, memory: torch.Tensor) -> None:
         """Have the file's values in `memory` [nbytes] uint8, on any device."""
-        self._weights.read({target: self._views(target, memory) for target in self._places})
+        self._weights.read({target: self._views(target, memory) for target in self._slots})
 
     def move(self, memory: torch.Tensor) -> None:
         """Have the model's parameters in `memory` [nbytes or more] uint8 from now on, whatever is in it so far."""
         self._memory = memory
-        for target in self._places.keys() - self._apart:
+        for target in self._slots.keys() - self._apart:
             self._weights.move(target, self._views(target, memory))
 
     def set_apart(self, target: str) -> nn.Parameter:
@@ -77,7 +77,7 @@ class WeightGroup:
         return self._views(target, memory)[VALUES]
 
     def _views(self, target: str, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {part: place.view(memory) for part, place in self._places[target].items()}
+        return {part: slot.view(memory) for part, slot in self._slots[target].items()}
 
 
 def weight_groups(weights: StageWeights, blocks: Iterable[str]) -> dict[str, WeightGroup]:

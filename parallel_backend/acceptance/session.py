@@ -91,7 +91,7 @@ class OneRank:
 
 
 @dataclass
-class Ground:
+class SelfTestSession:
     """At most one set of ranks is there at a time, so that a model has each device to itself. Close it at the end.
 
     The ranks are started as for a prompt, by a registry: without P2P if their links fail with it. But each has as many CPU

@@ -67,10 +67,10 @@ class Warnings(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-class Ground:
+class FaultSession:
     """`expected`: by degrees and by what was asked for, what came of it undisturbed, to compare bit for bit.
 
-    `silence`: see pool.Pool. Made by `ground`.
+    `silence`: see pool.Pool. Made by `fault_session`.
     """
 
     def __init__(self, folder: Path, silence: float):
@@ -267,11 +267,11 @@ class Ground:
 
 
 @contextlib.contextmanager
-def ground(silence: float) -> Iterator[Ground]:
-    """A Ground with a folder for temporary files of its own, so that what is left there can be told."""
+def fault_session(silence: float) -> Iterator[FaultSession]:
+    """A FaultSession with a folder for temporary files of its own, so that what is left there can be told."""
     multiprocessing.util.get_temp_dir()  # its own, for as long as this process runs
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.ExitStack() as stack:
-        made = Ground(Path(folder), silence)
+        made = FaultSession(Path(folder), silence)
         stack.enter_context(mock.patch.object(tempfile, "tempdir", str(made.temporary)))
         stack.enter_context(mock.patch.object(registry_module, "Pool", made.start))
         gc.freeze()  # what is imported: every census collects
