@@ -55,11 +55,9 @@ class EmulatedCopies:
 
     def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
         """Parts of VAEs are in host memory, where the rank really is."""
-        node, settings = platform.node(), self.settings
+        node, total, rate = platform.node(), self.settings.nbytes, self.settings.bytes_per_second
         place, host_free = f"{node} emulated {rank}", host_memory()[0]
-        return DeviceMemoryReport(
-            rank, place, self.free, held, 0, settings.nbytes, node, host_free, settings.bytes_per_second
-        )
+        return DeviceMemoryReport(rank, place, self.free, held, 0, total, node, host_free, rate)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.free:

@@ -42,7 +42,7 @@ STARTED_RANK = """
 import importlib.util, sys, types
 from datetime import timedelta
 stub = sys.modules["parallel_backend.rank.worker"] = types.ModuleType("worker")
-stub.run = lambda settings, connection: None
+stub.run = lambda settings, connection, make_worker: None
 from parallel_backend.rank.start import entry
 from parallel_backend.wire import rank_settings
 entry.main(rank_settings.RankSettings(0, ("cpu",), ("", 0), 1, timedelta(1)), None)
