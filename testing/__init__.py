@@ -1,1 +1,1 @@
-"""Tiny models, quantised files, a ComfyUI that runs scripts, ranks in threads: tests, benchmarks and scripts share them."""
+"""Tiny models, quantised files, devices and ranks that are not there, a ComfyUI that runs scripts."""

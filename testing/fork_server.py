@@ -16,7 +16,6 @@ IMPORTS = (
     "parallel_backend.rank.stage.lora",
     "parallel_backend.rank.block_probe",
     "diffusers.models.transformers.transformer_flux",
-    "diffusers.models.autoencoders.vae",
     "diffusers.models.autoencoders.autoencoder_kl_wan",
 )
 """All that a rank imports until it has loaded a model and a decoder."""

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from parallel_backend.rank import loaded_stage, worker
 from parallel_backend.rank.comm import peers
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.lifecycle import Stop
-from parallel_backend.wire.rank_settings import RankSettings
+from testing.emulated_device import EmulatedDevice, worker_on
 from testing.mailbox import Distributed
 
 
@@ -56,10 +56,12 @@ class Meeting:
 
 @dataclass
 class ThreadRanks:
-    """What a Pool starts, see processes.local.Ranks. `distributed` stands in the ranks' modules."""
+    """What a Pool starts, see processes.local.Ranks. `distributed` stands in the ranks' modules. `device`: each rank's, if
+    that is emulated."""
 
     distributed: Distributed
     start: StartSettings
+    device: EmulatedDevice | None = None
     channels: list[Channel] = field(default_factory=list)
 
     def __post_init__(self):
@@ -74,26 +76,15 @@ class ThreadRanks:
             self.channels.append(Channel(ours, lends=True))
             self._theirs.append(theirs)
             thread = RankThread(target=self._run, args=(rank, theirs), name=f"rank {rank}", daemon=True)
-            thread.collects = self.start.emulated is not None
+            thread.collects = self.device is not None
             self._threads.append(thread)
             thread.start()
 
     def _run(self, rank: int, connection: Connection) -> None:
         self.distributed.enter(self._world, rank)
-        start = self.start
-        settings = RankSettings(
-            rank=rank,
-            devices=start.devices,
-            rendezvous=("", 0),
-            threads=1,
-            timeout=start.timeout,
-            slowdown=start.slowdown[rank],
-            heartbeat_seconds=start.heartbeat_seconds,
-            self_test=start.self_test,
-            emulated=start.emulated,
-        )
+        settings = replace(self.start, threads=1).of_rank(rank, ("", 0))
         try:
-            worker.run(settings, connection)
+            worker.run(settings, connection, self.device and functools.partial(worker_on, self.device))
         except SystemExit:
             pass
         except OSError:
@@ -167,8 +158,8 @@ def _one_at_a_time(lock: threading.Lock, function: Callable[..., Any]) -> Callab
 
 
 @contextlib.contextmanager
-def thread_ranks(distributed: Distributed | None = None) -> Iterator[Callable[[StartSettings], Ranks]]:
-    """What a Pool takes as `start`. Within it the modules of parallel_backend.rank serve rank threads.
+def thread_ranks(distributed: Distributed | None = None) -> Iterator[Callable[..., Ranks]]:
+    """What a Pool takes as `start`, see ThreadRanks. Within it the modules of parallel_backend.rank serve rank threads.
 
     `distributed`: what stands in for torch.distributed; None for the mailbox. May be nested: the innermost ends first.
     """

@@ -1,5 +1,6 @@
 """VAEs of diffusers' on ranks, for tests and benchmarks."""
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -7,22 +8,40 @@ import torch
 from parallel_backend.client.shared_tensors import shared_output
 from parallel_backend.client.vae import RemoteVAE
 from parallel_backend.processes.pool import Poll, Pool
+from parallel_backend.vaes import VAES
 from parallel_backend.vaes.base import Part, Weights
+
+LAYERS = (
+    (r"mid_block\.resnets\.0\.", "mid.block_1."),
+    (r"mid_block\.resnets\.1\.", "mid.block_2."),
+    (r"mid_block\.attentions\.0\.", "mid.attn_1."),
+    (r"\.upsamplers\.0\.", ".upsample."),
+    (r"\.resnets\.", ".block."),
+    ("conv_shortcut", "nin_shortcut"),
+    ("conv_norm_out|group_norm", "norm"),
+    (r"to_([qkv])\.", r"\1."),
+    (r"to_out\.0", "proj_out"),
+    (r"decoder\.norm\.", "decoder.norm_out."),
+)
+"""diffusers' names -> those of files."""
+
+
+def original_decoder(vae) -> dict[str, torch.Tensor]:
+    """A diffusers.AutoencoderKL's decoder as files have it, and its 1x1 convolution."""
+    state, last = {}, len(vae.config.block_out_channels) - 1
+    for name, tensor in vae.state_dict().items():
+        if not name.startswith(("decoder.", "post_quant_conv.")):
+            continue
+        name = re.sub(r"up_blocks\.(\d+)", lambda found: f"up.{last - int(found[1])}", name)
+        for theirs, original in LAYERS:
+            name = re.sub(theirs, original, name)
+        state[name] = tensor[..., None, None] if tensor.ndim == 2 else tensor
+    return state
 
 
 def decoder_of(vae) -> Weights:
     """What ranks hold of a diffusers.AutoencoderKL to decode."""
-    names = ("decoder.", "post_quant_conv.")
-    tensors = {name: tensor for name, tensor in vae.state_dict().items() if name.startswith(names)}
-    quant = tensors.get("post_quant_conv.weight")
-    config = {
-        "in_channels": vae.config.latent_channels,
-        "out_channels": vae.config.out_channels,
-        "block_out_channels": list(vae.config.block_out_channels),
-        "layers_per_block": vae.config.layers_per_block,
-        "post_quant": None if quant is None else list(quant.shape[:2]),
-    }
-    return Weights(config, tensors, 2 ** (len(config["block_out_channels"]) - 1), vae.config.out_channels)
+    return VAES["AutoencoderKL"].weights(original_decoder(vae), "decoder", {})
 
 
 class OnRanks:

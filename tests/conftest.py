@@ -22,7 +22,6 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
-from parallel_backend.wire.rank_settings import EmulatedDevice
 from testing import tiny
 from testing.cases.case import Case
 from testing.fork_server import fork_server, started_by
@@ -154,13 +153,8 @@ def spawned() -> Iterator[None]:
 class Pools:
     """Pools by number of ranks, started when first asked for and again if they have failed, and the model on each."""
 
-    def __init__(
-        self,
-        start: Callable[[StartSettings], Ranks],
-        silence: float = SILENCE_SECONDS,
-        emulated: EmulatedDevice | None = None,
-    ):
-        self.start, self._silence, self._emulated = start, silence, emulated
+    def __init__(self, start: Callable[[StartSettings], Ranks], silence: float = SILENCE_SECONDS):
+        self.start, self._silence = start, silence
         self._pools: dict[int, Pool] = {}
         self._models: dict[int, tuple[tuple, RemoteTransformer]] = {}
 
@@ -170,9 +164,7 @@ class Pools:
             self.end(world)
             pool = None
         if pool is None:
-            pool = self._pools[world] = Pool(
-                ("cpu",) * world, start=self.start, silence=self._silence, emulated=self._emulated
-            )
+            pool = self._pools[world] = Pool(("cpu",) * world, start=self.start, silence=self._silence)
             pool.ready.result(timeout=300)
         return pool
 

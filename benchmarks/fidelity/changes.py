@@ -48,7 +48,6 @@ CODECS: dict[str, ChangeCodec | None] = {
     "values, 4 bits": WithoutMemory(4),
     "values, 8 bits": WithoutMemory(8),
     "changes, 2 bits": ChangeCodec(2),
-    "changes, 1 bit": ChangeCodec(1),
     "at once: changes, 4 bits": ChangeCodec(4),
     "at once: values, 8 bits": WithoutMemory(8),
 }

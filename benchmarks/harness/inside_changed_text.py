@@ -80,13 +80,14 @@ def measure(
     from comfy_execution.utils import CurrentNodeContext
 
     from parallel_backend.client.registry import registry
-    from parallel_backend.wire.rank_settings import EmulatedDevice
+    from testing.emulated_device import EmulatedDevice, start_with
 
     path, found = BASE / "models" / "diffusion_models" / file, {}
     pictures: dict[str, list[torch.Tensor]] = {}
     for case, size in sizes.items():
         registry().close()
-        registry().emulated = EmulatedDevice(size, rate)
+        device = EmulatedDevice(size, rate)
+        registry().start_of = lambda devices, device=device: start_with(device)
         with cards(size, lambda card: 0):
             model = boot.parallel(file, **degrees, devices=",".join(map(str, CARDS)), stage_split="even")
         encoder, rows = Encoder(CARDS[0], layers), []

@@ -10,7 +10,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from benchmarks.predictions.presets import GB, HARDWARE, MODELS
+from benchmarks.predictions.presets import GB, HARDWARE, MODELS, with_block
 from parallel_backend.core.setup import ALLOWED, Offload
 from parallel_backend.placement.links import Link
 from parallel_backend.placement.residency import offload_of
@@ -99,7 +99,7 @@ def costs_of(options: argparse.Namespace) -> CalibratedCosts:
         seconds, block = options.block_ms / 1000, model.block(hardware)
         fixed = min(block.fixed, seconds / 2)
         work = block.work(workload.tokens, workload.tokens)
-        calibration = calibration.on_blocks(replace(block, fixed=fixed, token=block.token * (seconds - fixed) / work))
+        calibration = with_block(calibration, replace(block, fixed=fixed, token=block.token * (seconds - fixed) / work))
     return CalibratedCosts(calibration, workload)
 
 

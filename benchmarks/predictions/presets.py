@@ -1,6 +1,6 @@
 """Machines and models that are not there: published hardware, and models' sizes without their files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel_backend.families.base.blocks import IMAGE, JOINT
 from parallel_backend.placement.links import Link, Links, alike
@@ -42,6 +42,12 @@ class Hardware:
         devices = tuple(Device(f"cuda:{index}", self.name, self.memory, copies=self.copies) for index in range(count))
         links = Links(alike(count, self.link), 1.0, self.socket, self.bridge)
         return Calibration(Machine(devices, links), (cost,) * count, hop)
+
+
+def with_block(calibration: Calibration, block: BlockCost) -> Calibration:
+    """The same with every block as costly as this one."""
+    costs = tuple(replace(cost, blocks=dict.fromkeys(cost.blocks, block)) for cost in calibration.costs)
+    return replace(calibration, costs=costs)
 
 
 @dataclass(frozen=True)

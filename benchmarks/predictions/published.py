@@ -8,7 +8,7 @@ same for all its runs. `fitted` runs have set a constant, the others are predict
 
 from dataclasses import dataclass, replace
 
-from benchmarks.predictions.presets import HARDWARE, MODELS
+from benchmarks.predictions.presets import HARDWARE, MODELS, with_block
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
 from parallel_backend.planning.modes import Mode
@@ -120,7 +120,7 @@ def calibration(run: Run) -> Calibration:
         fixed=0.0 if run.compiled else launch,
         token=block.token * work / (workload.entries * block.work(workload.tokens, workload.tokens)),
     )
-    return hardware.calibration(run.degrees.world, model, hop=0.0).on_blocks(block)
+    return with_block(hardware.calibration(run.degrees.world, model, hop=0.0), block)
 
 
 def predicted(run: Run) -> float:

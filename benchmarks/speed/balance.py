@@ -19,6 +19,7 @@ from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from testing.models import on_ranks
+from testing.slow_rank import start_with
 
 SLOWDOWN = (1.0, 2.0)
 MODES = {"pipefusion": (Degrees(pipe=2), 4), "displaced": (Degrees(patch=2, patch_mode="displaced"), 1)}
@@ -36,7 +37,7 @@ def case_name(mode: str, split: str) -> str:
 
 def measure(subject: Subject, rounds: int) -> tuple[Outcomes, Cuts]:
     cuts: Cuts = {case_name(mode, split): [] for mode in MODES for split in SPLITS}
-    with subject.saved() as folder, closing(Pool(("cpu", "cpu"), threads=1, slowdown=SLOWDOWN)) as pool:
+    with subject.saved() as folder, closing(Pool(("cpu", "cpu"), threads=1, start=start_with(SLOWDOWN))) as pool:
         checkpoint = open_checkpoint(folder)
 
         def case(mode: str, split: str) -> Callable[[], Outcome]:

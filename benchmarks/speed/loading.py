@@ -36,9 +36,10 @@ from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, WEIGHTS, Subjec
 from parallel_backend.checkpoints.checkpoint import open_checkpoint, to_original
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import TORCH_DTYPES
+from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded
-from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.emulated_device import EmulatedDevice, start_with
 from testing.host_memory import held_bytes, mapped_bytes
 from testing.models import on_ranks
 
@@ -242,13 +243,14 @@ def by_mode(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     FLUX_LIKE.save(small)
     streamed = {f"{name}, streamed": MODES[name] for name in STREAMED}
     found |= {name: [] for name in streamed}
-    for emulated, modes in ((None, MODES), (EmulatedDevice(round(ROOM * size), RATE), streamed)):
-        with closing(Pool(("cpu",) * RANKS, threads=1, emulated=emulated)) as pool:
+    device = EmulatedDevice(round(ROOM * size), RATE)
+    for start, modes in ((LocalRanks, MODES), (start_with(device), streamed)):
+        with closing(Pool(("cpu",) * RANKS, threads=1, start=start)) as pool:
             pool.ready.result()
             on_ranks(pool, open_checkpoint(small), MODES["tensor 4"], "fp32", "sdpa", lambda: None)
             for turn in range(given.rounds):
                 for name, degrees in modes.items():
-                    found[name].append(measure(pool, path, size, degrees, emulated=emulated is not None))
+                    found[name].append(measure(pool, path, size, degrees, emulated=modes is streamed))
                     print(f"round {turn + 1}/{given.rounds}  {name:32} {found[name][-1]}", flush=True)
     model = f"{subject}; a file of {size / 1e9:.2f} GB, in the page cache"
     return {"model": model, "modes": {name: summary(runs) for name, runs in found.items()}}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.speed.offload --gigabytes 2 --budget 0.5 --rounds 3 --out benchmarks/results/offload_NAME_DATE.json
 
-Devices are emulated (rank/stage/store/emulated.py): their memory is a budget for weights, and copies from host memory have a
+Devices are emulated (testing/emulated_device.py): their memory is a budget for weights, and copies from host memory have a
 rate. Compute is this machine's, so the rate is scaled to it: copying the whole file takes as many times a model call's
 compute as all of Flux-dev (bf16) over PCIe 4 takes of an RTX 4090's for 1024 x 1024 pixels, by presets.py. What the
 emulation cannot have beside compute is the copying itself: the thread that stands in for the device's copy engine takes time
@@ -41,7 +41,7 @@ from parallel_backend.placement.streaming_model import streamed_seconds
 from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded
-from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.emulated_device import EmulatedDevice, start_with
 from testing.models import on_ranks
 
 MODES = {
@@ -141,6 +141,7 @@ def run(
     rounds: int,
     say: Callable[[str], None],
     start: Callable[[StartSettings], Ranks] = LocalRanks,
+    start_on: Callable[[EmulatedDevice], Callable[[StartSettings], Ranks]] = start_with,
 ) -> dict[str, Any]:
     """Interleaved rounds of all modes, on devices that hold all and on devices of `budget` bytes."""
     found: dict[str, list[tuple[Run, Run]]] = {mode: [] for mode in MODES}
@@ -150,7 +151,7 @@ def run(
         compute = sum(sample(plain, path, subject, "ulysses").compute)  # of both halves
         rate = size / (compute * copies_over_compute())
         say(f"a call computes {compute:.2f} s on one core; copies: {rate / 1e9:.3f} GB/s")
-        with closing(Pool(two, threads=1, start=start, emulated=EmulatedDevice(budget, rate))) as emulated:
+        with closing(Pool(two, threads=1, start=start_on(EmulatedDevice(budget, rate)))) as emulated:
             for turn in range(rounds):
                 for mode, runs in found.items():
                     whole = sample(plain, path, subject, mode)

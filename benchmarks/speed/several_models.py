@@ -2,7 +2,7 @@
 
     python -m benchmarks.speed.several_models --rounds 5 --out benchmarks/results/several_models_NAME_DATE.json
 
-Devices are emulated (rank/stage/store/emulated.py): a budget for weights, and a rate for copies from host memory, at which a
+Devices are emulated (testing/emulated_device.py): a budget for weights, and a rate for copies from host memory, at which a
 rank's weights take COPY_SECONDS. A turn's switch is what its first call takes longer than those behind it. Beside it: the
 seconds that the bytes which came to the devices take at that rate, and those of reading the model again from its file, which
 is in the page cache.
@@ -24,7 +24,7 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
-from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.emulated_device import EmulatedDevice, start_with
 
 SUBJECT = replace(DEEPEST_FLUX_LIKE, side=16)
 """Many weights and few tokens: a call takes far less than copying them."""
@@ -57,7 +57,8 @@ def measure(subject: Subject, files: list[Path], degrees: Degrees, rounds: int) 
     rate = largest / COPY_SECONDS
     found: dict[str, list[float]] = {"switch": [], "copies": [], "read again": read_again}
     with contextlib.closing(Registry()) as registry:
-        registry.threads, registry.emulated = 1, EmulatedDevice(int(ROOM * largest), rate)
+        registry.threads = 1
+        registry.start_of = lambda devices: start_with(EmulatedDevice(int(ROOM * largest), rate))
         for number in range(1 + rounds):
             for key in keys:
                 registry.begin_run()

@@ -39,13 +39,12 @@ class Subject:
     """Of its output."""
 
 
-_KL = {"in_channels": 4, "out_channels": 3, "block_out_channels": [128, 256, 512, 512]}
-_KL |= {"layers_per_block": 2, "post_quant": [4, 4]}
 _WAN = {"dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "channels": 3}
 _WAN |= {"is_residual": False, "patch": 1}
 _WAN22 = {"dim": 128, "z_dim": 48, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "channels": 12}
 _WAN22 |= {"is_residual": True, "patch": 2}
 _HUNYUAN = {"channels": 3, "widths": [128, 256, 512, 512], "z": 16, "chunked": True, "quant": True}
+_KL = _HUNYUAN | {"z": 4, "times": [0, 0, 0], "chunked": False}
 _HUNYUAN_15 = {"kind": "video", "channels": 3, "z": 32, "chunked": True}
 _HUNYUAN_IMAGE = {"kind": "image", "channels": 3, "z": 64, "chunked": False}
 _LTX_ENCODER = [["compress_space_res", 2], ["compress_time_res", 2], ["compress_all_res", 2], ["compress_all_res", 2]]
@@ -66,7 +65,9 @@ _LTX = {
 }
 _UP, _DOWN = {"in_time": [True, True, False]}, {"in_time": [False, True, True]}
 SUBJECTS = {
-    "sd": Subject("SD's decoder, a picture of 512 x 512", "AutoencoderKL", "decoder", _KL, (1, 4, 64, 64), 8, 3),
+    "sd": Subject(
+        "SD's decoder, a picture of 512 x 512", "AutoencoderKL", "decoder", _KL | {"layers": 3}, (1, 4, 64, 64), 8, 3
+    ),
     "wan21": Subject(
         "Wan 2.1's decoder, 9 frames of 256 x 256", "AutoencoderKLWan", "decoder", _WAN | _UP, (1, 16, 3, 32, 32), 8, 3
     ),
@@ -86,7 +87,7 @@ SUBJECTS = {
         "SD's encoder, a picture of 512 x 512",
         "AutoencoderKL",
         "encoder",
-        _HUNYUAN | {"z": 4, "layers": 2, "times": [0, 0, 0], "chunked": False},
+        _KL | {"layers": 2},
         (1, 3, 512, 512),
         8,
         4,

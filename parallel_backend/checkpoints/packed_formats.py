@@ -7,7 +7,7 @@ A packed weight [rows, bytes] uint8 can be cut between any rows, and between col
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 
@@ -106,18 +106,22 @@ class Fp8:
         return values if self.scale is None else torch.mul(values, self.scale, out=values)
 
 
-@dataclass(frozen=True)
-class Half:
-    """16-bit floats as they are, for devices that do not compute in them."""
-
-    kind: str
-    """Key of HALF_KINDS."""
+class _BytesAlone:
+    """A Packing that keeps nothing beside its bytes."""
 
     nbytes = 0
     tensors: ClassVar[Mapping[str, torch.Tensor]] = {}
 
-    def on(self, tensors: Mapping[str, torch.Tensor]) -> "Half":
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> Self:
         return self
+
+
+@dataclass(frozen=True)
+class Half(_BytesAlone):
+    """16-bit floats as they are, for devices that do not compute in them."""
+
+    kind: str
+    """Key of HALF_KINDS."""
 
     def byte_span(self, columns: Span) -> Span:
         return Span(2 * columns.start, 2 * columns.stop)
@@ -131,17 +135,11 @@ class Half:
 
 
 @dataclass(frozen=True)
-class GgufBlocks:
+class GgufBlocks(_BytesAlone):
     """GGUF's block formats. Every row is a whole number of blocks."""
 
     kind: str
     """Key of GGUF_BLOCKS."""
-
-    nbytes = 0
-    tensors: ClassVar[Mapping[str, torch.Tensor]] = {}
-
-    def on(self, tensors: Mapping[str, torch.Tensor]) -> "GgufBlocks":
-        return self
 
     def byte_span(self, columns: Span) -> Span | None:
         """Bytes of a row that hold these columns. None if the columns do not begin and end at a block's border."""

@@ -23,7 +23,7 @@ from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
 from parallel_backend.processes.ray_ranks import start_of
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.rank_settings import EmulatedDevice, SelfTest
+from parallel_backend.wire.rank_settings import SelfTest
 
 from .loading import load_model
 from .memory_guard import MakeRoom, no_room
@@ -48,8 +48,8 @@ class Registry:
         """Folder in which logs of ranks to be started are kept, see pool.Pool. None: nowhere."""
         self.threads: int | None = None
         """CPU threads of each rank to be started, see pool.Pool. None: the cores are shared out."""
-        self.emulated: EmulatedDevice | None = None
-        """What CPU ranks to be started have for a device, see pool.Pool."""
+        self.start_of = start_of
+        """Where ranks on these devices are started, see pool.Pool."""
         self._lock = threading.RLock()  # make_room may unload another model, on the thread that loads this one
         self._pools = Pools(self._start)
         self._models = ModelsOnRanks()
@@ -316,10 +316,9 @@ class Registry:
         return Pool(
             devices,
             threads=threads,
-            start=start_of(devices),
+            start=self.start_of(devices),
             logs=self.logs(),
             self_test=self_test,
-            emulated=self.emulated,
         )
 
 

@@ -53,7 +53,8 @@ def pairs_of(hidden: int) -> float:
 
 
 def through(times: Sequence[tuple[int, float]], pairs: float) -> BlockCost:
-    """The cost that takes these (tokens, seconds), of a shorter and a longer sequence.
+    """The cost that takes these (tokens, seconds), of a shorter and a longer sequence. Its attention grows with tokens
+    squared, for sequences that were not timed; balance.StageCost is a straight line, for bands of one that was.
 
     Neither part comes out negative, and a little grows with the tokens: a GPU that neither sequence has filled shows no
     growth, and a longer one would seem to cost nothing.
@@ -84,11 +85,6 @@ class Calibration:
     """By device."""
     hop: float = 0.0
     """Seconds from a model call's output to the next call's start."""
-
-    def on_blocks(self, block: BlockCost) -> "Calibration":
-        """The same with every block as costly as this one."""
-        costs = tuple(replace(cost, blocks=dict.fromkeys(cost.blocks, block)) for cost in self.costs)
-        return replace(self, costs=costs)
 
 
 @dataclass(frozen=True)

@@ -102,5 +102,5 @@ def _together(machine: Machine, devices: Sequence[int]) -> list[list[int]]:
 
 
 def _shared(name: str) -> bool:
-    """Devices of this name are one. Those of a cluster are not, and one whose memory is emulated on a CPU has its own."""
+    """Devices of this name are one. Those of a cluster are not, and one that a CPU rank stands in for has its own."""
     return device_kind(name) == "cuda" and not on_ray(name)

@@ -12,8 +12,6 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +21,8 @@ import torch.multiprocessing
 
 from parallel_backend.core.devices import device_kind
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.rank_settings import SELF_TEST, EmulatedDevice, RankSettings, SelfTest
+from parallel_backend.wire.rank_settings import RankSettings
+from parallel_backend.wire.rank_settings import StartSettings as StartSettings
 
 from .rank_log import new_logs, tail
 
@@ -37,20 +36,6 @@ KILL_SECONDS = 5.0
 """For a process that was killed. One that is stuck in a driver does not go, and nobody can help that."""
 
 _MAIN_MODULE = threading.Lock()
-
-
-@dataclass(frozen=True)
-class StartSettings:
-    """Which ranks to start, and with what: see pool.Pool. `heartbeat_seconds`: between their heartbeats."""
-
-    devices: tuple[str, ...]
-    threads: int
-    timeout: timedelta
-    slowdown: tuple[float, ...]
-    logs: Path | None = None
-    heartbeat_seconds: float = 1.0
-    self_test: SelfTest = SELF_TEST
-    emulated: EmulatedDevice | None = None
 
 
 class Ranks(Protocol):
@@ -142,18 +127,7 @@ class LocalRanks:
     def _start(self, index: int, start: StartSettings, context: Any) -> None:
         ours, theirs = context.Pipe(duplex=True)
         self.channels.append(Channel(ours, lends=True))
-        settings = RankSettings(
-            rank=index,
-            devices=start.devices,
-            rendezvous=self._store,
-            threads=start.threads,
-            timeout=start.timeout,
-            slowdown=start.slowdown[index],
-            log=self._logs[index],
-            heartbeat_seconds=start.heartbeat_seconds,
-            self_test=start.self_test,
-            emulated=start.emulated,
-        )
+        settings = start.of_rank(index, self._store, self._logs[index])
         process = context.Process(
             target=self._entry, args=(settings, theirs), name=f"parallel-dit rank {index}", daemon=True
         )

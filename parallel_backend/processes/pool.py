@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.rank_settings import SELF_TEST, EmulatedDevice, SelfTest
+from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest
 from parallel_backend.wire.shared_memory import Segment
 
 from .failure_report import FailureReport, RankError, again
@@ -64,11 +64,10 @@ def wait_for(future: Future, poll: Poll) -> Any:
 class Pool:
     """One process per device, and the models on them (see `enter`).
 
-    `threads`: CPU threads per rank; None shares the machine's cores out evenly. `slowdown`: per rank, see
-    RankSettings; None is full speed for all. `start`: where the processes run. `silence`: seconds without a heartbeat
-    after which a rank counts as stopped; `watchdog` has the other limits. `logs`: the folder in which the ranks' logs
-    are kept; None keeps them no longer than the ranks. `emulated`: what each CPU rank has for a device. LinksDown where
-    the ranks' `self_test` of their links fails.
+    `threads`: CPU threads per rank; None shares the machine's cores out evenly. `start`: where the processes run.
+    `silence`: seconds without a heartbeat after which a rank counts as stopped; `watchdog` has the other limits. `logs`: the
+    folder in which the ranks' logs are kept; None keeps them no longer than the ranks. LinksDown where the ranks'
+    `self_test` of their links fails.
     """
 
     def __init__(
@@ -76,15 +75,12 @@ class Pool:
         devices: tuple[str, ...],
         threads: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        slowdown: tuple[float, ...] | None = None,
         start: Callable[[StartSettings], Ranks] = LocalRanks,
         silence: float = SILENCE_SECONDS,
         logs: Path | None = None,
         self_test: SelfTest = SELF_TEST,
-        emulated: EmulatedDevice | None = None,
     ):
         self.devices, self.logs, self.self_test = devices, logs, self_test
-        self.slowdown = slowdown or (1.0,) * len(devices)
         self.threads = threads or max(1, (os.cpu_count() or 1) // len(devices))
         self.error: Exception | None = None
         self.segments = itertools.count(1)
@@ -99,7 +95,7 @@ class Pool:
         self._start_id, ready = self._gathers.open(m.Ready)
         self.watchdog = Watchdog(len(devices), silence)
         beat = min(1.0, silence / 5)
-        self.ranks = start(StartSettings(devices, self.threads, timeout, self.slowdown, logs, beat, self_test, emulated))
+        self.ranks = start(StartSettings(devices, self.threads, timeout, logs, beat, self_test))
         self._failures = FailureReport(self.ranks, self.watchdog.doing, logs)
         tick = max(0.2, min(0.5, silence / 5))
         self._watchdog_thread = WatchdogThread(self.watchdog, self.ranks, self._gathers, self._failures, tick)

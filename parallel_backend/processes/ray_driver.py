@@ -10,12 +10,11 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 from parallel_backend.core.devices import device_kind
-from parallel_backend.wire.rank_settings import SELF_TEST, RankSettings, SelfTest
+from parallel_backend.wire.rank_settings import RankSettings, StartSettings
 
 log = logging.getLogger(__name__)
 
@@ -24,23 +23,22 @@ LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class RayJob:
-    """What to run: see pool.Pool. `entry`: see local.rank_entry. `root`: the folder that this package is in. `patience`:
-    seconds that the cluster has to find room.
+    """What to run. `entry`: see local.rank_entry. `root`: the folder that this package is in. `patience`: seconds that the
+    cluster has to find room.
     """
 
-    devices: tuple[str, ...]
-    threads: int
-    timeout: timedelta
-    slowdown: tuple[float, ...]
+    start: StartSettings
     entry: Callable[[RankSettings, Connection], None]
     root: str
-    heartbeat_seconds: float
     patience: float
-    self_test: SelfTest = SELF_TEST
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return self.start.devices
 
     def needs(self, rank: int) -> dict[str, float]:
         """Of Ray's resources."""
-        return {"GPU": 1} if device_kind(self.devices[rank]) == "cuda" else {"CPU": self.threads}
+        return {"GPU": 1} if device_kind(self.devices[rank]) == "cuda" else {"CPU": self.start.threads}
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def place(ray: Any, job: RayJob) -> tuple[Any, dict[int, Node], list[int]]:
 
 
 def _short(job: RayJob, wanted: dict[str, float]) -> str:
-    cores = f" ({job.threads} for each CPU rank)" if wanted["CPU"] else ""
+    cores = f" ({job.start.threads} for each CPU rank)" if wanted["CPU"] else ""
     return f"{len(job.devices)} ranks on {', '.join(job.devices)} need {_counted(wanted)}{cores}"
 
 
@@ -180,17 +178,7 @@ def start(ray: Any, job: RayJob, group: Any, bundles: list[int], ready: dict[str
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
         ).remote(job.root)
         actors.append(actor)
-        rendezvous = tuple(ready["rendezvous"])
-        settings = RankSettings(
-            rank=rank,
-            devices=job.devices,
-            rendezvous=rendezvous,
-            threads=job.threads,
-            timeout=job.timeout,
-            slowdown=job.slowdown[rank],
-            heartbeat_seconds=job.heartbeat_seconds,
-            self_test=job.self_test,
-        )
+        settings = job.start.of_rank(rank, tuple(ready["rendezvous"]))
         run = actor.run.remote(job.entry, settings, tuple(ready["address"]), bytes.fromhex(ready["key"]))
         runs[run] = rank
     return runs

@@ -63,17 +63,7 @@ class RayRanks:
         self._store: dist.TCPStore | None = None
         context = multiprocessing.get_context("spawn")
         self._news, theirs = context.Pipe()
-        job = RayJob(
-            devices=start.devices,
-            threads=start.threads,
-            timeout=start.timeout,
-            slowdown=start.slowdown,
-            entry=rank_entry(),
-            root=ROOT,
-            heartbeat_seconds=start.heartbeat_seconds,
-            patience=PLACE_SECONDS,
-            self_test=start.self_test,
-        )
+        job = RayJob(start, rank_entry(), ROOT, PLACE_SECONDS)
         self._driver = context.Process(target=drive, args=(theirs, job), name="parallel-dit ray driver", daemon=True)
         try:
             with clean_main_module():

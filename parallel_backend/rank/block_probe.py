@@ -63,14 +63,7 @@ class _Stopwatch:
 
 
 @torch.inference_mode()
-def probe(
-    rank: int,
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype_name: str,
-    slowdown: float,
-    rows: tuple[int, int],
-) -> Probed:
+def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows: tuple[int, int]) -> Probed:
     """Seconds of one block of each list, and of what surrounds the blocks, for the longer and the shorter token grid; and
     for each byte of keys and values that a call keeps.
 
@@ -78,8 +71,8 @@ def probe(
     ranks may differ in what they find.
     """
     long, short = _measure(checkpoint, device, dtype_name, rows)
-    times = {name: (slowdown * long[name], slowdown * short[name]) for name in long}
-    keeping = slowdown * _keeping(checkpoint, device, compute_dtype(dtype_name, device), rows[0] * PROBE_COLUMNS)
+    times = {name: (long[name], short[name]) for name in long}
+    keeping = _keeping(checkpoint, device, compute_dtype(dtype_name, device), rows[0] * PROBE_COLUMNS)
     free = None
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was measured is gone, and its memory free

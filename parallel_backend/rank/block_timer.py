@@ -13,9 +13,8 @@ from parallel_backend.wire.sampling import BlockStats
 class BlockWatch:
     """Seconds (on CUDA of the stream, see Clock) and bytes of each block in `only`, with its transfers."""
 
-    def __init__(self, model: nn.Module, only: Collection[str], traffic: Traffic, slowdown: float):
-        """`slowdown`: see RankSettings. A slowed-down rank sleeps after its blocks; that time counts as the blocks'."""
-        self.traffic, self.slowdown = traffic, slowdown
+    def __init__(self, model: nn.Module, only: Collection[str], traffic: Traffic):
+        self.traffic = traffic
         self._seconds = {name: Elapsed(traffic.clock) for name in only}
         self._bytes: dict[str, Counter[str]] = {name: Counter() for name in only}
         self._entered: tuple[Any, Counter[str]] | None = None
@@ -24,9 +23,7 @@ class BlockWatch:
 
     def drain(self) -> dict[str, BlockStats]:
         """Costs by block since the last `drain`."""
-        found = {
-            name: BlockStats(self.slowdown * self._seconds[name].drain(), dict(self._bytes[name])) for name in self._seconds
-        }
+        found = {name: BlockStats(self._seconds[name].drain(), dict(self._bytes[name])) for name in self._seconds}
         for count in self._bytes.values():
             count.clear()
         return found

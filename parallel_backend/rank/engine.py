@@ -1,15 +1,11 @@
 """Runs a rank's model: a `Step` message becomes a receive, the forward of the rank's stage, and a send or an output."""
 
-import time
 from collections.abc import Callable
 
 import torch
 
-from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.transfers import Elapsed
-from parallel_backend.rank.stage.store.device_copies import DeviceCopies
 from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound, Timeline
-from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.loading import Load, Residency
 from parallel_backend.wire.sampling import OpenRun, Output, PutConditioning, RunStats, Step
 from parallel_backend.wire.timeline_kinds import OUTSIDE, WORK, StepLabel
@@ -27,25 +23,14 @@ from .stage_ops import Op, stage_ops
 class Engine:
     """A loaded stage that runs micro-steps. Methods wait for other ranks only in the transfers of the mesh."""
 
-    def __init__(
-        self,
-        rank: int,
-        device: torch.device,
-        load: Load,
-        slowdown: float,
-        progress: Callable[[float], None],
-        peers: Peers,
-        heartbeat: Heartbeat | None = None,
-        copies: DeviceCopies | None = None,
-    ):
-        """Load the rank's own part of the checkpoint, see LoadedStage. `slowdown`: see RankSettings."""
-        self.rank, self.slowdown = rank, slowdown
-        self.stage = stage = LoadedStage(rank, device, load, progress, peers, heartbeat or Heartbeat(), copies)
+    def __init__(self, rank: int, load: Load, stage: LoadedStage):
+        """`stage`: what `load` says of this rank, loaded."""
+        self.rank, self.stage, device = rank, stage, stage.device
         self.conditionings = ConditioningStore(stage.family, device, stage.dtype)
         self.runs = RunBuffers()
         self._traffic, self._link = stage.traffic, stage.link
         self._ops = stage_ops(stage.pipe.index, stage.pipe.size)
-        self._block_watch = BlockWatch(stage.model, load.only, stage.traffic, slowdown)
+        self._block_watch = BlockWatch(stage.model, load.only, stage.traffic)
         self._graphs = None
         if load.setup.cuda_graphs and not load.only and stage.computes_alone and device.type in CAPTURES:
             self._graphs = MicroStepGraphs(device, stage.blocks_done)
@@ -145,7 +130,7 @@ class Engine:
         stage receives early.
         """
         clock, recorder = self._traffic.clock, self._traffic.recorder
-        began, waited = clock.now(), self._traffic.waited.seconds() if self.slowdown > 1 else 0.0
+        began = clock.now()
         recorder.step = label = self._label(step)
         self._traffic.mark(began)
         received = output = None
@@ -159,8 +144,6 @@ class Engine:
             elif op is Op.COMPUTE:
                 output = self._compute(step, received)
                 self._finite.note(step.seq, step.run, output)
-                if self.slowdown > 1:
-                    self._slow_down(began, waited)
             else:
                 self._link.send(output, step.overlap)
         self._micro_steps += 1
@@ -202,9 +185,3 @@ class Engine:
     def _label(self, step: Step) -> StepLabel:
         exact = not step.stale and self.conditionings[step.conditioning].is_whole(step)
         return step.seq, step.tokens.start, step.tokens.stop, int(exact)
-
-    def _slow_down(self, began, waited: float) -> None:
-        """Sleep for the rest of the time that the slower device, which this rank stands in for, would take."""
-        whole = Elapsed(self._traffic.clock)
-        whole.add(began, self._traffic.clock.now())
-        time.sleep((self.slowdown - 1) * max(0.0, whole.seconds() - (self._traffic.waited.seconds() - waited)))

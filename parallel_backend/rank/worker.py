@@ -1,7 +1,6 @@
 """One rank: a process that does what the client's messages say, in order, until the connection ends."""
 
 import contextlib
-import functools
 import gc
 import logging
 import os
@@ -10,6 +9,7 @@ import shutil
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.core.host_memory import host_memory
 from parallel_backend.rank.comm.guard import Guard
 from parallel_backend.rank.comm.link_probe import probe_links
 from parallel_backend.rank.comm.peers import Peers
@@ -26,8 +25,7 @@ from parallel_backend.rank.comm.rendezvous import Rendezvous
 from parallel_backend.rank.comm.self_test import LinkError
 from parallel_backend.rank.comm.transfers import PeerError
 from parallel_backend.rank.stage.lora import parameter_names
-from parallel_backend.rank.stage.store.device_copies import copies_of
-from parallel_backend.rank.stage.store.emulated import EmulatedCopies
+from parallel_backend.rank.stage.store.device_copies import DeviceCopies, copies_of
 from parallel_backend.rank.vae.part import VAEPart, free_bytes
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
@@ -36,9 +34,8 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 from .allocator import give_back, keep_freed
 from .block_probe import probe
-from .copy_rate import measured_copy_rate
 from .engine import Engine
-from .free_memory import read_memory
+from .loaded_stage import LoadedStage
 from .pinned import pinning
 
 log = logging.getLogger(__name__)
@@ -72,11 +69,18 @@ LONGEST_TEXT = 1 << 16
 class Worker:
     """Receives in a thread of its own, so that a lost client is noticed even in the middle of a transfer."""
 
-    def __init__(self, settings: RankSettings, channel: Channel, heartbeat: Heartbeat, peers: Peers):
+    def __init__(
+        self,
+        settings: RankSettings,
+        channel: Channel,
+        heartbeat: Heartbeat,
+        peers: Peers,
+        copies: DeviceCopies | None = None,
+    ):
+        """`copies`: of the rank's device; None for those of its kind."""
         self.settings, self.channel, self.heartbeat, self._peers = settings, channel, heartbeat, peers
         self.device = torch.device(settings.device)
-        emulated = settings.emulated
-        self.copies = copies_of(self.device) if emulated is None else EmulatedCopies(settings.rank, emulated)
+        self.copies = copies or copies_of(self.device)
         self.engines: dict[int | None, Engine] = {}
         """By the model's number."""
         self.vae: dict[str, VAEPart] = {}
@@ -166,9 +170,7 @@ class Worker:
             case m.ReadTimeline():
                 self._reply(self.engine.timeline())
             case m.Probe():
-                checkpoint, settings = open_checkpoint(message.path), self.settings
-                found = probe(settings.rank, checkpoint, self.device, message.dtype, settings.slowdown, message.rows)
-                self._reply(found)
+                self._reply(self._probe(message))
             case m.ProbeLinks():
                 self._turn_to(None)
                 with self._peers.waiting():
@@ -176,21 +178,22 @@ class Worker:
                 self._reply(found)
             case m.Load():
                 self._turn_to(None)
-                slowdown, peers, rank = self.settings.slowdown, self._peers, self.settings.rank
-                engine = Engine(rank, self.device, message, slowdown, self._report, peers, self.heartbeat, self.copies)
-                self.engines[self._model] = engine
+                self.engines[self._model] = engine = self._load(message)
                 names, held = parameter_names(engine.stage.model), engine.residency
-                self._reply(m.Loaded(rank, held.device_bytes, names, held.host_bytes))
+                self._reply(m.Loaded(self.settings.rank, held.device_bytes, names, held.host_bytes))
             case m.Unload():
                 self._unload()
                 self._reply(m.Unloaded(self.settings.rank))
             case _:
                 raise m.BadMessage(f"{type(message).__name__} is not for a rank")
 
-    @functools.cached_property
-    def _copy_rate(self) -> float:
-        """See DeviceMemoryReport. Measured once."""
-        return measured_copy_rate(self.device) if self.device.type == "cuda" else 0.0
+    def _load(self, message: m.Load) -> Engine:
+        rank, peers = self.settings.rank, self._peers
+        stage = LoadedStage(rank, self.device, message, self._report, peers, self.heartbeat, self.copies)
+        return Engine(rank, message, stage)
+
+    def _probe(self, message: m.Probe) -> m.Probed:
+        return probe(self.settings.rank, open_checkpoint(message.path), self.device, message.dtype, message.rows)
 
     def _reply(self, message: Any) -> None:
         """Answer the request that is being handled."""
@@ -224,10 +227,8 @@ class Worker:
         engines = self.engines.items()
         held = {number: each.residency.device_bytes + each.stage.adapters.nbytes for number, each in engines}
         own = held.pop(self._model, 0)
-        if isinstance(self.copies, EmulatedCopies):
-            return self.copies.memory(own, host_memory()[0])
         vae = sum(part.nbytes for part in self.vae.values())
-        return read_memory(self.settings.rank, self.device, own, sum(held.values()), self._copy_rate, vae)
+        return self.copies.memory(self.settings.rank, own, sum(held.values()), vae)
 
     def _set_resident(self, resident: int, working: bool) -> m.Residency:
         engine = self.engines.get(self._model)
@@ -305,8 +306,9 @@ class Worker:
             os._exit(1)
 
 
-def run(settings: RankSettings, connection: Connection) -> None:
-    """A rank's whole life: join the others, serve, and report what went wrong."""
+def run(settings: RankSettings, connection: Connection, make_worker: Callable[..., Worker] | None = None) -> None:
+    """A rank's whole life: join the others, serve, and report what went wrong. `make_worker`: called as Worker, and in its
+    place."""
     torch.set_num_threads(settings.threads)
     channel, heartbeat = Channel(connection, borrowed=pinning(torch.device(settings.device))), Heartbeat()
     beating = (heartbeat, settings.rank, channel, settings.heartbeat_seconds)
@@ -334,7 +336,7 @@ def run(settings: RankSettings, connection: Connection) -> None:
         rendezvous = Rendezvous(settings.rendezvous, len(settings.devices), settings.timeout)
         peers = Peers(settings, rendezvous, Guard(heartbeat, rendezvous.check, fail))
         peers.join()
-        Worker(settings, channel, heartbeat, peers).serve()
+        (make_worker or Worker)(settings, channel, heartbeat, peers).serve()
         leave()
     except BaseException as error:  # also what a library's sys.exit raises
         fail(error)

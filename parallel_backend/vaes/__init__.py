@@ -1,10 +1,10 @@
 """The registry of VAEs: a file each, a row here. What each class is, and what ranks run of it on bands of a picture."""
 
-from . import cosmos, hunyuan, kl, ldm, ltx, minimax_h3, wan
+from . import cosmos, hunyuan, ldm, ltx, minimax_h3, wan
 from .base import VAEClass
 
 _ROWS = (
-    kl.KL,
+    ldm.KL,
     ldm.HUNYUAN_VIDEO,
     hunyuan.HUNYUAN_VIDEO_15,
     hunyuan.HUNYUAN_IMAGE,

@@ -106,6 +106,22 @@ class ShuffleUp(nn.Module):
         return channels_to_space(h, self.factors, channels_first=False) + shortcut
 
 
+def _levels(
+    made: Kind, widths: Sequence[int], layers: int, factors: Sequence[Sequence[int]], name: str, resize: type[nn.Module]
+) -> tuple[nn.ModuleList, int]:
+    """The levels, each but the last with a `resize` of this name to the next one, and the channels behind them."""
+    made_levels, width = nn.ModuleList(), widths[0]
+    for index, wanted in enumerate(widths):
+        blocks = [Resnet(width if number == 0 else wanted, wanted, made.conv, made.norm) for number in range(layers)]
+        width, to_next = wanted, {}
+        if index < len(factors):
+            following = widths[min(index + 1, len(widths) - 1)]
+            to_next[name] = resize(width, following, tuple(factors[index]), made.conv)
+            width = following
+        made_levels.append(Level(blocks, **to_next))
+    return made_levels, width
+
+
 class Encoder(Chunks):
     """[B, 3, (frames,) H, W] -> the latent's means [B, z, (latent frames,) h, w].
 
@@ -128,15 +144,7 @@ class Encoder(Chunks):
         self.kind = kind
         self.time = math.prod(factor[0] for factor in factors)
         self.conv_in = made.conv(channels, widths[0])
-        self.down, width = nn.ModuleList(), widths[0]
-        for index, wanted in enumerate(widths):
-            blocks = [Resnet(width if number == 0 else wanted, wanted, made.conv, made.norm) for number in range(layers)]
-            width, to_next = wanted, {}
-            if index < len(factors):
-                following = widths[min(index + 1, len(widths) - 1)]
-                to_next["downsample"] = ShuffleDown(width, following, tuple(factors[index]), made.conv)
-                width = following
-            self.down.append(Level(blocks, **to_next))
+        self.down, width = _levels(made, widths, layers, factors, "downsample", ShuffleDown)
         self.mid = Middle(width, made.conv, made.attention_conv, made.norm)
         self.norm_out, self.conv_out = made.norm(width), made.conv(width, 2 * z)
 
@@ -170,18 +178,9 @@ class Decoder(FrameByFrame):
         super().__init__()
         made = KINDS[kind]
         self.kind, self.chunked, self.repeats = kind, chunked, widths[0] // z
-        width = widths[0]
-        self.conv_in = made.conv(z, width)
-        self.mid = Middle(width, made.conv, made.attention_conv, made.norm)
-        self.up = nn.ModuleList()
-        for index, wanted in enumerate(widths):
-            blocks = [Resnet(width if number == 0 else wanted, wanted, made.conv, made.norm) for number in range(layers)]
-            width, to_next = wanted, {}
-            if index < len(factors):
-                following = widths[min(index + 1, len(widths) - 1)]
-                to_next["upsample"] = ShuffleUp(width, following, tuple(factors[index]), made.conv)
-                width = following
-            self.up.append(Level(blocks, **to_next))
+        self.conv_in = made.conv(z, widths[0])
+        self.mid = Middle(widths[0], made.conv, made.attention_conv, made.norm)
+        self.up, width = _levels(made, widths, layers, factors, "upsample", ShuffleUp)
         self.norm_out, self.conv_out = made.norm(width), made.conv(width, channels)
 
     def frames(self, z: torch.Tensor) -> Iterator[torch.Tensor]:

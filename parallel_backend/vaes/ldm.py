@@ -1,5 +1,6 @@
-"""Autoencoders in the layout of latent diffusion (arXiv 2112.10752), with its names: HunyuanVideo's (arXiv 2412.03603), the
-encoder of images, and blocks that HunyuanImage's and HunyuanVideo 1.5's share with them.
+"""Autoencoders in the layout of latent diffusion (arXiv 2112.10752), with its names: AutoencoderKL, the VAE of images (SD,
+SDXL, SD3, Flux, Flux.2 and others), HunyuanVideo's (arXiv 2412.03603), and blocks that HunyuanImage's and HunyuanVideo 1.5's
+share with them.
 
 A video runs through in chunks of frames where ComfyUI has it so: a GroupNorm takes its statistics over a chunk, so that a
 video in chunks is another one than the whole.
@@ -15,7 +16,7 @@ from torch import nn
 
 from parallel_backend.core.spans import Span
 
-from .base import Edges, Part, Piece, VAEClass, Weights
+from .base import Edges, Part, Piece, VAEClass, Weights, whole
 from .layout import QUANT, fitting, levels, own_tensors, weight
 from .streams import FrameByFrame, Streaming, forget, in_turn, joined
 
@@ -158,6 +159,8 @@ class Up(nn.Module):
         self.conv = CarriedConv3d(channels, channels) if time else conv2d(channels, channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.time:
+            return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
         if self.time > 1:
             once = int(is_first(self.conv))
             x = torch.cat((x[:, :, :once], x[:, :, once:].repeat_interleave(self.time, dim=2)), dim=2)
@@ -239,7 +242,7 @@ class Encoder(Chunks):
 class Decoder(FrameByFrame):
     """[B, z, (n + 1,) h, w] -> [B, 3, (4 n + 1,) H, W]. Settings as the encoder's, by the names of the file's levels.
 
-    `times`: by how much each level but the first enlarges the frames.
+    `times`: by how much each level but the first enlarges the frames; of 0 for images.
     """
 
     def __init__(
@@ -307,4 +310,12 @@ def quarter(part: Part, frames: int) -> tuple[Piece, ...]:
     return (*(Piece(span, 0) for span in chunks), Piece(Span(end, end), latent))
 
 
+def _image_weights(state: Mapping[str, torch.Tensor], part: Part, _settings: Mapping[str, Any]) -> Weights | None:
+    tensors = own_tensors(state, part)
+    steps = sum(key.endswith(("downsample.conv.weight", "upsample.conv.weight")) for key in tensors)
+    plain = all(tensor.ndim in (1, 4) for tensor in tensors.values())
+    return weights(state, part, {"times": {part: [0] * steps}, "chunked": False}) if plain and steps else None
+
+
+KL = VAEClass("AutoencoderKL", _image_weights, build, whole, gathered=("k", "v"))
 HUNYUAN_VIDEO = VAEClass("HunyuanVideo", weights, build, quarter, gathered=("k", "v"))

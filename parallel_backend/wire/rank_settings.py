@@ -25,36 +25,42 @@ SELF_TEST = SelfTest()
 
 
 @dataclass(frozen=True)
-class EmulatedDevice:
-    """A device with a memory of its own that a CPU rank stands in for, in tests and benchmarks: only weights count, and
-    copies from host memory take their time, beside compute (rank/stage/store/emulated.py)."""
-
-    nbytes: int
-    bytes_per_second: float
-
-
-@dataclass(frozen=True)
 class RankSettings:
+    """Of one rank. What all have alike: see StartSettings."""
+
     rank: int
     devices: tuple[str, ...]
-    """Devices of all ranks, in rank order."""
     rendezvous: Path | tuple[str, int]
     """The process group's store: a file on one machine, or the address of a server that several machines reach."""
     threads: int
-    """CPU threads that the rank may use."""
     timeout: timedelta
-    """Of the process group's operations."""
-    slowdown: float
-    """2 makes the rank compute half as fast. Stands in for a slower device in tests and benchmarks."""
     log: Path | None = None
     """File for what the rank prints. None: that goes where the client's output goes."""
     heartbeat_seconds: float = 1.0
-    """Time from one heartbeat to the next."""
     self_test: SelfTest = SELF_TEST
-    emulated: EmulatedDevice | None = None
-    """Of a CPU rank."""
 
     @property
     def device(self) -> str:
         """The rank's own device, by torch's name in this process."""
         return in_its_process(self.devices[self.rank])
+
+
+@dataclass(frozen=True)
+class StartSettings:
+    """Which ranks to start, and with what: see pool.Pool."""
+
+    devices: tuple[str, ...]
+    """Devices of all ranks, in rank order."""
+    threads: int
+    """CPU threads that each rank may use."""
+    timeout: timedelta
+    """Of the process group's operations."""
+    logs: Path | None = None
+    heartbeat_seconds: float = 1.0
+    """Time from one heartbeat to the next."""
+    self_test: SelfTest = SELF_TEST
+
+    def of_rank(self, rank: int, rendezvous: Path | tuple[str, int], log: Path | None = None) -> RankSettings:
+        """See RankSettings."""
+        alike = self.heartbeat_seconds, self.self_test
+        return RankSettings(rank, self.devices, rendezvous, self.threads, self.timeout, log, *alike)

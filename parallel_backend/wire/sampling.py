@@ -122,7 +122,7 @@ class RunStats:
     buffer_bytes: int
     """All K/V buffers at their largest."""
     peak_bytes: int
-    """Device memory at its highest (CUDA), that of weights where the device is emulated, or largest resident set (CPU)."""
+    """Device memory at its highest (CUDA), or largest resident set (CPU)."""
     blocks: dict[str, BlockStats] = field(default_factory=dict)
     """In a rehearsal (Load.only), by block "<list>.<index>"."""
     graphs: int = 0

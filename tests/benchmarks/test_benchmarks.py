@@ -1,5 +1,6 @@
 """Every part of the benchmark suite runs and says what it should, on models so small that its seconds mean nothing."""
 
+import functools
 import json
 from collections import namedtuple
 from dataclasses import replace
@@ -212,7 +213,10 @@ def test_unknown_parts_are_refused(capsys):
 def test_weights_that_are_streamed_cost_what_is_predicted_of_them(thread_pools, said):
     """The figures of the emulation; its seconds mean nothing here."""
     config = FLUX.config | {"num_layers": 1, "num_single_layers": 7}
-    result = offload.run(replace(FLUX, config=config), 400_000, 1, said.append, thread_pools.start)
+    start = thread_pools.start
+    result = offload.run(
+        replace(FLUX, config=config), 400_000, 1, said.append, start, lambda device: functools.partial(start, device=device)
+    )
     assert set(result["modes"]) == set(offload.MODES)
     for mode in result["modes"].values():
         assert mode["equal"] and mode["within_budget"]

@@ -1,5 +1,6 @@
 """Models that emulated devices do not hold are run, not refused, and give what they give on devices that do."""
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -16,8 +17,8 @@ from parallel_backend.planning.calibration import calibrate
 from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.prediction import predict
 from parallel_backend.planning.workload import workload_of
-from parallel_backend.wire.rank_settings import EmulatedDevice
 from testing import tiny
+from testing.emulated_device import EmulatedDevice
 from testing.models import on_ranks
 from tests.conftest import Pools
 
@@ -33,7 +34,7 @@ def nobody() -> None:
 
 @pytest.fixture(scope="module")
 def small_devices(thread_pools) -> Iterator[Pools]:
-    pools = Pools(thread_pools.start, silence=300, emulated=EmulatedDevice(BUDGET, RATE))
+    pools = Pools(functools.partial(thread_pools.start, device=EmulatedDevice(BUDGET, RATE)), silence=300)
     yield pools
     pools.close()
 

@@ -1,5 +1,6 @@
 """Several models on the same ranks: each computes as if it were alone, whatever the others do meanwhile."""
 
+import functools
 import os
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.reader import Reader
-from parallel_backend.client import registry as registry_module
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -16,8 +16,8 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.processes.pool import RankError
 from parallel_backend.rank.comm import peers
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.rank_settings import EmulatedDevice
 from testing import tiny
+from testing.emulated_device import EmulatedDevice
 from testing.models import on_ranks, whole_call
 
 pytestmark = pytest.mark.threads
@@ -135,14 +135,13 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def registries(thread_pools, monkeypatch):
+def registries(thread_pools):
     """`registries(device)`: a registry whose ranks are threads, with this emulated device if one is given."""
-    monkeypatch.setattr(registry_module, "start_of", lambda devices: thread_pools.start)
     made: list[Registry] = []
 
     def make(emulated: EmulatedDevice | None = None) -> Registry:
         made.append(Registry())
-        made[-1].emulated = emulated
+        made[-1].start_of = lambda devices: functools.partial(thread_pools.start, device=emulated)
         return made[-1]
 
     yield make

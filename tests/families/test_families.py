@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.families.cases.case import PAIRS
 
 from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
@@ -21,7 +20,7 @@ from parallel_backend.families.base import tensor_plan
 from parallel_backend.families.base.patching import latents_of, like
 from testing import tiny
 from testing.cases import OF_EACH_FORM, all_cases
-from testing.cases.case import Case
+from testing.cases.case import PAIRS, Case
 from tests.support.case_params import of_each_form, one_of_each
 
 pytestmark = pytest.mark.threads

@@ -86,7 +86,7 @@ def test_fp8_is_close_to_fp32(pools, file, model, stages):
 def test_block_costs_can_be_measured(file):
     from parallel_backend.rank.block_probe import probe
 
-    found = probe(0, open_checkpoint(file), torch.device("cpu"), "fp32", 1.0, (32, 8))
+    found = probe(0, open_checkpoint(file), torch.device("cpu"), "fp32", (32, 8))
     assert all(seconds > 0 for seconds in found.blocks["transformer_blocks"])
 
 

@@ -44,10 +44,10 @@ STARTED_RANK = """
 import importlib.util, sys, types
 from datetime import timedelta
 stub = sys.modules["parallel_backend.rank.worker"] = types.ModuleType("worker")
-stub.run = lambda settings, connection: None
+stub.run = lambda settings, connection, make_worker: None
 from parallel_backend.rank.start import entry
 from parallel_backend.wire import rank_settings
-entry.main(rank_settings.RankSettings(0, ("cpu",), ("", 0), 1, timedelta(1), 1.0), None)
+entry.main(rank_settings.RankSettings(0, ("cpu",), ("", 0), 1, timedelta(1)), None)
 del sys.modules["parallel_backend.rank.worker"]
 import parallel_backend.rank.worker, diffusers.models.transformers.transformer_flux
 print([name for name in ("scipy.stats", "transformers") if name in sys.modules], bool(importlib.util.find_spec("scipy")))

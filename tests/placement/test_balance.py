@@ -14,6 +14,7 @@ from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.diagnosis import Probed
 from testing import tiny
 from testing.models import on_ranks
+from testing.slow_rank import start_with
 
 LISTS = ["double"] * 4 + ["single"] * 8
 SIZES = [2] * 4 + [1] * 8
@@ -113,7 +114,7 @@ def test_block_bytes_are_the_blocks_of_the_file(flux_file, flux_model):
 @pytest.fixture(scope="module")
 def uneven_pool():
     """Two ranks of which the second takes ten times as long: more than any noise of a busy machine."""
-    pool = Pool(("cpu", "cpu"), threads=1, slowdown=(1.0, 10.0))
+    pool = Pool(("cpu", "cpu"), threads=1, start=start_with((1.0, 10.0)))
     pool.ready.result(timeout=300)
     yield pool
     pool.close()

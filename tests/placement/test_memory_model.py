@@ -35,6 +35,7 @@ from parallel_backend.processes import local as launch
 from parallel_backend.processes.failure_text import out_of_memory
 from parallel_backend.processes.pool import Pool, RankError, again
 from parallel_backend.rank import worker
+from parallel_backend.rank.stage.store import device_copies
 from parallel_backend.wire import messages as m
 from testing import tiny
 from testing.cases import OF_EACH_FORM, all_cases
@@ -320,10 +321,10 @@ def test_ranks_of_one_place_share_it():
 
 
 def test_parts_of_vaes_count_as_taken(monkeypatch):
-    monkeypatch.setattr(worker, "measured_copy_rate", lambda device: 25e9)
+    monkeypatch.setattr(device_copies, "measured_copy_rate", lambda device: 25e9)
     with fake_cuda(AMPERE) as cuda:
         cuda.hold(5 * GB)
-        rank = worker.Worker(SimpleNamespace(rank=0, device="cuda:0", emulated=None), None, None, None)
+        rank = worker.Worker(SimpleNamespace(rank=0, device="cuda:0"), None, None, None)
         rank.vae = {"decoder": SimpleNamespace(nbytes=2 * GB), "encoder": SimpleNamespace(nbytes=GB)}
         found = rank._read_memory()
     assert (found.free_bytes, found.held_bytes, found.vae_bytes) == (AMPERE.memory - 5 * GB, 2 * GB, 3 * GB)
@@ -609,7 +610,7 @@ def still_there(references: list[weakref.ref]) -> list[str]:
 @pytest.mark.parametrize("in_bands", [False, True])
 @pytest.mark.processes
 def test_out_of_memory_says_what_would_fit_and_leaves_nothing_behind(flux_file, monkeypatch, in_bands):
-    monkeypatch.setattr(launch, "main", failing_rank.out_of_memory)
+    monkeypatch.setattr(launch, "rank_entry", lambda: failing_rank.out_of_memory)
     pool = Pool(("cpu", "cpu"))
     try:
         model = on_ranks(pool, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody)

@@ -55,7 +55,7 @@ def test_a_link_that_never_comes_up_is_named_and_the_next_prompt_works(
     monkeypatch, flux_file, flux_model, given, when, what, measured
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(local, "main", functools.partial(deaf_rank.deaf, when))
+        patch.setattr(local, "rank_entry", lambda: functools.partial(deaf_rank.deaf, when))
         with closing(pool()) as deaf:
             began = time.monotonic()
             if when == "loading":
@@ -75,7 +75,7 @@ def test_a_link_that_never_comes_up_is_named_and_the_next_prompt_works(
 
 def test_a_store_that_goes_away_while_ranks_wait_for_each_other_is_named(monkeypatch):
     """Rank 1 is slow to start; without the look at the file rank 0 would wait for it until nobody starts any more."""
-    monkeypatch.setattr(local, "main", deaf_rank.late)
+    monkeypatch.setattr(local, "rank_entry", lambda: deaf_rank.late)
     with closing(pool()) as waiting:
         store = waiting.ranks.directory / "store"
         while not store.stat().st_size:  # rank 0 has begun to join
@@ -89,7 +89,7 @@ def test_a_store_that_goes_away_while_ranks_wait_for_each_other_is_named(monkeyp
 
 def test_where_nccl_fails_it_is_tried_once_more_without_p2p(monkeypatch, flux_file, given):
     monkeypatch.delenv(pools.P2P_DISABLE, raising=False)
-    monkeypatch.setattr(local, "main", deaf_rank.deaf_with_p2p)
+    monkeypatch.setattr(local, "rank_entry", lambda: deaf_rank.deaf_with_p2p)
     monkeypatch.setattr(pools, "SELF_TEST", replace(SELF_TEST, seconds=LIMIT))
     said: list[str] = []
     with closing(Registry()) as registry:

@@ -787,7 +787,7 @@ def test_a_client_that_was_stopped_blames_nobody(flux_file):
 def orders(tmp_path, monkeypatch):
     """`orders('1 sleep')`: what ranks that are started in this test do from then on."""
     path = tmp_path / "orders"
-    monkeypatch.setattr(launch, "main", functools.partial(acting_rank.acting, path))
+    monkeypatch.setattr(launch, "rank_entry", lambda: functools.partial(acting_rank.acting, path))
     return path.write_text
 
 

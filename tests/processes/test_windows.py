@@ -114,14 +114,14 @@ def test_a_torch_that_ranks_cannot_use_is_named_before_any_starts(monkeypatch):
     """As AMD's wheels for Windows were."""
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=r"built without torch\.distributed.*newer torch.*WSL2"):
-        LocalRanks(StartSettings(("cuda:0",), 1, timedelta(minutes=1), (1.0,)))
+        LocalRanks(StartSettings(("cuda:0",), 1, timedelta(minutes=1)))
 
 
 def test_rocm_is_said_to_be_untried(monkeypatch, caplog):
     monkeypatch.setattr(LocalRanks, "_start", lambda *_arguments: None)
     for card, times in ((ADA, 0), (RDNA3, 1)):
         with fake_cuda(card):
-            LocalRanks(StartSettings(("cuda:0",), 1, timedelta(minutes=1), (1.0,))).kill()
+            LocalRanks(StartSettings(("cuda:0",), 1, timedelta(minutes=1))).kill()
         assert caplog.text.count("ROCm) have never been tried") == times
 
 

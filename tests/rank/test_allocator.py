@@ -73,7 +73,7 @@ def worker(monkeypatch, tmp_path):
     monkeypatch.setattr(worker_module, "REST_SECONDS", 0.01)
 
     def make(device: str = "cpu") -> Worker:
-        made = Worker(RankSettings(0, (device,), tmp_path / "store", 1, timedelta(1), 1.0), Mute(), Heartbeat(), None)
+        made = Worker(RankSettings(0, (device,), tmp_path / "store", 1, timedelta(1)), Mute(), Heartbeat(), None)
         made.given_back = []
         monkeypatch.setattr(worker_module, "give_back", lambda: made.given_back.append(1))
         return made

@@ -37,7 +37,7 @@ def test_packed_weights_are_expanded_while_blocks_are_timed(flux_file, flux_mode
     if file != "bf16":
         path = tmp_path / "model.gguf"
         make_gguf(path, file, to_original(FAMILIES["flux"], tiny.FLUX, flux_model.state_dict()))
-    found = probe(0, open_checkpoint(path), torch.device("cpu"), dtype, 1.0, (4, 1))
+    found = probe(0, open_checkpoint(path), torch.device("cpu"), dtype, (4, 1))
     assert expanded == kinds
     assert all(seconds > 0 for times in found.blocks.values() for seconds in times)
     assert 1e-13 < found.keeping < 1e-6
@@ -53,5 +53,5 @@ def test_comfyuis_formats_are_timed_as_they_are_computed(flux_file, tmp_path, mo
 
     monkeypatch.setattr(KitchenWeight, "linear", noting)
     save_file(quantise_blocks(load_file(flux_file), kind, 16)[0], tmp_path / "model.safetensors")
-    probe(0, open_checkpoint(tmp_path / "model.safetensors"), torch.device("cpu"), "fp32", 1.0, (4, 1))
+    probe(0, open_checkpoint(tmp_path / "model.safetensors"), torch.device("cpu"), "fp32", (4, 1))
     assert used == {(KINDS[kind][0], kind != "nvfp4")}

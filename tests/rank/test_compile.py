@@ -25,12 +25,13 @@ from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.engine import Engine
-from parallel_backend.rank.stage.store.emulated import EmulatedCopies
+from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.rank_settings import EmulatedDevice
+from parallel_backend.wire.heartbeat import Heartbeat
 from testing import tiny
 from testing.cases import all_cases
 from testing.cases.case import Case
+from testing.emulated_device import EmulatedCopies, EmulatedDevice
 from testing.models import on_ranks
 from tests.checkpoints.test_formats import make_gguf, scaled_new
 from tests.support import tracing_rank
@@ -54,7 +55,8 @@ class OneRank:
         blocks = (Span(0, self.family.blocks.total(self.checkpoint.config)),)
         load = m.Load(Setup(path, dtype, ("cpu",), Degrees(), "sdpa", compile=compile), blocks, (1.0,), resident=resident)
         copies = EmulatedCopies(0, EmulatedDevice(1 << 30, 1e10)) if resident else None
-        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody(), copies=copies)
+        stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat(), copies)
+        self.engine = Engine(0, load, stage)
         self._seq = itertools.count(1)
 
     @property
@@ -265,7 +267,7 @@ def tracing_pools():
     def get(world: int) -> Pool:
         if world not in made:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(launch, "main", tracing_rank.tracing)
+                patch.setattr(launch, "rank_entry", lambda: tracing_rank.tracing)
                 made[world] = Pool(("cpu",) * world)
         return made[world]
 
@@ -356,7 +358,8 @@ def test_cancel_does_not_wait_for_the_compiler(flux_file, pools, monkeypatch):
 
     inputs = tiny.inputs(tiny.FLUX)
     expected = pools.load(flux_file, Degrees()).predict(ModelCall(*inputs), lambda: None)
-    monkeypatch.setattr(launch, "main", tracing_rank.tracing_slowly)  # of ranks to come; those of `pools` are for all tests
+    # Of ranks to come; those of `pools` are for all tests.
+    monkeypatch.setattr(launch, "rank_entry", lambda: tracing_rank.tracing_slowly)
     polls = itertools.count()
 
     def poll():

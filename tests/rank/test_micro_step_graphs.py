@@ -4,6 +4,7 @@ On the CPU a stand-in records what a micro-step asks torch for (tests/support/re
 CUDA graph go wrong, baked numbers and addresses, and memory that other graphs write to.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -31,10 +32,10 @@ from parallel_backend.rank import micro_step_graphs
 from parallel_backend.rank.attention.kv_buffer import LayerBuffer
 from parallel_backend.rank.micro_step_graphs import MicroStepInputs
 from parallel_backend.rank.stage.module_cache import ModuleCache
-from parallel_backend.wire.rank_settings import EmulatedDevice
 from parallel_backend.wire.sampling import RunStats
 from testing.cases import all_cases
 from testing.cases.case import Case
+from testing.emulated_device import EmulatedDevice
 from testing.models import on_ranks
 from tests.conftest import Pools
 from tests.rank.test_lora import lora
@@ -267,7 +268,7 @@ def test_what_comes_from_the_host_is_in_no_graph(pools, files):
 def test_blocks_that_wait_for_their_weights_are_in_no_graph(thread_pools, files):
     case = named("flux-dev")
     held = files(case).stat().st_size
-    pools = Pools(thread_pools.start, silence=300, emulated=EmulatedDevice(held * 3 // 4, 1e9))
+    pools = Pools(functools.partial(thread_pools.start, device=EmulatedDevice(held * 3 // 4, 1e9)), silence=300)
     try:
         stats = both(pools(1), files(case), case, Degrees())
     finally:

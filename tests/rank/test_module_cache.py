@@ -17,8 +17,10 @@ from parallel_backend.families.base.family import CacheScope, name_pattern
 from parallel_backend.families.base.patching import latents_of
 from parallel_backend.families.base.step_inputs import REFERENCES
 from parallel_backend.rank.engine import Engine
+from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.stage.module_cache import CachedModule, ModuleCache
 from parallel_backend.wire import messages as m
+from parallel_backend.wire.heartbeat import Heartbeat
 from testing import tiny
 from testing.cases import all_cases
 from tests.support.alone import nobody
@@ -42,7 +44,8 @@ class Runs:
         self.family = family = checkpoint.family
         blocks = (Span(0, family.blocks.total(checkpoint.config)),)
         load = m.Load(Setup(path, "fp32", ("cpu",), Degrees(), "auto"), blocks, (1.0,))
-        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody())
+        stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat())
+        self.engine = Engine(0, load, stage)
         self.x, self.timestep, tensors = case.inputs()
         self.shapes = [tuple(latent.shape) for latent in latents_of(self.x)]
         grid, companion_tokens = family.patching.grid(self.shapes[0]), family.patching.companion_tokens(self.shapes)

@@ -224,7 +224,7 @@ def test_every_mode_finds_it(pools, damaged_file, degrees):
 
 def test_one_value_in_one_micro_step_ends_the_run_and_harms_no_other(flux_file, process_pools, monkeypatch):
     expected = in_bands(process_pools.load(flux_file, Degrees(pipe=2), fresh=True))
-    monkeypatch.setattr(launch, "main", failing_rank.not_a_number)  # of ranks to come
+    monkeypatch.setattr(launch, "rank_entry", lambda: failing_rank.not_a_number)  # of ranks to come
     ranks = Pool(("cpu", "cpu"))
     try:
         model = on_ranks(ranks, open_checkpoint(flux_file), Degrees(pipe=2), "fp32", "sdpa", nobody)

@@ -26,10 +26,9 @@ from parallel_backend.rank.vae import banded_layers as banded
 from parallel_backend.rank.vae.part import VAEPart, free_bytes
 from parallel_backend.vaes import VAES
 from parallel_backend.vaes.base import Edges, Weights
-from parallel_backend.vaes.kl import to_diffusers
 from parallel_backend.wire import messages as m
 from testing import tiny
-from testing.vaes import OnRanks, decoder_of
+from testing.vaes import OnRanks, decoder_of, original_decoder
 
 LIMIT = 1e-5
 """Of the largest difference in fp32, as a part of the largest pixel."""
@@ -424,34 +423,29 @@ def test_a_causal_vae_in_bands_of_columns_is_that_in_one(threads, part, residual
     assert largest(run(sizes), whole_one) <= LIMIT
 
 
-def original_names() -> list[str]:
-    """Modules of the decoder of SD's VAE, in its original layout."""
-    resnet = ("norm1", "conv1", "norm2", "conv2")
-    names = [f"mid.block_{block}.{layer}" for block in (1, 2) for layer in resnet]
-    names += [f"mid.attn_1.{layer}" for layer in ("norm", "q", "k", "v", "proj_out")]
-    names += [f"up.{level}.block.{block}.{layer}" for level in range(4) for block in range(3) for layer in resnet]
-    names += [f"up.{level}.block.0.nin_shortcut" for level in (0, 1)] + [f"up.{level}.upsample.conv" for level in (1, 2, 3)]
-    return [f"decoder.{name}" for name in ("conv_in", *names, "norm_out", "conv_out")] + ["post_quant_conv"]
-
-
 @pytest.fixture
 def original() -> dict[str, torch.Tensor]:
-    """Every tensor with values of its own."""
-    state = {}
-    for number, name in enumerate(original_names()):
-        kernel = () if "norm" in name else (3, 1, 1)
-        state[f"{name}.weight"] = torch.full((3, *kernel), float(number))
-        state[f"{name}.bias"] = torch.full((3,), number + 0.5)
-    return state
+    return original_decoder(autoencoder())
 
 
-def test_names_are_those_of_diffusers_own_converter(original):
-    config = {"down_block_types": [0] * 4, "up_block_types": [0] * 4}
-    expected = convert_ldm_vae_checkpoint(dict(original), config)
-    found = to_diffusers(original | {"encoder.conv_in.weight": torch.zeros(1), "quant_conv.bias": torch.zeros(1)})
-    assert found.keys() == expected.keys()
+def taken(state: dict[str, torch.Tensor]) -> Weights | None:
+    return VAES["AutoencoderKL"].weights(state, "decoder", {})
+
+
+def test_names_are_those_that_diffusers_own_converter_knows(original):
+    """And nothing but the decoder is taken of a file."""
+    found = taken(original | {"encoder.conv_in.weight": torch.zeros(1), "quant_conv.bias": torch.zeros(1)}).tensors
+    own = {name: tensor for name, tensor in autoencoder().state_dict().items() if name in decoder_names()}
+    layers = ["UpDecoderBlock2D"] * len(WIDTHS)
+    file = {name if name.startswith("post_quant") else f"decoder.{name}": tensor for name, tensor in found.items()}
+    expected = convert_ldm_vae_checkpoint(file, {"down_block_types": layers, "up_block_types": layers})
     assert len(found) == len(original)
-    assert all(found[name].shape == value.shape and torch.equal(found[name], value) for name, value in expected.items())
+    assert own.keys() == expected.keys()
+    assert all(own[name].shape == value.shape and torch.equal(own[name], value) for name, value in expected.items())
+
+
+def decoder_names() -> list[str]:
+    return [name for name in autoencoder().state_dict() if name.startswith(("decoder.", "post_quant_conv."))]
 
 
 @pytest.mark.parametrize(
@@ -468,9 +462,9 @@ def test_names_are_those_of_diffusers_own_converter(original):
     ids=lambda more: next(iter(more)),
 )
 def test_a_decoder_with_anything_unknown_is_not_taken(original, more):
-    assert to_diffusers(original) is not None
-    assert to_diffusers(original | more) is None
+    assert taken(original) is not None
+    assert taken(original | more) is None
 
 
 def test_a_vae_without_such_a_decoder_is_not_taken():
-    assert to_diffusers({"taesd_decoder.1.weight": torch.zeros(3, 3, 3, 3)}) is None
+    assert taken({"taesd_decoder.1.weight": torch.zeros(3, 3, 3, 3)}) is None

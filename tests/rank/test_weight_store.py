@@ -21,13 +21,14 @@ from parallel_backend.core.spans import Span
 from parallel_backend.rank import loaded_stage
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.host_memory import host_store, sharing
+from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.stage.store import slots, weight_store
-from parallel_backend.rank.stage.store.emulated import EmulatedCopies, EmulatedOutOfMemoryError
 from parallel_backend.rank.stage.store.weight_group import ENDS
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.rank_settings import EmulatedDevice
+from parallel_backend.wire.heartbeat import Heartbeat
 from testing import tiny
+from testing.emulated_device import EmulatedCopies, EmulatedDevice, EmulatedOutOfMemoryError
 from testing.models import whole_call
 from testing.quantised import quantise_blocks
 from tests.campaigns.transport import cases
@@ -50,7 +51,7 @@ QUICK = ("product pipe2", "product tensor2", "product patch2")
 @pytest.fixture(scope="module")
 def emulated(thread_pools) -> Iterator[Pools]:
     """Ranks with room for everything."""
-    pools = Pools(thread_pools.start, silence=300, emulated=EmulatedDevice(LARGE, RATE))
+    pools = Pools(functools.partial(thread_pools.start, device=EmulatedDevice(LARGE, RATE)), silence=300)
     yield pools
     pools.close()
 
@@ -92,7 +93,8 @@ class Alone:
         setup = Setup(path, dtype, ("cpu",), Degrees(), "sdpa")
         load = m.Load(setup, blocks, (1.0,), resident=() if resident is None else (resident,))
         self.copies = EmulatedCopies(0, EmulatedDevice(device, RATE))
-        self.engine = Engine(0, torch.device("cpu"), load, 1.0, lambda fraction: None, nobody(), copies=self.copies)
+        stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat(), self.copies)
+        self.engine = Engine(0, load, stage)
         self.store = self.engine.stage.store
         self.sequence = 0
 

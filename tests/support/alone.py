@@ -11,7 +11,7 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 def nobody() -> Peers:
     """The peers of a CPU rank that has none."""
-    settings = RankSettings(0, ("cpu",), ("", 0), 1, timedelta(1), 1.0)
+    settings = RankSettings(0, ("cpu",), ("", 0), 1, timedelta(1))
     rendezvous = Rendezvous(settings.rendezvous, 1, settings.timeout)
 
     def end(error: BaseException) -> None:

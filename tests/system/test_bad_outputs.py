@@ -32,7 +32,7 @@ def tampered(monkeypatch, flux_file):
     pools = []
 
     def load(how: str, degrees: Degrees = ONE) -> RemoteTransformer:
-        monkeypatch.setattr("parallel_backend.processes.local.main", functools.partial(tampering, how))
+        monkeypatch.setattr("parallel_backend.processes.local.rank_entry", lambda: functools.partial(tampering, how))
         pools.append(Pool(("cpu",) * degrees.world))
         return on_ranks(pools[-1], open_checkpoint(flux_file), degrees, "fp32", "sdpa", lambda: None)
 

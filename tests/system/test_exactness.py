@@ -376,7 +376,7 @@ def test_heads_in_groups_equal_one_process(exact_call, flux_file, monkeypatch, p
     """As on CUDA. The control: transfers, of which groups make more."""
     given, expected = exact_call("odd sizes")
     plain, transfers = process_pools(degrees.world), []
-    monkeypatch.setattr(launch, "main", grouping_rank.grouping)  # of ranks to come
+    monkeypatch.setattr(launch, "rank_entry", lambda: grouping_rank.grouping)  # of ranks to come
     grouping = Pool(("cpu",) * degrees.world)
     try:
         for pool in (grouping, plain):

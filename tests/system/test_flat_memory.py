@@ -140,7 +140,7 @@ def test_memory_is_flat(flux_file, measured, degrees):
 @pytest.mark.usefixtures("spawned")
 def test_a_leak_would_be_seen(flux_file, monkeypatch):
     """The control: a rank that keeps 1 MB of every run, and a client that keeps its calls."""
-    monkeypatch.setattr(launch, "main", failing_rank.leaking)
+    monkeypatch.setattr(launch, "rank_entry", lambda: failing_rank.leaking)
     kept, make = [], RemoteTransformer.call
     monkeypatch.setattr(RemoteTransformer, "call", lambda self, *a, **named: kept.append(c := make(self, *a, **named)) or c)
     with closing(Pool(("cpu", "cpu"))) as pool:

@@ -18,16 +18,14 @@ from .mesh import Axis
 from .transfer_codec import SCALE, SMALLEST, UP
 from .transfers import Traffic
 
-BITS = (1, 2, 4)
-"""Of a value: those of which a byte has a whole number."""
-
 PIECES = {"cpu": 1 << 17, "cuda": 1 << 22}
 """Values that are packed at once: those in a CPU's cache; so many on a GPU that what is computed on the way takes 50 MB."""
 
 
 @dataclass(frozen=True)
 class ChangeCodec:
-    """`bits`: of BITS. A part is kept as the steps of its groups, then its values, the first in the lowest bits of a byte.
+    """`bits`: of a value, a whole number of which a byte has. A part is kept as the steps of its groups, then its values,
+    the first in the lowest bits of a byte.
 
     Arithmetic is such that all devices come to the same bits: one rounding for each of multiply and add.
     """
@@ -63,12 +61,9 @@ class ChangeCodec:
             part.add_(levels.float().sub_((2**self.bits - 1) / 2).mul_(steps[rows].float()[:, None]))
 
     def _steps(self, change: torch.Tensor) -> torch.Tensor:
-        """Distances between neighbouring levels, [G, g] -> [G]: those of one bit are the mean change up or down. Else the
-        largest change is half a step from a level: what was cut off would be missing from the next call's keys, moved on
-        along the line as they are.
+        """Distances between neighbouring levels, [G, g] -> [G]. The largest change is half a step from a level: what was cut
+        off would be missing from the next call's keys, moved on along the line as they are.
         """
-        if self.bits == 1:
-            return change.abs().mean(1).mul_(2)
         return change.abs().amax(1).mul_(UP * 2 / 2**self.bits)
 
     def _pieces(self, groups: torch.Tensor) -> list[slice]:

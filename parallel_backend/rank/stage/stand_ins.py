@@ -11,12 +11,16 @@ from parallel_backend.families.base.blocks import BlockList, Values
 from .block_slots import BlockSlot, StageDone, StageIO
 
 
-class Upstream(nn.Module):
-    """Stands in for a block of an earlier stage: returns the hidden states received."""
+class _BlockStandIn(nn.Module):
+    """In the place of the block of `slot`."""
 
     def __init__(self, slot: BlockSlot):
         super().__init__()
         self.slot = slot
+
+
+class Upstream(_BlockStandIn):
+    """Stands in for a block of an earlier stage: returns the hidden states received."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         slot, stage_io = self.slot, self.slot.stage_io
@@ -27,23 +31,15 @@ class Upstream(nn.Module):
         return slot.emit_whole(text, image) if slot.last and stage_io.rows is not None else slot.results(text, image)
 
 
-class Downstream(nn.Module):
+class Downstream(_BlockStandIn):
     """Stands in for a block of a later stage: ends the forward with the hidden states to send."""
-
-    def __init__(self, slot: BlockSlot):
-        super().__init__()
-        self.slot = slot
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         raise StageDone(*self.slot.streams(self.slot.arguments(args, kwargs)))
 
 
-class Skipped(nn.Module):
+class Skipped(_BlockStandIn):
     """Stands in for a block of this stage that a rehearsal leaves out: returns its input."""
-
-    def __init__(self, slot: BlockSlot):
-        super().__init__()
-        self.slot = slot
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         slot = self.slot
@@ -65,7 +61,7 @@ class Placeholder(nn.Module):
         return self.empty.new_zeros(*value.shape[:-1], self.width)
 
 
-STAND_INS = (Upstream, Downstream, Skipped, Placeholder)
+STAND_INS = (_BlockStandIn, Placeholder)
 
 
 def own_blocks(model: nn.Module, specs: Sequence[BlockList]) -> dict[str, nn.Module]:

@@ -1,8 +1,10 @@
 """Where a rank's process starts. The client imports this module too, by its name, so it imports nothing heavy itself."""
 
 import gc
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallel_backend.wire.rank_settings import RankSettings
 
@@ -11,9 +13,15 @@ from .import_blocker import blocked_imports
 from .log import write_log
 from .parent_watch import end_with_parent
 
+if TYPE_CHECKING:
+    from parallel_backend.rank.worker import Worker
 
-def main(settings: RankSettings, connection: Connection) -> None:
-    """Entry of a spawned process: found under this plain module name, whatever name ComfyUI imported the pack by."""
+
+def main(settings: RankSettings, connection: Connection, make_worker: "Callable[..., Worker] | None" = None) -> None:
+    """Entry of a spawned process: found under this plain module name, whatever name ComfyUI imported the pack by.
+
+    `make_worker`: see worker.run.
+    """
     if isinstance(settings.rendezvous, Path):
         end_with_parent(settings.rendezvous.parent)
     if settings.log is not None:
@@ -25,4 +33,4 @@ def main(settings: RankSettings, connection: Connection) -> None:
     from parallel_backend.rank.worker import run
 
     gc.freeze()  # 300,000 objects of torch and diffusers, which every collection would go through: 0.25 s at each unloading
-    run(settings, connection)
+    run(settings, connection, make_worker)

@@ -1,4 +1,4 @@
-"""Ranks that break on command: `entry` takes the place of entry.main in local.py.
+"""Ranks that break on command: `entry` takes the place of entry.main.
 
 They look at a file whenever something happens that a fault could strike at, so ranks that outlived one fault take the
 next. All is done around the product's own functions; it knows nothing of it.
@@ -22,6 +22,7 @@ from typing import Any
 from parallel_backend.rank.start.entry import main
 from parallel_backend.rank.start.parent_watch import end_with_parent
 from parallel_backend.wire.rank_settings import RankSettings
+from testing.emulated_device import EmulatedDevice, enter
 
 from . import garbage
 from .fault import INJECTED, Fault
@@ -302,10 +303,10 @@ def install(agent: Agent) -> None:
     from parallel_backend.rank.comm import peers
     from parallel_backend.rank.engine import Engine
     from parallel_backend.rank.stage.lora import Adapters
-    from parallel_backend.rank.stage.store import emulated
     from parallel_backend.rank.stage.store.weight_store import WeightStore
     from parallel_backend.rank.stage.weights import StageWeights
     from parallel_backend.rank.vae.part import VAEPart
+    from testing import emulated_device
 
     _before(agent, worker, "run", "start")
     _before_and_after(agent, peers, "join", "rendezvous")
@@ -316,7 +317,7 @@ def install(agent: Agent) -> None:
     _before(agent, Engine, "close", "unload")
     _before(agent, Adapters, "add", "adapt")
     _before(agent, WeightStore, "set_resident", "giving way")
-    _before(agent, emulated, "_copy", "copying")
+    _before(agent, emulated_device, "_copy", "copying")
     _watch_loading(agent, StageWeights, WeightStore)
     _watch_blocks(agent, Engine)
     _watch_vae(agent, VAEPart)
@@ -425,11 +426,17 @@ def _idle(agent: Agent) -> None:
         time.sleep(0.02)
 
 
-def entry(folder: Path, temporary: Path, settings: RankSettings, connection: Connection) -> None:
-    """As entry.main. `folder`: where the files are that the harness and its ranks speak through."""
+def entry(
+    folder: Path, temporary: Path, device: EmulatedDevice | None, settings: RankSettings, connection: Connection
+) -> None:
+    """As entry.main. `folder`: where the files are that the harness and its ranks speak through. `device`: the rank's, if it
+    is an emulated one."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
     agent = Agent(folder, settings.rank, connection, settings.rendezvous)
     agent.at("start")
     end_with_parent(settings.rendezvous.parent)  # as `main` does first: what follows takes seconds
     install(agent)
-    main(settings, connection)
+    if device is None:
+        main(settings, connection)
+    else:
+        enter(device, settings, connection)

@@ -26,11 +26,11 @@ from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.setup import ALLOWED, Offload, Setup
-from parallel_backend.processes import local as launch
+from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import STALL_FACTOR, START_SECONDS
-from parallel_backend.wire.rank_settings import EmulatedDevice
 from testing import tiny
+from testing.emulated_device import EmulatedDevice
 from testing.vaes import OnRanks, decoder_of
 from tests.rank.test_lora import lora
 from tests.rank.test_vae import autoencoder, latent
@@ -90,8 +90,10 @@ class FaultSession:
 
     def start(self, devices: tuple[str, ...], **named: Any) -> Pool:
         """In place of Pool where the registry starts one."""
-        emulated = EMULATED if devices == self.devices(f"pipe 2{STREAMED}") else None
-        pool = Pool(devices, **named | {"threads": 1, "silence": self.silence, "emulated": emulated})
+        device = EMULATED if devices == self.devices(f"pipe 2{STREAMED}") else None
+        entry = functools.partial(rank.entry, self.folder, self.temporary, device)
+        start = functools.partial(LocalRanks, entry=entry)
+        pool = Pool(devices, **named | {"threads": 1, "silence": self.silence, "start": start})
         pool.watchdog.start = self.starts_within
         return pool
 
@@ -272,8 +274,6 @@ def fault_session(silence: float) -> Iterator[FaultSession]:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.ExitStack() as stack:
         made = FaultSession(Path(folder), silence)
         stack.enter_context(mock.patch.object(tempfile, "tempdir", str(made.temporary)))
-        entry = functools.partial(rank.entry, made.folder, made.temporary)
-        stack.enter_context(mock.patch.object(launch, "main", entry))
         stack.enter_context(mock.patch.object(registry_module, "Pool", made.start))
         gc.freeze()  # what is imported: every census collects
         stack.callback(gc.unfreeze)

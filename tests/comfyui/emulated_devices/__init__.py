@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3]))  # as Parallel DiT's o
 
 from parallel_backend.client.registry import registry
 from parallel_backend.core.setup import Setup
-from parallel_backend.wire.rank_settings import EmulatedDevice
+from testing.emulated_device import EmulatedDevice, start_with
 
 NODE_CLASS_MAPPINGS = {}
 BUDGET, RATE = 1 << 30, 2e9
@@ -38,5 +38,5 @@ def giving_way(load_models_gpu, chance: random.Random):
     return load
 
 
-registry().emulated = EmulatedDevice(BUDGET, RATE)
+registry().start_of = lambda devices: start_with(EmulatedDevice(BUDGET, RATE))
 comfy.model_management.load_models_gpu = giving_way(comfy.model_management.load_models_gpu, random.Random(0))

@@ -19,9 +19,9 @@ def main(results: Results, name: str, size: int, layers: dict[str, int]) -> None
     from comfy_execution.utils import CurrentNodeContext
 
     from parallel_backend.client.registry import registry
-    from parallel_backend.wire.rank_settings import EmulatedDevice
+    from testing.emulated_device import EmulatedDevice, start_with
 
-    registry().emulated = EmulatedDevice(size, RATE)
+    registry().start_of = lambda devices: start_with(EmulatedDevice(size, RATE))
     file = BASE / "models" / "diffusion_models" / name
     g = torch.Generator().manual_seed(0)
     extras = {"pooled_output": torch.randn(1, 32, generator=g)}

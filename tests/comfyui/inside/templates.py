@@ -209,11 +209,11 @@ def main(
     without it the prompt with our loader in place of its own. `streamed`: its weights are streamed to emulated devices, and
     what part of them is there is told."""
     from parallel_backend.client.registry import registry
-    from parallel_backend.wire.rank_settings import EmulatedDevice
+    from testing.emulated_device import EmulatedDevice, start_with
 
     changes = {}
     if streamed:
-        registry().emulated, changes = EmulatedDevice(**EMULATED), STREAMED
+        registry().start_of, changes = lambda devices: start_with(EmulatedDevice(**EMULATED)), STREAMED
     asyncio.run(nodes.init_builtin_extra_nodes())
     with prepared(files, loras) as (case, vae):
         if alone:

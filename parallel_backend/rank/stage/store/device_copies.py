@@ -8,6 +8,9 @@ import psutil
 import torch
 
 from parallel_backend.core.device_copies import page_locked
+from parallel_backend.rank.copy_rate import measured_copy_rate
+from parallel_backend.rank.free_memory import read_memory
+from parallel_backend.wire.diagnosis import DeviceMemoryReport
 
 
 class Ticket(Protocol):
@@ -30,6 +33,10 @@ class DeviceCopies(Protocol):
     @property
     def peak_bytes(self) -> int:
         """See RunStats."""
+
+    def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
+        """The device's memory. `held`, `others`, `vae`: bytes there of the model that asks, of other models, of parts of
+        VAEs."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """[nbytes] uint8 on the device, of any content. torch.OutOfMemoryError or MemoryError where there is no room."""
@@ -58,6 +65,9 @@ class PlainCopies:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+    def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
+        return read_memory(rank, self.device, held)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -91,6 +101,14 @@ class CudaCopies:
     @property
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
+
+    def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
+        return read_memory(rank, self.device, held, others, self._copy_rate, vae)
+
+    @functools.cached_property
+    def _copy_rate(self) -> float:
+        """See DeviceMemoryReport. Measured once."""
+        return measured_copy_rate(self.device)
 
     @functools.cached_property
     def _stream(self) -> "torch.cuda.Stream":

@@ -1,17 +1,36 @@
 """A device that a CPU rank stands in for: memory held to a budget, and copies that take their time on a thread."""
 
+import functools
 import platform
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from parallel_backend.core.host_memory import host_memory
+from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
+from parallel_backend.rank.start.entry import main
 from parallel_backend.wire.diagnosis import DeviceMemoryReport
-from parallel_backend.wire.rank_settings import EmulatedDevice
+from parallel_backend.wire.rank_settings import RankSettings
+
+if TYPE_CHECKING:  # ranks import it themselves, once their environment is set
+    from parallel_backend.rank.worker import Worker
 
 STALE = 0xFF
 """Byte that new memory is filled with: a NaN in every floating dtype, so that weights used before they are there show."""
+
+
+@dataclass(frozen=True)
+class EmulatedDevice:
+    """Memory for weights, `nbytes` of it, and copies between it and host memory beside compute."""
+
+    nbytes: int
+    bytes_per_second: float
 
 
 class EmulatedOutOfMemoryError(MemoryError):
@@ -34,12 +53,11 @@ class EmulatedCopies:
     def free(self) -> int:
         return self.settings.nbytes - self.used
 
-    def memory(self, held: int, host_free: int) -> DeviceMemoryReport:
-        """`held`: see DeviceMemoryReport. `host_free`: free bytes of the host's memory, where the rank really is."""
-        node, settings = platform.node(), self.settings
-        place = f"{node} emulated {self.rank}"
-        rate = settings.bytes_per_second
-        return DeviceMemoryReport(self.rank, place, self.free, held, 0, settings.nbytes, node, host_free, rate)
+    def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
+        """Parts of VAEs are in host memory, where the rank really is."""
+        node, total, rate = platform.node(), self.settings.nbytes, self.settings.bytes_per_second
+        place, host_free = f"{node} emulated {rank}", host_memory()[0]
+        return DeviceMemoryReport(rank, place, self.free, held, 0, total, node, host_free, rate)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.free:
@@ -77,3 +95,20 @@ def _copy(destination: torch.Tensor, source: torch.Tensor, ends: float) -> None:
     """Copy, and return no sooner than at `ends` by time.monotonic."""
     destination.copy_(source)
     time.sleep(max(0.0, ends - time.monotonic()))
+
+
+def worker_on(device: EmulatedDevice, settings: RankSettings, *parts: Any) -> "Worker":
+    """A CPU rank's Worker, whose weights are on the device. `parts`: as Worker's."""
+    from parallel_backend.rank.worker import Worker
+
+    return Worker(settings, *parts, copies=EmulatedCopies(settings.rank, device))
+
+
+def enter(device: EmulatedDevice, settings: RankSettings, connection: Connection) -> None:
+    """A rank's entry, as entry.main."""
+    main(settings, connection, functools.partial(worker_on, device))
+
+
+def start_with(device: EmulatedDevice) -> Callable[[StartSettings], Ranks]:
+    """What a Pool takes as `start`: ranks in processes of their own, each with a device like this one."""
+    return functools.partial(LocalRanks, entry=functools.partial(enter, device))

@@ -1,0 +1,79 @@
+"""Ranks that compute more slowly than the machine: they stand in for unequal devices."""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from parallel_backend.processes.local import LocalRanks, Ranks, StartSettings
+from parallel_backend.rank.comm.transfers import Elapsed
+from parallel_backend.rank.engine import Engine
+from parallel_backend.rank.loaded_stage import LoadedStage
+from parallel_backend.rank.start.entry import main
+from parallel_backend.rank.worker import Worker
+from parallel_backend.wire.diagnosis import Probe, Probed
+from parallel_backend.wire.loading import Load
+from parallel_backend.wire.rank_settings import RankSettings
+from parallel_backend.wire.sampling import Output, RunStats, Step
+
+
+class SlowEngine(Engine):
+    """`slowdown`: 2 makes the rank compute half as fast."""
+
+    def __init__(self, slowdown: float, *arguments: Any):
+        self.slowdown = slowdown
+        super().__init__(*arguments)
+
+    def step(self, step: Step, upcoming: Step | None) -> Output | None:
+        self._began, self._waited_before = self._traffic.clock.now(), self._traffic.waited.seconds()
+        return super().step(step, upcoming)
+
+    def close_run(self, run: int) -> RunStats:
+        """The rank sleeps after its blocks: that time counts as theirs."""
+        stats = super().close_run(run)
+        blocks = {name: replace(each, seconds=self.slowdown * each.seconds) for name, each in stats.blocks.items()}
+        return replace(stats, blocks=blocks)
+
+    def _compute(self, step: Step, received: torch.Tensor | None) -> torch.Tensor:
+        """Then sleep for the rest of the time that the slower device would take."""
+        output = super()._compute(step, received)
+        whole = Elapsed(self._traffic.clock)
+        whole.add(self._began, self._traffic.clock.now())
+        waited = self._traffic.waited.seconds() - self._waited_before
+        time.sleep((self.slowdown - 1) * max(0.0, whole.seconds() - waited))
+        return output
+
+
+class SlowWorker(Worker):
+    """`slowdown`: as SlowEngine's."""
+
+    def __init__(self, slowdown: float, *arguments: Any):
+        super().__init__(*arguments)
+        self.slowdown = slowdown
+
+    def _load(self, message: Load) -> Engine:
+        rank = self.settings.rank
+        stage = LoadedStage(rank, self.device, message, self._report, self._peers, self.heartbeat, self.copies)
+        return SlowEngine(self.slowdown, rank, message, stage)
+
+    def _probe(self, message: Probe) -> Probed:
+        found = super()._probe(message)
+        blocks = {name: self._slower(seconds) for name, seconds in found.blocks.items()}
+        return replace(found, blocks=blocks, ends=self._slower(found.ends), keeping=self.slowdown * found.keeping)
+
+    def _slower(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(self.slowdown * each for each in seconds)
+
+
+def enter(slowdown: tuple[float, ...], settings: RankSettings, connection: Connection) -> None:
+    """A rank's entry, as entry.main."""
+    main(settings, connection, functools.partial(SlowWorker, slowdown[settings.rank]))
+
+
+def start_with(slowdown: tuple[float, ...]) -> Callable[[StartSettings], Ranks]:
+    """What a Pool takes as `start`. `slowdown`: of each rank."""
+    return functools.partial(LocalRanks, entry=functools.partial(enter, slowdown))
