@@ -1,7 +1,7 @@
 """Checks types with mypy, and holds each file to the number of errors that it is known to have.
 
-    python scripts/types.py           fails if a file has more errors than scripts/type_errors.json says, or fewer
-    python scripts/types.py --shrink  writes the smaller numbers; a larger one still fails
+    python scripts/type_check.py           fails if a file has more errors than scripts/type_errors.json says, or fewer
+    python scripts/type_check.py --shrink  writes the smaller numbers; a larger one still fails
 
 The rooms of WITHOUT_ERRORS have none and stay so. mypy's settings are in pyproject.toml.
 """
@@ -45,7 +45,7 @@ def main() -> int:
         smaller = {path: count for path, count in (known | fewer).items() if count}
         KNOWN.write_text(json.dumps(smaller, indent=2, sort_keys=True) + "\n")
     elif fewer:
-        print("fewer errors than known: python scripts/types.py --shrink, and commit", *sorted(fewer), file=sys.stderr)
+        print("fewer errors than known: python scripts/type_check.py --shrink, and commit", *sorted(fewer), file=sys.stderr)
     print(f"types: {sum(counts.values())} errors in {len(counts)} files, none in {', '.join(WITHOUT_ERRORS)}" * (not more))
     return int(bool(more or (fewer and not given.shrink)))
 
