@@ -245,8 +245,8 @@ def test_the_comparison_sees_every_input(remote, exact_call):
         {"tensors": tensors | {"context": tensors["context"].flip(0)}},
         {"x": x.roll(2, dims=2)},
     ):
-        given = {"x": x, "timestep": timestep, "tensors": tensors} | changed
-        assert tiny.relative(model.predict(**given, poll=lambda: None), expected) > 100 * TOLERANCE
+        call = ModelCall(**{"x": x, "timestep": timestep, "tensors": tensors} | changed)
+        assert tiny.relative(model.predict(call, lambda: None), expected) > 100 * TOLERANCE
 
 
 @pytest.fixture
