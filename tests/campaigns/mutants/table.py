@@ -12,6 +12,7 @@ CLIENT = "parallel_backend/client/"
 PLANNING = "parallel_backend/planning/"
 PLACEMENT = "parallel_backend/placement/"
 ACCEPTANCE = "parallel_backend/acceptance/"
+VAES = "parallel_backend/vaes/"
 
 CORE_MUTANTS = (
     Mutant(
@@ -434,6 +435,15 @@ RANK_MUTANTS = (
     ),
 )
 
+VAE_MUTANTS = (
+    Mutant(
+        "frames that wait for another layer are the newest",
+        VAES + "streams.py",
+        "self.waiting = x[:, :, count:].clone()",
+        "self.waiting = x[:, :, -count:].clone()",
+        ("tests/vaes/test_vae_pieces.py",),
+    ),
+)
 PROCESS_MUTANTS = (
     Mutant(
         "a rank is not ended",
@@ -520,8 +530,8 @@ CLIENT_MUTANTS = (
     ),
     Mutant(
         "loading tells no progress",
-        CLIENT + "remote_transformer.py",
-        '            progress("loading", fmean(self._loading))\n',
+        CLIENT + "loading.py",
+        '        progress("loading", fmean(ranks.loaded))\n',
         "",
         ("tests/client/test_unload.py", "-k", "how_far"),
         (),
@@ -725,6 +735,7 @@ MUTANTS = (
     *FAMILY_MUTANTS,
     *CHECKPOINT_MUTANTS,
     *RANK_MUTANTS,
+    *VAE_MUTANTS,
     *PROCESS_MUTANTS,
     *CLIENT_MUTANTS,
     *PLANNING_MUTANTS,
