@@ -1,4 +1,4 @@
-"""A model call: as a sampler makes it, as it is posted to the ranks, and its output while the parts arrive."""
+"""Records of a model call: made by a sampler, posted to the ranks, and its output while the parts arrive."""
 
 import contextlib
 from collections.abc import Collection
@@ -20,7 +20,7 @@ Residuals = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class ModelCall:
-    """One evaluation of the model, as a sampler makes it: of the whole latent, or of one band of it."""
+    """One evaluation of the model by a sampler: of the whole latent, or of one band of it."""
 
     x: torch.Tensor | Latents
     """The latent [B, C, (T,) H, W]; with a companion (a video's sound) both latents."""
@@ -30,61 +30,56 @@ class ModelCall:
     """The conditioning tensors, batch first, see families.base.family.Inputs."""
     residuals: Residuals = field(default_factory=dict)
     changes: BlockChanges = UNCHANGED
-    """What the call changes inside the blocks."""
+    """Changes inside the blocks for this call."""
     first_replica: int = 0
-    """The replica that gets the first batch entries, modulo the number of replicas."""
+    """Index, modulo the number of replicas, of the replica that gets the first batch entries."""
     may_forecast: bool = True
     """The run's step cache may answer the call in place of the ranks."""
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where the tokens of the whole latent are. All bands of a run have the same layout."""
+    """The tokens of the whole latent. All bands of a run have the same layout."""
 
     grid: tuple[int, ...]
-    """Tokens along the picture's axes: (frames,) rows, columns."""
+    """Numbers of tokens along the picture's axes: (frames,) rows, columns."""
     along: str = "rows"
     """The axis by which tokens are ordered first, see Patching.along."""
     companion_tokens: int = 0
-    """Tokens of the companion latent, which come first in the text stream."""
+    """Number of tokens of the companion latent, which come first in the text stream."""
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """What a set of calls shares, as the ranks know it by `id`."""
+    """The inputs that several calls share. The ranks have them under `id`."""
 
     id: int
     layout: TokenLayout
     token_order: TokenOrder
     text_tokens: int
-    """Tokens of the text stream, the companion's among them."""
+    """Number of tokens of the text stream, the companion's included."""
     batch: int
     tensors: dict[str, torch.Tensor]
     """[batch, ...] each."""
     first_replica: int = 0
-    """The replica that has the first of the entries, and their K/V buffers."""
+    """The replica that has the first entries and their K/V buffers."""
     changes: BlockChanges = UNCHANGED
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
-        """Its entries by replica: consecutive ones, the larger shares from `first_replica` on.
-
-        All are `first_replica`'s where they must stay together.
-        """
-        whole = Span(0, self.batch)
-        parts = (
-            (whole, *[Span(self.batch, self.batch)] * (replicas - 1)) if self.changes.together else split(whole, replicas)
-        )
+        """Each replica's batch entries, the larger shares from `first_replica` on. It gets all that must stay together."""
+        whole, none = Span(0, self.batch), Span(self.batch, self.batch)
+        parts = (whole, *[none] * (replicas - 1)) if self.changes.together else split(whole, replicas)
         return tuple(parts[(replica - self.first_replica) % replicas] for replica in range(replicas))
 
     def matches(self, call: ModelCall, layout: TokenLayout, unsure: Collection[str]) -> bool:
-        """Whether the call is one for this conditioning. Only the tensors named in `unsure` are compared by their values."""
+        """Whether the call has this conditioning. Only the tensors named in `unsure` are compared by value."""
         if (self.layout, self.changes) != (layout, call.changes) or self.tensors.keys() != call.tensors.keys():
             return False
         return same_values([(self.tensors[name], call.tensors[name]) for name in unsure])
 
 
 def same_values(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether the tensors of each pair are equal, in shape, dtype and device too. A device is waited for once, if at all."""
+    """Whether the tensors of each pair are equal, in shape, dtype and device too. The host waits for a device only once."""
     if any((a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) for a, b in pairs):
         return False
     on_host = [(a, b) for a, b in pairs if a.device.type == "cpu"]
@@ -94,45 +89,41 @@ def same_values(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PostedCall:
-    """A model call as the ranks get it: latents packed to tokens, the conditioning by its number."""
+    """A model call for the ranks: latents packed to tokens, and a conditioning that the ranks have."""
 
     x: torch.Tensor
-    """[B, n + a, c] on the CPU: the picture's n tokens among `tokens`, and with the text the companion's a tokens."""
+    """[B, n + a, c] on the CPU: the n picture tokens among `tokens`, and with the text the companion's a tokens."""
     timestep: torch.Tensor
     """As ModelCall.timestep, float32 on the CPU."""
     conditioning: Conditioning
     tokens: Span
-    """Tokens of the token order: all, or those of one band."""
-    with_text: bool = True
-    """The text stream runs along."""
+    """Places in the token order: all, or those of one band."""
+    with_text: bool = True  # this field and the next three: see wire.sampling.Step
     run: int = 0
-    """The run whose K/V buffers are read and written. 0: none."""
     stale: bool = False
-    """See wire.sampling.Step."""
     overlap: bool = True
-    """See wire.sampling.Step."""
     residuals: Residuals = field(default_factory=dict)
     future: Future = field(default_factory=Future)
     """Gives the output's tokens [B, n + a, c] on the CPU."""
 
     @property
     def companion_tokens(self) -> int:
-        """Tokens of the companion that this call has."""
+        """Number of the companion's tokens in this call."""
         return self.conditioning.layout.companion_tokens if self.with_text else 0
 
     def rows(self, cut: SequenceCut) -> list[tuple[Span, Span]]:
-        """By sequence rank, its rows of `x`: the picture's, and the companion's."""
+        """By sequence rank, two spans of its rows of `x`: picture tokens, and the companion's tokens."""
         text = self.conditioning.text_tokens if self.with_text else 0
         return cut.rows(self.conditioning.token_order, self.tokens, text, self.companion_tokens)
 
 
 def has_token_times(timestep: torch.Tensor) -> bool:
-    """Tokens have times of their own: timesteps [B, T], or more axes."""
+    """Whether tokens differ in their times: timesteps [B, T], or more axes."""
     return timestep.ndim > 1 and timestep.shape[1] > 1
 
 
 def fail(future: Future, error: BaseException) -> None:
-    """End a call with `error`, unless it has ended already: a rank may fail while others are asked about an output."""
+    """End a call with `error`, unless it has ended already, such as by a rank's failure during FindNotFinite."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(again(error))
 
@@ -150,13 +141,13 @@ class PartialOutput:
         self._parts: list[tuple[Span, tuple[Span, ...], torch.Tensor]] = []
 
     def put(self, entries: Span, rows: tuple[Span, ...], part: torch.Tensor) -> bool:
-        """`rows`: spans of the output that the part has, one behind the other. True when this was the last part."""
+        """Add a part, which covers `rows` of the output one behind the other. True: it was the last part."""
         self._parts.append((entries, rows, part))
         self._missing -= 1
         return self._missing == 0
 
     def tokens(self) -> torch.Tensor:
-        """[B, n + a, c], once all parts have come."""
+        """The output [B, n + a, c]. To be called once all parts have come."""
         first = self._parts[0][2]
         tokens = first.new_empty(*self.call.x.shape[:2], first.shape[-1])
         for entries, rows, part in self._parts:
@@ -167,7 +158,7 @@ class PartialOutput:
 
 @dataclass(frozen=True)
 class PostedStep:
-    """One replica's micro-step. `entries` counts within the call, `local` within the replica's conditioning."""
+    """One replica's micro-step. `entries`: numbered within the call. `local`: within the replica's conditioning."""
 
     seq: int
     assembly: PartialOutput

@@ -1,4 +1,4 @@
-"""The conditioning that the ranks hold for a model: sent once, found again by its values."""
+"""The conditionings that the ranks have of a model: each is sent once, and recognised by its values."""
 
 import itertools
 import weakref
@@ -17,12 +17,12 @@ from .not_finite import check_conditioning
 from .scatter import Scatter
 
 CONDITIONINGS_KEPT = 8
-"""Conditionings that the ranks hold, and keep K/V buffers for: the newest."""
+"""Number of conditionings, the newest, that the ranks keep with their K/V buffers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """A tensor that was given before, and how often it had been written to then."""
+    """A tensor of an earlier call, and its version then, which torch counts up at each write."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -32,28 +32,28 @@ class Seen:
 
 
 def _seen_now(tensors: dict[str, torch.Tensor]) -> dict[str, Seen]:
-    """Those that count how often they are written to; tensors made in inference mode do not."""
+    """The tensors that have a version; tensors made in inference mode have none."""
     return {name: Seen(weakref.ref(each), each._version) for name, each in tensors.items() if not each.is_inference()}
 
 
 class ConditioningCache:
-    """Not thread-safe: the client locks. `scatter` sends a conditioning to the ranks of `replicas` replicas."""
+    """`scatter` sends conditionings to the ranks of `replicas` replicas. Not thread-safe: Posting locks."""
 
     def __init__(self, checkpoint: Checkpoint, ranks: ModelRanks, scatter: Scatter, replicas: int):
         self._family, self._config = checkpoint.family, checkpoint.config
         self._ranks, self._scatter, self._replicas = ranks, scatter, replicas
         self._ids = itertools.count(1)
         self._held: deque[Conditioning] = deque()
-        self._seen: dict[int, dict[str, Seen]] = {}  # by conditioning, its tensors as they were last given
+        self._seen: dict[int, dict[str, Seen]] = {}  # by conditioning, the tensors of its last call
 
     def __len__(self) -> int:
         return len(self._held)
 
     def find(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
-        """The ranks' own copy of the call's conditioning, sent now if it is not there yet.
+        """The ranks' copy of the call's conditioning, which is sent if the ranks do not have it.
 
-        A sampler passes the same values again at each step, mostly in new tensors: those are compared. Bands pass the same
-        tensors (nodes/sampling/host_sampling.py), which are known if nobody has written to them since.
+        A sampler passes equal values at each step. New tensors are compared by value; tensors of the last call, as bands
+        pass them (nodes/sampling/host_sampling.py), only by version.
         """
         first_replica = call.first_replica % self._replicas
         held = [known for known in reversed(self._held) if known.first_replica == first_replica]
@@ -74,7 +74,7 @@ class ConditioningCache:
         return conditioning
 
     def check_size(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-        """ValueError if the model has no positions for this grid, or the grid or `tensors` are for another one."""
+        """ValueError if the model has no positions for this grid, or `tensors` are for another model or grid."""
         side = self._family.sizes.max_side(self._config)
         if side is not None and max(grid[-2:]) > side:
             rows, columns = (size * self._family.patching.side for size in grid[-2:])
@@ -86,12 +86,12 @@ class ConditioningCache:
         self._family.inputs.check_grid(grid, tensors)
 
     def clear(self) -> None:
-        """Forget all: the ranks hold them no more."""
+        """Forget all conditionings, since the ranks have freed them."""
         self._held.clear()
         self._seen.clear()
 
     def _unsure(self, known: Conditioning, tensors: dict[str, torch.Tensor]) -> list[str]:
-        """The names of those that may have other values than the conditioning's."""
+        """Names of the tensors that may differ in value from the conditioning's."""
         seen = self._seen[known.id]
         return [name for name, tensor in tensors.items() if name not in seen or not seen[name].is_still(tensor)]
 
@@ -104,7 +104,7 @@ class ConditioningCache:
             token_order=family.token_order(layout.grid, references, layout.along),
             text_tokens=family.text_tokens(layout.grid, layout.companion_tokens, tensors),
             batch=len(next(iter(tensors.values()))),
-            tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the caller may write over its own
+            tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the caller may overwrite its tensors
             first_replica=first_replica,
             changes=call.changes,
         )

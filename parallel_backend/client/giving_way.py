@@ -1,8 +1,7 @@
-"""Ranks hand over memory of their device to whoever needs it there: as much as is asked, and no more.
+"""Ranks free memory of their device for other programs and models: as much as is asked, and no more.
 
-First goes what their allocators keep for later, then weights, block by block, into host memory; what adapters add, only
-where those are not enough. The next run takes the weights back as far as there is room (MemoryGuard), and adapters are sent
-again.
+First they free unused memory of their allocators, then they move weights to host memory, block by block. Adapters are freed
+only if that is not enough. The next run brings back the weights that fit (MemoryGuard) and sends adapters again.
 """
 
 import math
@@ -19,55 +18,54 @@ from .resident_weights import ResidentWeights
 def give_way(
     ranks: ModelRanks, weights: ResidentWeights, adaptation: Adaptation | None, device: str, nbytes: float, poll: Poll
 ) -> int:
-    """Have the ranks on `device` hand over `nbytes` of its memory between them; bytes that came free there.
+    """Free `nbytes` of `device` by the ranks on it. Bytes that came free. Waits for micro-steps under way.
 
-    Ranks on other devices keep what they have. `adaptation` None: in the middle of a run, in which what adapters add stays,
-    and what a rank needs to compute unless nothing else is enough. Waits for micro-steps that are under way.
+    `adaptation` None: a run is under way, so adapters stay, and also the least that a rank needs to compute, unless
+    everything else is not enough.
     """
-    own = [rank for rank, name in enumerate(ranks.devices) if name == device]
-    freed = _release_unused(ranks, own, poll)
+    on_device = [rank for rank, name in enumerate(ranks.devices) if name == device]
+    freed = _release_unused(ranks, on_device, poll)
     if freed >= nbytes:
         return freed
-    before = sum(weights.device_bytes[rank] for rank in own)
-    added = 0 if adaptation is None else sum(adaptation.bytes[rank] for rank in own)
+    before = sum(weights.device_bytes[rank] for rank in on_device)
+    added = 0 if adaptation is None else sum(adaptation.bytes[rank] for rank in on_device)
     if adaptation is not None and added and before < nbytes - freed:
         adaptation.drop(poll)
         freed += added
     computes = weights.working and adaptation is None
-    weights.set(less(weights.device_bytes, own, nbytes - freed), poll, computes)
-    _release_unused(ranks, own, poll)  # blocks that went are in the allocators' reserve until then
-    return freed + before - sum(weights.device_bytes[rank] for rank in own)
+    weights.set(less(weights.device_bytes, on_device, nbytes - freed), poll, computes)
+    _release_unused(ranks, on_device, poll)  # until then the allocators keep the memory of the blocks that have left
+    return freed + before - sum(weights.device_bytes[rank] for rank in on_device)
 
 
-def hand_over(weights: ResidentWeights, own: Sequence[int], nbytes: int, whole: bool, working: bool) -> int:
-    """Have the ranks `own` hand over `nbytes` of weights between them to another model on the same ranks; bytes that come
-    free. Nobody waits: ranks do it before what they are sent from now on.
+def hand_over(weights: ResidentWeights, ranks: Sequence[int], nbytes: int, whole: bool, working: bool) -> int:
+    """Free `nbytes` on `ranks`, all on one device, for another model on them. Bytes that come free, before the ranks handle
+    later messages.
 
-    `whole`: the weights are to be streamed in no case, so that all of a rank's go. `working`: what a rank cannot compute
-    without stays, as the other model will not give it back before this one is called again.
+    `whole`: weights may not be streamed, so all weights of a rank leave. `working`: this model is used again while the other
+    one has the memory, so the least that a rank needs to compute stays.
     """
     before = weights.expected()
-    wanted = less(before, own, nbytes)
+    wanted = less(before, ranks, nbytes)
     limits = list(weights.limits)
-    for rank in own:
-        if before[rank]:
-            least = weights.weights[rank].least
-            if whole or not weights.working:
-                limits[rank] = 0
-            else:
-                limits[rank] = wanted[rank] if wanted[rank] >= least else least if working else 0
+    for rank in ranks:
+        least = weights.weights[rank].least
+        if before[rank] and (whole or not weights.working):
+            limits[rank] = 0
+        elif before[rank]:
+            limits[rank] = wanted[rank] if wanted[rank] >= least else least if working else 0
     weights.tell(limits, weights.working)
     after = weights.expected()
-    return sum(before[rank] - after[rank] for rank in own)
+    return sum(before[rank] - after[rank] for rank in ranks)
 
 
-def less(held: Sequence[int], own: Sequence[int], nbytes: float) -> tuple[int, ...]:
-    """`held` bytes by rank, with `nbytes` less on the ranks `own` between them, each in proportion to what it has."""
-    whole = sum(held[rank] for rank in own)
+def less(held: Sequence[int], ranks: Sequence[int], nbytes: float) -> tuple[int, ...]:
+    """`held` bytes by rank, less `nbytes` in total on `ranks`, each in proportion to its bytes."""
+    whole = sum(held[rank] for rank in ranks)
     share = min(1.0, nbytes / whole) if whole else 0.0
-    return tuple(max(0, size - math.ceil(size * share)) if rank in own else size for rank, size in enumerate(held))
+    return tuple(max(0, size - math.ceil(size * share)) if rank in ranks else size for rank, size in enumerate(held))
 
 
-def _release_unused(ranks: ModelRanks, own: Sequence[int], poll: Poll) -> int:
+def _release_unused(ranks: ModelRanks, on_device: Sequence[int], poll: Poll) -> int:
     released = wait_for(ranks.ask(ReleaseUnused(), UnusedReleased), poll)
-    return sum(reply.freed_bytes for reply in released if reply.rank in own)
+    return sum(reply.freed_bytes for reply in released if reply.rank in on_device)

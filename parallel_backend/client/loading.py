@@ -1,4 +1,4 @@
-"""A checkpoint is brought onto the ranks of a pool: room is made, blocks are shared out, and every rank loads its part."""
+"""Loads a checkpoint onto the ranks of a pool: makes room, cuts the blocks into stages, and has every rank load its part."""
 
 import threading
 from collections.abc import Sequence
@@ -38,12 +38,11 @@ def load_model(
     keep_others: bool = False,
     only: Sequence[str] = (),
 ) -> RemoteTransformer:
-    """The model of `setup`, whose files are `checkpoint`, on the ranks of `pool`. Waits until every rank has its part.
+    """The model of `setup`, whose files are `checkpoint`, on the ranks of `pool`. Returns when every rank has its part.
 
-    `progress` is called with `poll`, on the same thread. `make_room` is asked for memory on the ranks' GPUs, before loading
-    and before runs. `expected`: the run that the model is loaded for; the cut goes by it, and stays for runs of other sizes.
-    `keep_others`: other models on the ranks stay. `only`: see wire.loading.Load.
-    Raises ValueError (naming the widget) where the model cannot be cut so, RankError when a rank fails.
+    `make_room` is asked for memory on the ranks' GPUs, before loading and before runs. `expected`: the run for which the
+    model is cut; the cut stays for runs of other sizes. `keep_others`: other models on the ranks stay. `only`: see
+    wire.loading.Load. ValueError, naming the widget, if the model cannot be cut so; RankError if a rank fails.
     """
     degrees, family = setup.degrees, checkpoint.family
     check_devices(degrees, pool.devices)

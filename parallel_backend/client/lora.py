@@ -1,4 +1,4 @@
-"""What is to be added to a checkpoint's tensors (LoRA and its kin), and what of it each rank is sent."""
+"""Additions to a checkpoint's tensors (LoRA and similar adapters), and the messages that bring them to the ranks."""
 
 import itertools
 import threading
@@ -18,9 +18,9 @@ from parallel_backend.wire.loading import Adapt, Adapted, AdaptersSent, DropAdap
 
 @dataclass(frozen=True)
 class Delta:
-    """`scale` * `up` [rows, r] @ `down` [r, columns], to be added to rows `rows` (None: all) of checkpoint tensor `key`.
+    """Adds `scale` * `up` [rows, r] @ `down` [r, columns] to the rows `rows` (None: all) of checkpoint tensor `key`.
 
-    Without `down`, `up` has the shape of those rows. `key` is of the family's original layout.
+    Without `down`, `up` has the shape of those rows. `key` is a name in the family's original layout.
     """
 
     key: str
@@ -29,12 +29,12 @@ class Delta:
     scale: float = 1.0
     rows: Span | None = None
     group: int = 0
-    """Counts by the strength of this group, group 0 in full."""
+    """Group whose strength scales the delta. Group 0 has strength 1."""
     instead: bool = False
-    """`up` is the tensor's whole value, in place of the checkpoint's. Before other deltas of the key."""
+    """`up` replaces the checkpoint's tensor. Such a delta comes before other deltas of the key."""
 
     def has_factors_of(self, other: "Delta") -> bool:
-        """The very same tensors, for the same place; the scale may be another."""
+        """Whether both have the same tensors in memory, for the same rows and group. Their scales may differ."""
         place = self.key, self.rows, self.group
         if place != (other.key, other.rows, other.group) or self.down is None or other.down is None:
             return False
@@ -46,7 +46,7 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Deltas:
-    """The deltas that the ranks have. `parameters`: names of each rank's. `send`: (rank, message) -> None."""
+    """The deltas that the ranks have. `parameters`: names of each rank's parameters. `send`: (rank, message) -> None."""
 
     def __init__(self, checkpoint: Checkpoint, parameters: Sequence[Iterable[str]], send: Callable[[int, Any], None]):
         self._checkpoint, self._send = checkpoint, send
@@ -54,14 +54,14 @@ class Deltas:
         self._sources: dict[str, list[tuple[str, Source]]] = {}
         for parameter, source in checkpoint.family.file.key_map(checkpoint.config).items():
             self._sources.setdefault(source.key, []).append((parameter, source))
-        self._known: list[Delta | None] = []  # as sent last; None for full differences, which are not held on to
-        self._order: list[list[int]] = []  # by rank: which of them each part was of that it has been sent
+        self._known: list[Delta | None] = []  # sent last; None for a delta without `down`, too large to keep in memory
+        self._order: list[list[int]] = []  # by rank, the index in `_known` of each Adapt that it was sent
 
     def replace(self, deltas: Iterable[Delta], poll: Callable[[], None]) -> None:
-        """Send what the ranks need to have these in place of the last ones. `poll` runs in between, and may raise.
+        """Replace the ranks' deltas by these. `poll` is called between messages, and may raise.
 
-        That is the scales alone where all factors are those of last time: in the same order, the same memory. ValueError
-        for a delta whose key or shape is not the checkpoint's; after any error the next call sends everything.
+        Only the scales are sent if all factors are those of the last time, in the same order and memory. ValueError for a
+        delta whose key or shape does not fit the checkpoint. After an error the next call sends everything.
         """
         known, self._known = self._known, []
         rest, same = iter(deltas), []
@@ -92,24 +92,24 @@ class Deltas:
         self._known = sent
 
     def parts(self, delta: Delta) -> Iterator[Adapt]:
-        """What it adds to each of the model's parameters that have their values from its rows."""
+        """The additions to the parameters that are made from the delta's rows of the checkpoint tensor."""
         sources = self._sources.get(delta.key, [])
         shapes = {parameter: self._checkpoint.shape(parameter) for parameter, _ in sources}
-        owned = {parameter: source.rows or Span(0, shapes[parameter][0]) for parameter, source in sources}
-        rows = delta.rows or Span(0, max((own.stop for own in owned.values()), default=1))
+        source_rows = {parameter: source.rows or Span(0, shapes[parameter][0]) for parameter, source in sources}
+        rows = delta.rows or Span(0, max((span.stop for span in source_rows.values()), default=1))
         missing = len(rows)
         for parameter, source in sources:
-            own, shape = owned[parameter], shapes[parameter]
+            span, shape = source_rows[parameter], shapes[parameter]
             columns = shape[1:] if delta.down is None else (torch.Size(shape[1:]).numel(),)
             if len(delta.up) != len(rows) or (delta.up if delta.down is None else delta.down).shape[1:] != columns:
                 break
-            common = Span(max(own.start, rows.start), min(own.stop, rows.stop))
+            common = Span(max(span.start, rows.start), min(span.stop, rows.stop))
             if common.start >= common.stop:
                 continue
             up = delta.up[common.shift(-rows.start).slice]
-            if common != own:
-                whole = up.new_zeros(len(own), *up.shape[1:])
-                whole[common.shift(-own.start).slice] = up
+            if common != span:
+                whole = up.new_zeros(len(span), *up.shape[1:])
+                whole[common.shift(-span.start).slice] = up
                 up = whole
             if source.swap_halves:
                 up = torch.cat(up.chunk(2)[::-1])
@@ -123,27 +123,24 @@ class Deltas:
 
 
 class Adaptation:
-    """What the ranks of one model compute with beside the checkpoint's own weights. Thread-safe.
-
-    `loaded`: each rank's reply to Load, in rank order.
-    """
+    """The additions to one model's weights on the ranks. `loaded`: the ranks' replies to Load. Thread-safe."""
 
     def __init__(self, pool: ModelRanks, checkpoint: Checkpoint, loaded: Sequence[Loaded]):
         self.bytes = [0] * len(loaded)
-        """By rank, of what is added."""
+        """By rank, bytes of the additions."""
         self._pool = pool
         self._deltas = Deltas(checkpoint, [reply.parameters for reply in loaded], pool.send)
         self._name: Hashable | None = None
-        self._strengths: tuple[float, ...] = ()  # of the ranks' groups
+        self._strengths: tuple[float, ...] = ()  # of the groups 1, 2, ...
         self._lock = threading.Lock()
 
     @property
     def present(self) -> bool:
-        """Something is added to the weights."""
+        """Whether something is added to the weights."""
         return self._name is not None
 
     def has(self, name: Hashable | None, strengths: tuple[float, ...]) -> bool:
-        """The ranks compute with the deltas of this name, in these strengths."""
+        """Whether the ranks compute with the deltas of this name in these strengths."""
         return (name, strengths) == (self._name, self._strengths)
 
     def replace(
@@ -154,15 +151,12 @@ class Adaptation:
         check: Callable[[], None],
         poll: Poll,
     ) -> None:
-        """Have the ranks compute with these deltas in place of the last ones. See RemoteTransformer.adapt.
-
-        `check` raises once the model is on the ranks no more.
-        """
+        """Replace the ranks' deltas, see RemoteTransformer.adapt. `check` raises if the model has left the ranks."""
         with self._lock:
             check()
             if self.has(name, strengths):
                 return
-            known, self._name = self._name, object()  # equal to no name, until the ranks say that all is in place
+            known, self._name = self._name, object()  # a name that equals no other, until all is in place
             if name != known:
                 self._strengths = ()
                 self._deltas.replace(deltas, poll)
@@ -174,7 +168,7 @@ class Adaptation:
             self._name, self._strengths = name, strengths
 
     def drop(self, poll: Poll) -> None:
-        """Free what is added, on all ranks. The next `replace` sends all of it again, whatever its name."""
+        """Free the additions on all ranks. The next `replace` sends everything, whatever its name."""
         with self._lock:
             self._name, self._strengths = object(), ()
             self._deltas.replace((), poll)

@@ -1,4 +1,4 @@
-"""How a model is cut over its ranks: as the user says, evenly, or by the blocks' seconds that the ranks measure."""
+"""The cut of a model over its ranks: as the user says, evenly, or by measured times of its blocks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,11 +22,11 @@ def balance(
     expected: Request | None = None,
     copy_rates: Sequence[float] = (),
 ) -> Balance:
-    """Cut the model. Where the setup's `stage_split` is auto and there is something to cut, ranks time its blocks and lose
-    their model.
+    """Cut the model. If `stage_split` is auto and there are several stages or patches, the ranks time its blocks, for which
+    they drop their models.
 
-    `expected`: the run that the model is loaded for. Blocks are timed with its number of tokens, and stages leave room for
-    what it keeps and computes. `copy_rates`: by rank, see spill_seconds.
+    `expected`: the run that the model is loaded for. Blocks are timed with its number of tokens, and stages leave memory for
+    its buffers and computation. `copy_rates`: by rank, see spill_seconds.
     """
     degrees, stage_split, dtype, lists = setup.degrees, setup.stage_split, setup.dtype, block_lists(checkpoint)
     by_hand = check_stage_split(stage_split, degrees.pipe, len(lists))
@@ -40,5 +40,5 @@ def balance(
         model = model_sizes(checkpoint, dtype, pool.devices[0])
         sizes = bytes_by_block(model, degrees, (expected,))
         other_bytes = bytes_outside_blocks(model, degrees, expected)
-    found = divide(degrees, lists, sizes, probes, other_bytes=other_bytes, spill=spill_seconds(copy_rates, expected))
-    return replace(found, timed_tokens=rows[0] * m.PROBE_COLUMNS)
+    cut = divide(degrees, lists, sizes, probes, other_bytes=other_bytes, spill=spill_seconds(copy_rates, expected))
+    return replace(cut, timed_tokens=rows[0] * m.PROBE_COLUMNS)

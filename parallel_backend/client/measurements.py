@@ -1,4 +1,4 @@
-"""Asks ranks for measurements. Figures that cannot be true end the ranks, since later code divides by them."""
+"""Asks ranks for measurements. Impossible figures end the ranks, since later code divides by them."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -8,44 +8,44 @@ from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.diagnosis import Probe, Probed
 from parallel_backend.wire.messages import LinksProbed, ProbeLinks
 
-Found = TypeVar("Found", Probed, LinksProbed)
+Reply = TypeVar("Reply", Probed, LinksProbed)
 
 
 def measured_blocks(pool: Pool, probe: Probe, lists: Iterable[str], poll: Poll) -> list[Probed]:
-    """Seconds of the model's blocks, by rank. The ranks lose their model. `lists`: names of the model's block lists.
+    """Seconds of the model's blocks, by rank. The ranks drop their models. `lists`: names of the model's block lists.
 
-    RankError for times that cannot be true.
+    RankError for impossible times.
     """
     names = set(lists)
 
-    def sound(found: Probed) -> bool:
+    def sound(reply: Probed) -> bool:
         return (
-            found.blocks.keys() == names
-            and all(len(times) == 2 and all(map(_is_time, times)) for times in found.blocks.values())
-            and len(found.ends) == 2
-            and all(0 <= seconds < math.inf for seconds in found.ends)
-            and (found.free_bytes or 0) >= 0
-            and 0 <= found.keeping < math.inf
+            reply.blocks.keys() == names
+            and all(len(times) == 2 and all(map(_is_time, times)) for times in reply.blocks.values())
+            and len(reply.ends) == 2
+            and all(0 <= seconds < math.inf for seconds in reply.ends)
+            and (reply.free_bytes or 0) >= 0
+            and 0 <= reply.keeping < math.inf
         )
 
     return _checked(pool, wait_for(pool.ask(probe, Probed), poll), sound)
 
 
 def measured_links(pool: Pool, sizes: Sequence[int], poll: Poll) -> list[LinksProbed]:
-    """Seconds of transfers of `sizes` bytes over each link, by rank. The ranks lose their model.
+    """Seconds of transfers of `sizes` bytes over each link, by rank. The ranks drop their models.
 
-    RankError for figures that cannot be true.
+    RankError for impossible figures.
     """
     world = len(pool.devices)
 
-    def sound(found: LinksProbed) -> bool:
+    def sound(reply: LinksProbed) -> bool:
         return (
-            sorted(found.links) == list(range(found.rank + 1, world))
-            and all([size for size, _ in times] == list(sizes) for times in found.links.values())
-            and all(_is_time(seconds) for times in found.links.values() for _, seconds in times)
-            and set(found.peers) <= set(range(world))
-            and 0 <= found.together < math.inf
-            and min(found.free_bytes or 0, found.total_bytes or 0) >= 0
+            sorted(reply.links) == list(range(reply.rank + 1, world))
+            and all([size for size, _ in times] == list(sizes) for times in reply.links.values())
+            and all(_is_time(seconds) for times in reply.links.values() for _, seconds in times)
+            and set(reply.peers) <= set(range(world))
+            and 0 <= reply.together < math.inf
+            and min(reply.free_bytes or 0, reply.total_bytes or 0) >= 0
         )
 
     return _checked(pool, wait_for(pool.ask(ProbeLinks(tuple(sizes)), LinksProbed), poll), sound)
@@ -55,7 +55,7 @@ def _is_time(seconds: float) -> bool:
     return 0 < seconds < math.inf
 
 
-def _checked(pool: Pool, replies: list[Found], sound: Callable[[Found], bool]) -> list[Found]:
+def _checked(pool: Pool, replies: list[Reply], sound: Callable[[Reply], bool]) -> list[Reply]:
     for reply in replies:
         if not sound(reply):
             raise pool.refuse(reply.rank, f"measurements that cannot be: {str(reply)[:200]}")

@@ -1,6 +1,6 @@
 """Asks the ranks for their memory before a model is loaded and once for each sampling run.
 
-What does not fit beside weights has them streamed from host memory; what cannot fit even so is refused.
+If a run does not fit, weights are streamed from host memory; if it does not fit even so, it is refused.
 """
 
 import logging
@@ -28,18 +28,18 @@ from .resident_weights import ResidentWeights
 log = logging.getLogger(__name__)
 
 MakeRoom = Callable[[str, int], int]
-"""(device of this machine such as cuda:0, bytes that are missing there) -> bytes that have come free. It is for whoever has
-models of its own on that device; called on the thread of whoever loads or samples."""
+"""(device of this machine such as cuda:0, bytes that it lacks) -> bytes that have come free. Provided by the program with
+other models on the device; called on the thread that loads or samples."""
 
 
 def no_room(device: str, missing: int) -> int:
-    """A MakeRoom for a process that has nothing on the devices."""
+    """A MakeRoom for a process without other models on the devices."""
     return 0
 
 
 class MemoryGuard:
-    """For one model on its `ranks`. `make_room` is asked first, then weights leave the devices, as far as `resident`
-    says where they are; what cannot fit all the same is refused.
+    """Fits the requests of one model into its ranks' memory: by `make_room`, then by moving weights (`resident`) to host
+    memory. Requests that cannot fit are refused with a ValueError.
     """
 
     def __init__(
@@ -54,79 +54,76 @@ class MemoryGuard:
         self.ranks, self.memory_check, self.family, self.make_room, self._lock = ranks, memory_check, family, make_room, lock
         self.resident = ResidentWeights(ranks, memory_check.weights(), lock=lock)
         self.copy_rates = [0.0] * len(ranks.devices)
-        """By rank, bytes a second from host memory to its device; 0.0 where no weights are streamed."""
+        """By rank, bytes a second from host memory to its device; 0.0 if no weights are streamed."""
         self.has_host = [False] * len(ranks.devices)
-        """By rank, whether there is host memory beside its device's, for weights to go to."""
+        """By rank, whether the machine has memory apart from the device's, to which weights can move."""
         self._runs: dict[int, _Run] = {}
-        self._found: _Found | None = None  # for exact calls, since `refresh`
+        self._free: _FreeMemory | None = None  # for exact calls; None: not asked for since `refresh`
         self._admitted: set[Request] = set()
         self._of_last_run: set[tuple[Request, ...]] = set()
         self._of_this_run: set[tuple[Request, ...]] = set()
 
     def make_room_for(self, requests: tuple[Request, ...], poll: Poll) -> None:
-        """Before blocks are timed and cut, which goes by what is free: ask for room for the model and these requests."""
+        """Ask for memory for the model and these requests, before blocks are timed and cut by the free memory."""
         self._with_room(requests, self._device_memories(poll), None)
 
     def check_weights(self, requests: tuple[Request, ...], poll: Poll) -> None:
-        """Before loading, once its blocks are cut, for a run of these requests. ValueError if a rank has no room for its
-        weights. `resident` then has the limits to load with.
+        """Set the limits in `resident` with which to load the model for a run of these requests, once its blocks are cut.
+        ValueError if a rank has no room for its weights.
         """
-        found = self._with_room(requests, self._device_memories(poll), None)
-        self.memory_check.check_weights(found)
-        limits = self.memory_check.placed(requests, found)
+        memories = self._with_room(requests, self._device_memories(poll), None)
+        self.memory_check.check_weights(memories)
+        limits = self.memory_check.placed(requests, memories)
         self.resident = ResidentWeights(self.ranks, self.memory_check.weights(), limits, self._lock)
 
     @property
     def in_run(self) -> bool:
-        """A run that keeps something from call to call is under way."""
+        """Whether a run with K/V buffers is under way."""
         return bool(self._runs)
 
     def wake(self, poll: Poll) -> None:
-        """Ranks that lack weights on their device get those that they cannot compute without, see ResidentWeights.wake; room
-        is asked for."""
+        """Bring the weights that each rank needs to its device, see ResidentWeights.wake, after asking for memory."""
         if self.resident.parked:
             self._with_room((), self._device_memories(poll), self.resident.expected())
             self.resident.wake()
 
     def gave_way(self) -> None:
-        """Somebody else has what these weights had of a device. The next call looks at what is free there, and takes back
-        what it can."""
-        for run in list(self._runs.values()):  # they begin and end on other threads
-            run.found.lose(self.resident.expected())
+        """Weights have left a device for another model or program. The next call asks for the free memory again, and brings
+        back the weights that fit."""
+        for run in list(self._runs.values()):  # a copy, since runs begin and end on other threads
+            run.free.lose(self.resident.expected())
         self.refresh()
 
     def refresh(self) -> None:
-        """A sampling run begins: what is free may have changed since the last one."""
-        self._found = None
+        """A sampling run begins: free memory may have changed since the last one."""
+        self._free = None
         self._admitted.clear()
         if self._of_this_run:
             self._of_last_run, self._of_this_run = self._of_this_run, set()
 
     def admit(self, conditioning: Conditioning, poll: Poll, timed: bool = False) -> None:
-        """Before an exact call: ValueError if it cannot fit. `timed`: see memory_model.Request.
+        """To be called before an exact call: ValueError if it cannot fit. `timed`: see memory_model.Request.
 
-        The ranks are asked before the first one alone: they answer in turn, and a second prompt's call is made while the
-        first one's is under way. Exact calls leave nothing behind.
+        Ranks are asked for their memory only before a run's first call: their answer waits for calls under way, and exact
+        calls leave no buffers.
         """
         request = request_of(conditioning, self.family, timed=timed)
         if request in self._admitted:
             return
-        if self._found is None:
-            self._found = _Found(self._device_memories(poll), self.resident.expected())
-        self._fit((request,), self._found)
+        if self._free is None:
+            self._free = _FreeMemory(self._device_memories(poll), self.resident.expected())
+        self._fit((request,), self._free)
         self._admitted.add(request)
 
     def watch(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
-        """A run in `bands` begins, whose calls `check` looks at."""
-        found = _Found(self._device_memories(poll), self.resident.expected())
-        self._runs[run] = _Run(found, bands, KV_COPIES if extrapolate else 1)
+        """A run in `bands` begins, whose calls `check` checks."""
+        free = _FreeMemory(self._device_memories(poll), self.resident.expected())
+        self._runs[run] = _Run(free, bands, KV_COPIES if extrapolate else 1)
 
     def check(self, run: int, conditioning: Conditioning, timed: bool = False) -> None:
-        """Before a call of a run: ValueError if what it keeps and computes with this conditioning too cannot fit.
+        """To be called before a call of a run: ValueError if the run with this conditioning too cannot fit.
 
-        `timed`: see memory_model.Request.
-
-        Does not wait for ranks, since other calls may be under way.
+        `timed`: see memory_model.Request. Does not wait for ranks, since other calls may be under way.
         """
         known = self._runs.get(run)
         if known is None or (conditioning.id in known.requests and not self.resident.parked):
@@ -134,10 +131,10 @@ class MemoryGuard:
         known.requests[conditioning.id] = request_of(conditioning, self.family, known.kept, known.bands, timed)
         for dropped in list(known.requests)[:-CONDITIONINGS_KEPT]:
             del known.requests[dropped]
-        self._fit(tuple(known.requests.values()), known.found)
+        self._fit(tuple(known.requests.values()), known.free)
 
     def copy_seconds(self) -> list[float]:
-        """By rank, of the weights that each micro-step brings to its device."""
+        """By rank, the time of copying the streamed weights of a micro-step."""
         held = zip(self.resident.weights, self.resident.limits, self.copy_rates, strict=True)
         return [one.streamed(limit) / rate if rate else 0.0 for one, limit, rate in held]
 
@@ -145,88 +142,86 @@ class MemoryGuard:
         self._runs.pop(run, None)
 
     def explained(self, error: Exception) -> Exception:
-        """A rank's error, with figures and a way out behind its first line if it is that memory ran out."""
+        """The error. If memory ran out, with figures and advice behind its first line."""
         if not isinstance(error, RankError) or not out_of_memory(str(error)) or not (advice := self.memory_check.advice()):
             return error
         first, *rest = str(error).split("\n", 1)
         return RankError("\n".join((first, advice, *rest)))
 
-    def _fit(self, requests: tuple[Request, ...], found: "_Found") -> None:
-        """Have room for these requests, or raise ValueError. `found` then has what is free beside the weights that stay.
+    def _fit(self, requests: tuple[Request, ...], free: "_FreeMemory") -> None:
+        """Move weights so that these requests fit, and update `free`. ValueError if they cannot fit.
 
-        A device that has more room than they need gets weights back, but no more than the last run left room for: the next
-        conditioning would have them leave again. Ranks do what they are told before the calls that come after it.
+        Weights come back to a device with free memory, but not into memory that the last run's requests needed: the next
+        conditioning would make the weights leave again. Ranks move weights before they handle later calls.
         """
-        found.move_to(self.resident.expected())
-        found.memories = self._with_room(requests, found.memories, self.resident.expected())
+        free.move_to(self.resident.expected())
+        free.memories = self._with_room(requests, free.memories, self.resident.expected())
         present = self.resident.expected()
-        placed = [self.memory_check.placed(each, found.memories, present) for each in (requests, *self._of_last_run)]
+        placed = [self.memory_check.placed(each, free.memories, present) for each in (requests, *self._of_last_run)]
         self._of_this_run.add(requests)
         limits = tuple(map(min, zip(*placed, strict=True)))
         expected = self.resident.expected(limits)
-        found.move_to(expected)
-        self.memory_check.check(requests, found.memories, expected)  # before anything moves
+        free.move_to(expected)
+        self.memory_check.check(requests, free.memories, expected)  # before anything moves
         if expected != present or self.resident.parked:
             self.resident.tell(limits)
             self.resident.wanted = tuple(map(max, self.resident.wanted, expected))
             log.info("Parallel DiT: %s", self.memory_check.said_of_streaming(limits) or "all weights stay on the devices")
 
     def _with_room(
-        self, requests: tuple[Request, ...], found: tuple[DeviceMemory, ...], resident: Sequence[int] | None
+        self, requests: tuple[Request, ...], memories: tuple[DeviceMemory, ...], resident: Sequence[int] | None
     ) -> tuple[DeviceMemory, ...]:
-        """`found`, with what parts of VAEs and then `make_room` have freed there. `resident`: see MemoryCheck.missing."""
-        if any(memory.vae and self.memory_check.missing(requests, memory, resident) for memory in found):
-            self.ranks.tell(DropVAE())  # nobody waits: ranks do it before what they are sent from now on
-            found = tuple(
-                memory if memory.free is None else replace(memory, free=memory.free + memory.vae, vae=0) for memory in found
-            )
-        memories = []
-        for memory in found:
-            missing = self.memory_check.missing(requests, memory, resident)
-            if missing and memory.free is not None:
-                memory = replace(memory, free=memory.free + self.make_room(memory.device, missing))
-            memories.append(memory)
-        return tuple(memories)
+        """Free memory by dropping VAEs, then by `make_room`. `memories` afterwards. `resident`: see MemoryCheck.missing."""
+        if any(memory.vae and self.memory_check.missing(requests, memory, resident) for memory in memories):
+            self.ranks.tell(DropVAE())  # without waiting: ranks drop them before they handle later messages
+            memories = tuple(_with_free(memory, memory.vae, vae=0) for memory in memories)
+        missing = [self.memory_check.missing(requests, memory, resident) for memory in memories]
+        return tuple(
+            _with_free(memory, self.make_room(memory.device, nbytes)) if nbytes else memory
+            for memory, nbytes in zip(memories, missing, strict=True)
+        )
 
     def _device_memories(self, poll: Poll) -> tuple[DeviceMemory, ...]:
-        found = device_memories(self.ranks.devices, wait_for(self.ranks.ask(ReadMemory(), DeviceMemoryReport), poll))
-        for memory in found:
+        memories = device_memories(self.ranks.devices, wait_for(self.ranks.ask(ReadMemory(), DeviceMemoryReport), poll))
+        for memory in memories:
             for rank in memory.ranks:
                 self.has_host[rank] = memory.streams
                 self.copy_rates[rank] = (memory.copy_rate or COPY_RATE) if self.memory_check.streams(memory) else 0.0
-        return found
+        return memories
 
 
-class _Found:
-    """`memories`: what is free beside the weights that each rank's device has, which is `resident` bytes."""
+def _with_free(memory: DeviceMemory, nbytes: int, **changes: int) -> DeviceMemory:
+    """The memory with so many more bytes free, unless its free bytes are unknown."""
+    return memory if memory.free is None else replace(memory, free=memory.free + nbytes, **changes)
+
+
+class _FreeMemory:
+    """`memories`: the devices' memory while their ranks have `resident` bytes of weights on them."""
 
     def __init__(self, memories: tuple[DeviceMemory, ...], resident: Sequence[int]):
         self.memories, self._resident = memories, resident
 
     def move_to(self, resident: Sequence[int]) -> None:
-        """Weights have come or gone since, or are about to."""
+        """Update `memories` for weights that have come or gone, or are about to."""
         moved = [before - now for before, now in zip(self._resident, resident, strict=True)]
         self._resident = resident
-        self.memories = tuple(
-            memory if memory.free is None else replace(memory, free=memory.free + sum(moved[rank] for rank in memory.ranks))
-            for memory in self.memories
-        )
+        self.memories = tuple(_with_free(memory, sum(moved[rank] for rank in memory.ranks)) for memory in self.memories)
 
     def lose(self, resident: Sequence[int]) -> None:
-        """Weights have gone since, and somebody else has their room."""
+        """Weights have gone, and another model or program has their memory."""
         self._resident = resident
 
 
 class _Run:
-    """`found`: what was free when it began; `kept`, `bands`: see memory_model.Request; `requests`: by conditioning."""
+    """`free`: memory since the run began. `kept`, `bands`: see memory_model.Request. `requests`: by conditioning."""
 
-    def __init__(self, found: _Found, bands: int, kept: int):
-        self.found, self.bands, self.kept = found, bands, kept
+    def __init__(self, free: _FreeMemory, bands: int, kept: int):
+        self.free, self.bands, self.kept = free, bands, kept
         self.requests: dict[int, Request] = {}
 
 
 def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands: int = 1, timed: bool = False) -> Request:
-    """What memory goes by, for calls with this conditioning. `kept`, `bands`, `timed`: see memory_model.Request."""
+    """The memory model's record of calls with this conditioning. `kept`, `bands`, `timed`: see memory_model.Request."""
     return Request(
         conditioning.layout.grid,
         conditioning.token_order.references,
@@ -244,5 +239,5 @@ def request_of(conditioning: Conditioning, family: Family, kept: int = 0, bands:
 
 
 def _is_text(name: str, tensor: torch.Tensor, family: Family) -> bool:
-    """Of tokens that blocks look at, [B, T, width]."""
+    """Whether the tensor has text tokens [B, T, width] that go to all blocks."""
     return name in family.inputs.vector_tensors and tensor.ndim == 3

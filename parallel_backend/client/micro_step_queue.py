@@ -1,4 +1,4 @@
-"""The micro-steps of a model's calls, from the client to the ranks and back: in order, a window of them at a time."""
+"""The queue of a model's micro-steps, which are sent to the ranks in order, a window at a time."""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from .call import PartialOutput, PostedCall, PostedStep
 
 
 class MicroSteps:
-    """Not thread-safe: the client locks. What it is given is called under that lock.
+    """Not thread-safe: Posting locks, and the functions below are called under its lock.
 
-    `patch`: values that an output's token has for each channel. `send(replica, step)` sends a micro-step to its ranks.
-    `done(seq)`: all outputs of that micro-step are there.
-    `shard(call, index)`: the rows of the call's output that the sequence rank of this number computes, as spans.
+    `patch`: number of values of an output token for each channel. `send(replica, step)` sends a micro-step to the ranks.
+    `done(seq)` is called when all outputs of a micro-step have come. `shard(call, index)`: spans of the rows of the call's
+    output that sequence rank `index` computes.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class MicroSteps:
         self._window = window(degrees.pipe)
         self._waiting: list[deque[PostedStep]] = [deque() for _ in range(degrees.batch)]
         self._in_flight: list[dict[int, PostedStep]] = [{} for _ in range(degrees.batch)]
-        # By replica, the ranks that give out its micro-steps' outputs; by micro-step, those whose part is still to come.
+        # By replica, the ranks that send outputs; below, by micro-step, the ranks whose output has not come.
         self._output_ranks = [
             frozenset(degrees.ranks(replica, degrees.pipe - 1, index)[0] for index in range(degrees.sequence))
             for replica in range(degrees.batch)
         ]
         self._awaited_ranks: dict[int, set[int]] = {}
-        self._width: int | None = None  # of an output's tokens, as the first of them has it
+        self._width: int | None = None  # values of an output token, by the first output
 
     def post(self, call: PostedCall) -> None:
-        """Queue the call's micro-steps, and send what the window allows. What `send` raises is raised: then of the call
-        nothing more is sent."""
+        """Queue the call's micro-steps, and send those that the window allows. If `send` raises, the call's other
+        micro-steps are dropped."""
         whole = call.tokens == call.conditioning.token_order.span
         apart = whole and not call.conditioning.changes.together
         shares = call.conditioning.shares(self._degrees.batch)
@@ -62,18 +62,17 @@ class MicroSteps:
             raise
 
     def forget(self, which: Callable[[PostedCall], bool]) -> None:
-        """Of these calls nothing more is sent; what is under way finishes."""
+        """Drop the waiting micro-steps of these calls. Those under way finish."""
         for waiting in self._waiting:
             kept = [step for step in waiting if not which(step.assembly.call)]
             waiting.clear()
             waiting.extend(kept)
 
     def accept(self, output: m.Output, finite: bool) -> tuple[PartialOutput, bool, bool] | None:
-        """Put a rank's part in its place, and send what the window now allows. `finite`: whether all its values are.
+        """Add a rank's output, and send micro-steps that the window now allows. `finite`: all values of it are finite.
 
-        What it is a part of, whether that is complete now, and whether this part is the first of it that is not finite.
-        None for what a cancelled run left. BadMessage for an output that nobody waits for from this rank,
-        and for one of another shape.
+        (the call's output, whether it is complete now, whether this is its first part that is not finite). None for an
+        output of a cancelled run. BadMessage for an unexpected output, or one of a wrong shape.
         """
         at = self._degrees.coordinate(output.rank)
         flying = self._in_flight[at.batch]
@@ -97,11 +96,11 @@ class MicroSteps:
 
     @property
     def busy(self) -> bool:
-        """Some are under way or wait."""
+        """Whether micro-steps are under way or waiting."""
         return any(self._waiting) or any(self._in_flight)
 
     def end(self) -> list[PostedCall]:
-        """Forget all; the calls that had not ended."""
+        """Drop all micro-steps. Returns the calls that had not ended."""
         steps = [step for queue in (*self._waiting, *(flying.values() for flying in self._in_flight)) for step in queue]
         for waiting in self._waiting:
             waiting.clear()
@@ -113,7 +112,7 @@ class MicroSteps:
     def _fill(self, replica: int) -> None:
         """Send waiting micro-steps while fewer than the window are under way.
 
-        The window keeps every stage busy and one micro-step ahead, and no more: what is sent cannot be called back.
+        The window keeps every stage busy. It is no larger, since micro-steps that are sent cannot be cancelled.
         """
         waiting, flying = self._waiting[replica], self._in_flight[replica]
         while waiting and len(flying) < self._window:
@@ -123,7 +122,7 @@ class MicroSteps:
             self._awaited_ranks[step.seq] = set(self._output_ranks[replica])
 
     def _check(self, value: torch.Tensor, entries: int, tokens: int) -> None:
-        """BadMessage unless it is [entries, tokens, c] of numbers, c being the same for all outputs of the model."""
+        """BadMessage unless `value` is [entries, tokens, c] of floats, with the same c for all outputs of the model."""
         width = value.shape[-1] if self._width is None and value.ndim == 3 else self._width
         if value.shape != (entries, tokens, width) or not width or width % self._patch or not value.is_floating_point():
             raise m.BadMessage(f"an output of {value.dtype} {list(value.shape)} for {entries} entries and {tokens} tokens")

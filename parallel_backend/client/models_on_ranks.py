@@ -1,4 +1,4 @@
-"""The models that are on ranks, and which of them gives way to another one: the least recently used first."""
+"""The models on ranks, and the order in which they give way to another model: the least recently used first."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,38 +11,38 @@ from parallel_backend.processes.pool import Pool
 from .remote_transformer import RemoteTransformer
 
 MOST_MODELS = 8
-"""On ranks at a time. Each has threads, groups and prompts there, of whatever size its weights are."""
+"""Most models on ranks at a time: even a small model has threads, process groups and conditionings there."""
 
 
 @dataclass
 class OnRanks:
-    """A model on ranks."""
+    """A model on ranks, and its last use."""
 
     setup: Setup
     model: RemoteTransformer
     owner: Any = None
     """Kept alive with the model: the object that frees the weights must outlive them."""
     used: int = 0
-    """Larger than that of all models used before."""
+    """Number of the last use; later uses of any model have larger numbers."""
     run: int = -1
-    """Number of the sampling run in which it was used last. -1: in none yet."""
+    """Number of the sampling run of the last use. -1: the model has not been used."""
     again: bool = False
-    """That was not its first use in this run."""
+    """The last use was not the first one in its run."""
 
 
 class ModelsOnRanks:
-    """By their setups. Changed under the registry's lock, read without."""
+    """The models by setup. Changed under the registry's lock, read without it."""
 
     def __init__(self):
         self.run = 0
-        """Number of the sampling run; it is counted on when one begins."""
+        """Number of the present sampling run. The registry adds 1 when a run begins."""
         self._models: dict[Setup, OnRanks] = {}
         self._uses = itertools.count(1)
 
     def find(self, setup: Setup) -> OnRanks | None:
         """The model of `setup`, if it is on ranks that work."""
-        found = self._models.get(setup)
-        return found if found is not None and found.model.on_ranks else None
+        each = self._models.get(setup)
+        return each if each is not None and each.model.on_ranks else None
 
     def of(self, pool: Pool) -> list[OnRanks]:
         """The models on these ranks, the least recently used first."""
@@ -54,16 +54,16 @@ class ModelsOnRanks:
         return iter(sorted(present, key=lambda each: each.used))
 
     def add(self, setup: Setup, model: RemoteTransformer) -> OnRanks:
-        """A model has come onto ranks."""
+        """Add a model that has been loaded. Models whose ranks have failed are dropped."""
         for gone in [other for other, each in self._models.items() if not each.model.on_ranks]:
             del self._models[gone]
         self._models[setup] = added = OnRanks(setup, model)
         return added
 
-    def use(self, found: OnRanks, owner: Any) -> None:
-        """It is used now, by `owner`."""
-        found.owner, found.used = owner, next(self._uses)
-        found.again, found.run = found.run == self.run, self.run
+    def use(self, used: OnRanks, owner: Any) -> None:
+        """Note a use of the model by `owner`."""
+        used.owner, used.used = owner, next(self._uses)
+        used.again, used.run = used.run == self.run, self.run
 
     def remove(self, gone: OnRanks) -> None:
         self._models.pop(gone.setup, None)
@@ -72,10 +72,10 @@ class ModelsOnRanks:
         self._models.clear()
 
     def that_give_way_to(self, setup: Setup, pool: Pool) -> list[OnRanks]:
-        """Models on `pool` that may be asked for room for the model of `setup`, in this order.
+        """Models on `pool` that may be asked for memory for the model of `setup`, in this order.
 
-        Where two models take turns within a run each takes from the other once, at its first use. Then both have what is
-        left to them: to move weights at each step would cost more than to stream them.
+        Of two models that take turns within a run, each takes memory from the other only at its first use: moving weights at
+        each step would cost more than streaming them.
         """
         asks = self._models.get(setup)
         others = [each for each in self.of(pool) if each.setup != setup]

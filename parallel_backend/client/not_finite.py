@@ -1,7 +1,7 @@
-"""NaN and infinity: found where they are cheap to see, and traced to the rank where they began.
+"""NaN and infinity: checks of inputs and outputs, and the search for the rank where such values began.
 
-A rank adds up what each micro-step hands on, without waiting for the device; nobody looks at the sums until the client has
-found an output that is not finite.
+Each rank sums up the output of each micro-step on its device, without waiting for the sum. Only if an output is not finite
+does the client ask the ranks for their sums.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ from .lora import Adaptation
 
 
 class NotFiniteError(RuntimeError):
-    """The model's output is not finite. The run is over, the ranks live on."""
+    """The model's output is not finite. The run ends; the ranks go on."""
 
 
 def check_latent(x: torch.Tensor, timestep: torch.Tensor) -> None:
-    """Of a model call. ValueError, in the words of a sampler's inputs."""
+    """ValueError for values of a call that are not finite, naming the sampler's inputs."""
     if not all_finite(timestep):
         raise ValueError("sigmas: they hold values that are not finite (NaN or infinite). Use another scheduler.")
     if not all_finite(x):
@@ -37,7 +37,7 @@ def check_latent(x: torch.Tensor, timestep: torch.Tensor) -> None:
 
 
 def check_conditioning(tensors: Mapping[str, torch.Tensor]) -> None:
-    """ValueError for values that are not finite; in a mask of scores they may be."""
+    """ValueError for values that are not finite. Masks of scores may have such values."""
     for name, tensor in tensors.items():
         if "mask" not in name and not all_finite(tensor):
             raise ValueError(
@@ -46,23 +46,17 @@ def check_conditioning(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def explanation(
-    found: Sequence[NotFiniteFound],
-    seq: int,
-    setup: Setup,
-    adapted: bool,
-    controlled: bool,
-) -> str:
-    """What to tell the user. `found`: by rank; `seq`: the micro-step whose output was not finite; `adapted`, `controlled`:
-    there was a LoRA, a ControlNet.
+def explanation(answers: Sequence[NotFiniteFound], seq: int, setup: Setup, adapted: bool, controlled: bool) -> str:
+    """The error's text. `answers`: by rank. `seq`: the micro-step whose output was not finite. `adapted`, `controlled`: the
+    call had a LoRA, a ControlNet.
     """
     degrees, devices, dtype = setup.degrees, setup.devices, setup.dtype
     first = min(
-        ((answer.seq, degrees.coordinate(answer.rank).pipe) for answer in found if answer.seq is not None),
+        ((answer.seq, degrees.coordinate(answer.rank).pipe) for answer in answers if answer.seq is not None),
         default=(seq, degrees.pipe - 1),
     )
-    origin = [answer for answer in found if (answer.seq, degrees.coordinate(answer.rank).pipe) == first]
-    bad = [answer for answer in found if answer.weights or answer.adapters]
+    origin = [answer for answer in answers if (answer.seq, degrees.coordinate(answer.rank).pipe) == first]
+    bad = [answer for answer in answers if answer.weights or answer.adapters]
     named = [answer for answer in origin if answer in bad] or origin
     where = " and ".join(f"rank {answer.rank} ({devices[answer.rank]})" for answer in named) or "the last stage"
     stage = f", stage {first[1] + 1} of {degrees.pipe}," if degrees.pipe > 1 else ""
@@ -93,16 +87,16 @@ def explanation(
 
 
 class CauseSearch:
-    """Fails calls whose output is not finite, with what the ranks know of it."""
+    """Fails calls whose output is not finite, with an error that says where the values began."""
 
     def __init__(self, ranks: ModelRanks, setup: Setup, adaptation: Adaptation):
         self._ranks, self._setup, self._adaptation = ranks, setup, adaptation
 
     def fail(self, call: PostedCall, seq: int, first_seq: int) -> None:
-        """Micro-step `seq` of the call gave values that are not finite. Returns at once; `call.future` fails later.
+        """Fail a call whose micro-step `seq` gave values that are not finite. Returns at once; `call.future` fails later.
 
-        The values may have begun in an earlier call of the same run, in K/V that this one read. In a call outside of a run
-        they began in its own micro-steps, which are numbered from `first_seq` on.
+        Within a run the values may have begun in an earlier call, whose K/V this call read. Outside of a run they began in
+        the call's micro-steps, which are numbered from `first_seq` on.
         """
 
         def end(asked: Future) -> None:

@@ -1,4 +1,4 @@
-"""The pools of ranks that this process has, by their devices."""
+"""The pools of ranks of this process, by their devices."""
 
 import logging
 import os
@@ -13,31 +13,31 @@ from parallel_backend.wire.rank_settings import P2P_DISABLE, SELF_TEST, SelfTest
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 SECOND_TRY_SECONDS = 15.0
-"""Limit of the self-test's parts without P2P: who has waited a minute in vain is not to wait for another one."""
+"""Time limit of the self-test's parts without P2P, short since the test with P2P has taken a minute already."""
 
 
 class Pools:
-    """Pools on devices that are apart stay beside each other. `start`: makes one. Not thread-safe: the registry locks."""
+    """Keeps pools on different devices at the same time. `start` makes a pool. Not thread-safe: the registry locks."""
 
     def __init__(self, start: Callable[[tuple[str, ...], SelfTest], Pool]):
         self._start = start
-        self._pools: tuple[Pool, ...] = ()  # the one used last is the last
+        self._pools: tuple[Pool, ...] = ()  # in the order of their last use
         self._without_p2p: set[tuple[str, ...]] = set()
 
     @property
     def working(self) -> tuple[Pool, ...]:
-        """Those that have not failed; the one used last is the last."""
+        """The pools that have not failed, in the order of their last use."""
         return tuple(pool for pool in self._pools if pool.error is None)
 
-    def use(self, devices: tuple[str, ...], what: Callable[[Pool], T]) -> T:
-        """What `what` gives with the ranks on these devices, started if they do not run.
+    def use(self, devices: tuple[str, ...], action: Callable[[Pool], T]) -> T:
+        """The result of `action` with the ranks on these devices, started if necessary.
 
-        Where NCCL's links fail their self-test, once more with new ranks that have P2P off: what fails first is direct
-        access between consumer cards. It stays off for these devices as long as the process lives.
+        If the self-test of NCCL's links fails, `action` is tried once more with new ranks without P2P, since direct access
+        between consumer cards is the most frequent cause. P2P then stays off for these devices in this process.
         """
         pool = self._on(devices)
         try:
-            return what(pool)
+            return action(pool)
         except LinksDown as error:
             if error.backend != "nccl" or not pool.self_test.p2p or P2P_DISABLE in os.environ:
                 raise
@@ -46,19 +46,19 @@ class Pools:
         self._without_p2p.add(devices)
         pool = self._on(devices)
         try:
-            return what(pool)
-        except BaseException:  # it was not P2P, or nobody knows: Cancel, a file that cannot be read
+            return action(pool)
+        except BaseException:  # P2P was not the cause, or that is unknown, such as after Cancel
             self._without_p2p.remove(devices)
             raise
 
     def end_failed(self) -> None:
-        """Forget pools that have failed."""
+        """Drop pools that have failed."""
         for pool in self._pools:
             if pool.error is not None:
                 self.end(pool.devices)
 
     def end(self, devices: tuple[str, ...], politely: bool = True) -> None:
-        """End the ranks on these devices, if there are such. `politely`: see Pool.close."""
+        """End the ranks on these devices, if there are any. `politely`: see Pool.close."""
         ended = [pool for pool in self._pools if pool.devices == devices]
         self._pools = tuple(pool for pool in self._pools if pool not in ended)
         for pool in ended:
@@ -70,22 +70,21 @@ class Pools:
             self.end(pool.devices)
 
     def _on(self, devices: tuple[str, ...]) -> Pool:
-        """The pool on these devices, from now on the one used last. Pools that have failed end, and those that have one of
-        these devices and others."""
+        """The pool on these devices, now the one used last. Ends pools that have failed or share some of the devices."""
         self.end_failed()
         for pool in self._pools:
             if pool.devices != devices and not apart(pool.devices, devices):
                 self.end(pool.devices)
-        there = [pool for pool in self._pools if pool.devices == devices]
-        if not there:
+        same = [pool for pool in self._pools if pool.devices == devices]
+        if not same:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
             without = devices in self._without_p2p
             self_test = replace(SELF_TEST, p2p=False, seconds=SECOND_TRY_SECONDS) if without else SELF_TEST
-            there = [self._start(devices, self_test)]
-        self._pools = (*(pool for pool in self._pools if pool not in there), *there)
-        return there[0]
+            same = [self._start(devices, self_test)]
+        self._pools = (*(pool for pool in self._pools if pool not in same), *same)
+        return same[0]
 
 
 def apart(these: tuple[str, ...], others: tuple[str, ...]) -> bool:
-    """All are of this machine, and none is in both. Where a device on Ray is, Ray decides."""
+    """Whether no device is in both pools. False for devices on Ray, which may be the same ones."""
     return not any(map(on_ray, (*these, *others))) and not {*these} & {*others}

@@ -1,4 +1,4 @@
-"""Model calls and their conditionings on the way to the ranks of one model, and the outputs on the way back."""
+"""Sends model calls and conditionings to the ranks of one model, and completes calls with the ranks' outputs."""
 
 import contextlib
 import threading
@@ -19,11 +19,11 @@ from .scatter import Scatter
 
 
 class Posting:
-    """Sends what calls need, in one order for all ranks, and hands out their outputs. Thread-safe.
+    """Sends conditionings and micro-steps in one order to all ranks, and completes calls. Thread-safe.
 
-    `patch`: values that an output's token has for each channel. `wake()` is called before each micro-step is sent, since
-    weights may have left the devices after its call was posted. `lock` is held while micro-steps are sent, and by whoever
-    sends what must not come between two of them.
+    `patch`: number of values of an output token for each channel. `wake()` is called before each micro-step is sent, since
+    weights may have left the devices after its call was posted. `lock` is held while anything is sent for the model, so
+    that all ranks get the messages in one order.
     """
 
     def __init__(
@@ -42,28 +42,28 @@ class Posting:
 
     @property
     def cut(self) -> SequenceCut:
-        """How a stage's tokens are cut over its sequence ranks."""
+        """The cut of a stage's tokens over its sequence ranks."""
         return self._scatter.cut
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
-        """Nobody else sends for this model in the meantime. Raises the model's error once there is one, see `end`."""
+        """Context in which no other thread sends for this model. Raises the model's error if it has one, see `end`."""
         with self.lock:
             self.check()
             yield
 
     @property
     def alive(self) -> bool:
-        """The model is still on the ranks, for all that is known."""
+        """Whether the model has no error, see `end`."""
         return self._error is None
 
     def check(self) -> None:
-        """Raise the model's error once there is one, see `end`."""
+        """Raise the model's error if it has one, see `end`."""
         if self._error is not None:
             raise again(self._error)
 
     def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
-        """The ranks' own copy of the call's conditioning, sent if it is not there yet. Errors: see ConditioningCache."""
+        """The ranks' copy of the call's conditioning, see ConditioningCache."""
         self._conditionings.check_size(layout.grid, call.tensors)
         with self.in_order():
             return self._conditionings.find(call, layout)
@@ -78,17 +78,17 @@ class Posting:
 
     @property
     def busy(self) -> bool:
-        """Micro-steps of a call are under way or wait to be sent."""
+        """Whether micro-steps are under way or waiting."""
         with self.lock:
             return self._micro_steps.busy
 
     def abandon(self, which: Callable[[PostedCall], bool]) -> None:
-        """Forget these calls: micro-steps not sent yet never will be, those under way finish and are dropped."""
+        """Forget these calls: waiting micro-steps are not sent, and outputs of those under way are dropped."""
         with self.lock:
             self._micro_steps.forget(which)
 
     def end(self, error: Exception) -> None:
-        """The model is on the ranks no more: every call, waiting or to come, raises `error`."""
+        """The model has left the ranks: every call, waiting or later, raises `error`."""
         with self.lock:
             self._error = error
             self._conditionings.clear()
@@ -98,13 +98,13 @@ class Posting:
             fail(call.future, error)
 
     def on_output(self, output: m.Output) -> None:
-        """On a thread of the pool: hand out a call that this completes. BadMessage: see MicroSteps.accept."""
+        """Add an output, and complete its call if this was the last one. BadMessage: see MicroSteps.accept."""
         finite = all_finite(output.value)
         with self.lock:
-            found = self._micro_steps.accept(output, finite)
-        if found is None:
+            accepted = self._micro_steps.accept(output, finite)
+        if accepted is None:
             return
-        assembly, complete, nonfinite = found
+        assembly, complete, nonfinite = accepted
         if nonfinite:
             self._causes.fail(assembly.call, output.seq, assembly.first_seq)
         elif complete and not assembly.nonfinite:

@@ -1,7 +1,7 @@
 """The process's ranks and the models on them, shared by all nodes.
 
-ComfyUI caches node outputs and drops them as it likes. Ranks must neither end nor multiply with them: there is one pool of
-ranks for a set of devices, and on it as many models as there is room for.
+ComfyUI caches and drops node outputs as it likes, on which ranks must not depend. So the registry keeps one pool of ranks
+for a set of devices, with as many models as there is memory for.
 """
 
 import atexit
@@ -39,21 +39,21 @@ BORROWED = "Parallel DiT: the ranks have been used for something else, and the m
 class Registry:
     """Keeps the pools and the models on them. Thread-safe.
 
-    Models give way to each other, the least recently used first: they leave the devices for host memory, and the ranks where
-    the host has no room either.
+    Models give way to each other, the least recently used first: they move to host memory, or leave the ranks if host memory
+    has no room.
     """
 
     def __init__(self):
         self.logs: Callable[[], Path | None] = lambda: None
-        """Folder in which logs of ranks to be started are kept, see pool.Pool. None: nowhere."""
+        """Gives the folder for the logs of new ranks, see pool.Pool."""
         self.threads: int | None = None
-        """CPU threads of each rank to be started, see pool.Pool. None: the cores are shared out."""
+        """CPU threads of each new rank, see pool.Pool. None: the cores are divided evenly."""
         self.start_of = start_of
-        """Where ranks on these devices are started, see pool.Pool."""
-        self._lock = threading.RLock()  # make_room may unload another model, on the thread that loads this one
+        """Gives the class of new ranks by their devices."""
+        self._lock = threading.RLock()  # reentrant: make_room may unload another model on the thread that loads this one
         self._pools = Pools(self._start)
         self._models = ModelsOnRanks()
-        self._former_owners: list[Any] = []  # never read: who unloads may be one of them, and need itself to the end
+        self._former_owners: list[Any] = []  # kept alive: an owner may be what calls `unload`, and must outlive that call
 
     def model(
         self,
@@ -64,24 +64,23 @@ class Registry:
         make_room: MakeRoom = no_room,
         expected: Callable[[], Request | None] = lambda: None,
     ) -> RemoteTransformer:
-        """The model of `setup`. Ranks are started and the model is loaded if that is not done yet, or ranks have failed, or
-        its files have changed since.
+        """The model of `setup`. Starts ranks and loads the model if it is not on working ranks, or its files have changed.
 
-        `owner` is kept alive as long as the model is on ranks, and until the next use of one, or its own by another owner:
-        the object that frees the weights must outlive them. `make_room`, `expected()`: for loading, see loading.load_model;
-        other models on the same ranks give way after `make_room`. A loaded model stays as it is, whatever size is expected.
+        `owner` is kept alive while the model is on ranks, and then until the next use of a model: the object that frees the
+        weights must outlive them. `make_room`, `expected()`: for loading, see loading.load_model; other models on the same
+        ranks give way after `make_room`. A model that is loaded already stays as it is, whatever is expected.
         """
         with self._lock:
-            found = self._models.find(setup)
-            if found is not None and not found.model.checkpoint.is_unchanged:
+            entry = self._models.find(setup)
+            if entry is not None and not entry.model.checkpoint.is_unchanged:
                 log.info("Parallel DiT: %s has changed on disk and is read again", setup.path.name)
-                self._unload(found, poll)
-                found = None
-            if found is None:
-                found = self._models.add(setup, self._load(setup, poll, progress, make_room, expected))
-            self._models.use(found, owner)
+                self._unload(entry, poll)
+                entry = None
+            if entry is None:
+                entry = self._models.add(setup, self._load(setup, poll, progress, make_room, expected))
+            self._models.use(entry, owner)
             self._former_owners.clear()
-            return found.model
+            return entry.model
 
     def _load(
         self,
@@ -103,35 +102,35 @@ class Registry:
 
         try:
             return self._pools.use(setup.devices, load)
-        except ValueError:  # refused before the ranks were asked for anything
+        except ValueError:  # refused before anything was sent to the ranks
             raise
-        except BaseException:  # Cancel too: half-loaded ranks are useless
+        except BaseException:  # such as Cancel: half-loaded ranks are of no use
             self._pools.end(setup.devices, politely=False)
             raise
 
     def _make_room(self, setup: Setup, pool: Pool, make_room: MakeRoom, device: str, missing: int) -> int:
-        """A MakeRoom for the model of `setup`: asks `make_room` on GPUs, then the other models on its ranks."""
+        """A MakeRoom for the model of `setup`: calls `make_room` for GPUs, then frees memory of other models on `pool`."""
         freed = make_room(device, missing) if device_kind(device) == "cuda" else 0
         with self._lock:
             models, asking = self._models.that_give_way_to(setup, pool), self._models.find(setup)
             return freed + self._make_way(models, device, missing - freed, asking, in_turns=True)
 
     def make_way(self, pool: Pool, device: str, nbytes: int) -> int:
-        """Have the models on these ranks hand over so many bytes of one device's memory. Bytes that come free; ranks do it
-        before what they are sent from now on."""
+        """Free `nbytes` of one device's memory by moving the models on these ranks. Bytes that come free, before the ranks
+        handle later messages."""
         with self._lock:
             return self._make_way(self._models.of(pool), device, nbytes)
 
     def held_on(self, pool: Pool, device: str) -> int:
-        """Bytes that the models on these ranks have on one device."""
+        """Bytes of the models on these ranks on one device."""
         with self._lock:
             return sum(each.model.bytes_on(device) for each in self._models.of(pool))
 
     def _make_way(
         self, models: list[OnRanks], device: str, nbytes: int, asking: OnRanks | None = None, in_turns: bool = False
     ) -> int:
-        """As `make_way`, of these models in this order. `asking`: the model that needs the room, if it is on ranks already.
-        `in_turns`: for one more model, beside which those that are used in this run go on."""
+        """As `make_way`, with these models in this order. `asking`: the model that needs the memory, if it is on ranks.
+        `in_turns`: models that are used in this run go on with the new one, and so keep the least that they need."""
         freed = 0
         for each in models:
             held, wanted = each.model.bytes_on(device), nbytes - freed
@@ -141,16 +140,16 @@ class Registry:
                 continue
             working = in_turns and each.run == self._models.run
             to_host = min(held, wanted, each.model.host_lacks)
-            given = each.model.make_way(device, wanted, working) if self._host_has_room(to_host, asking) else None
-            if given is None:
+            moved = each.model.make_way(device, wanted, working) if self._host_has_room(to_host, asking) else None
+            if moved is None:
                 self._let_go(each)
-                given = held
-            freed += given
+                moved = held
+            freed += moved
         return freed
 
     def _host_has_room(self, nbytes: int, asking: OnRanks | None) -> bool:
-        """Whether so many bytes of weights can go to this machine's memory. Models that are there alone are unloaded first,
-        the least recently used one first, but for the one that is `asking`: it comes back from there."""
+        """Whether `nbytes` of weights fit into host memory. To make room, models that are in host memory alone are unloaded,
+        the least recently used first, except `asking`, which is about to come back from there."""
         if not nbytes:
             return True
         free = host_memory()[0] - LEFT_FREE
@@ -161,7 +160,7 @@ class Registry:
         return free >= nbytes
 
     def planned(self, setup: Setup) -> Setup | None:
-        """Key of a model on ranks that differs from `setup` in nothing but what the planner chose. None: there is none."""
+        """Setup of a model on ranks that differs from `setup` only in the planner's choices. None: there is none."""
         same = [each.setup for each in self._models if setup.differs_by_plan_alone(each.setup)]
         return same[-1] if same else None
 
@@ -170,18 +169,18 @@ class Registry:
         with self._lock:
             self._models.run += 1
             for each in self._models:
-                with contextlib.suppress(RankError):  # the next use starts new ranks
+                with contextlib.suppress(RankError):  # the model's next use starts new ranks
                     each.model.begin_timeline()
 
     def unload(self, setup: Setup | None = None, poll: Poll = lambda: None) -> None:
-        """Free what the ranks hold of the model of `setup`, or all that they hold if `setup` is None. The ranks stay.
+        """Free the ranks' memory of the model of `setup`, or of everything if `setup` is None. The ranks stay.
 
-        Returns when the memory is free. Micro-steps under way finish first. What `poll` raises ends the waiting alone.
+        Returns when the memory is free. Micro-steps under way finish first. An exception of `poll` ends only the waiting.
         """
         with self._lock:
             if setup is not None:
-                if (found := self._models.find(setup)) is not None:
-                    self._unload(found, poll)
+                if (entry := self._models.find(setup)) is not None:
+                    self._unload(entry, poll)
                 return
             for each in self._models:
                 self._let_go(each)
@@ -190,19 +189,13 @@ class Registry:
                 self._finish_freeing(pool, freed, poll)
 
     def _unload(self, gone: OnRanks, poll: Poll) -> None:
-        """Free what the ranks hold of one model; of the last one on them all that they hold, a VAE's coder too."""
+        """Free the ranks' memory of one model; with the last one on them everything, parts of VAEs too."""
         pool = gone.model.pool
-        try:
-            if (freed := self._let_go(gone)) is not None and self._models.of(pool):
-                wait_for(freed, poll)
-        except RankError as error:
-            self._end_failed(pool, error)
-        else:
-            if not self._models.of(pool):
-                self._finish_freeing(pool, self._begin_freeing(pool), poll)
+        freed = self._let_go(gone)
+        self._finish_freeing(pool, freed if self._models.of(pool) else self._begin_freeing(pool), poll)
 
     def _let_go(self, gone: OnRanks) -> Future | None:
-        """As `_unload`, of this model alone and without waiting. The future ends when the memory is free; None: the ranks
+        """As `_unload`, for this model alone and without waiting. The future ends when the memory is free. None: the ranks
         have failed."""
         self._models.remove(gone)
         self._former_owners.append(gone.owner)
@@ -212,7 +205,7 @@ class Registry:
             return None
 
     def _begin_freeing(self, pool: Pool) -> Future | None:
-        """Have these ranks free all that they hold. The future ends when they have; None: they have failed."""
+        """Have these ranks free everything. The future ends when they have. None: the ranks have failed."""
         try:
             return pool.ask(m.Unload(), m.Unloaded)
         except RankError as error:
@@ -227,14 +220,14 @@ class Registry:
             self._end_failed(pool, error)
 
     def _end_failed(self, pool: Pool, error: RankError) -> None:
-        """The memory is free, and the next use starts new ranks."""
+        """Drop ranks that have failed: their memory is free, and the next use starts new ranks."""
         log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
         self._pools.end(pool.devices)
 
     def give_back(self, setup: Setup, device: str, nbytes: float) -> int:
-        """Have the ranks on `device` hand over so many bytes of its memory, see giving_way.give_way. Bytes that came free.
+        """Free `nbytes` of `device` by moving the model of `setup`, see giving_way.give_way. Bytes that came free.
 
-        Their model, which is that of `setup`, stays. Waits for micro-steps that are under way.
+        The model stays on the ranks. Waits for micro-steps under way.
         """
         with self._lock:
             model = self._model_of(setup)
@@ -242,31 +235,31 @@ class Registry:
                 return 0
             try:
                 return model.give_way(device, nbytes, lambda: None)
-            except RankError as error:  # its memory is free too, which nobody counts here
+            except RankError as error:  # the ranks' memory is free, but is not counted
                 log.warning("%s", str(error))
                 return 0
 
     def _model_of(self, setup: Setup) -> RemoteTransformer | None:
         """The model of `setup`, if it is on ranks."""
-        found = self._models.find(setup)
-        return None if found is None else found.model
+        entry = self._models.find(setup)
+        return None if entry is None else entry.model
 
     def runs_on(self, devices: tuple[str, ...]) -> bool:
-        """There are working ranks on just these devices. Never waits."""
+        """Whether there are working ranks on exactly these devices. Never waits."""
         return any(pool.devices == devices for pool in self._pools.working)
 
     def bytes_on(self, setup: Setup, device: str) -> int:
-        """Bytes that ranks hold of the model of `setup` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
+        """Bytes of the model of `setup` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
         model = self._model_of(setup)
         return 0 if model is None else model.bytes_on(device)
 
     def wanted_on(self, setup: Setup, device: str) -> int | None:
-        """Bytes that ranks hold of the model of `setup` on one device if nobody needs room. None: it is not loaded."""
+        """As `bytes_on`, if no other model needs the memory. None: the model is not loaded."""
         model = self._model_of(setup)
         return None if model is None else model.wanted_on(device)
 
     def pool_for(self, devices: tuple[str, ...] | None, poll: Poll) -> Pool | None:
-        """The ranks on these devices, started if they do not run. `devices` None: the ranks used last, or None."""
+        """The ranks on these devices, started if necessary. `devices` None: the ranks used last, or None."""
         with self._lock:
             if devices is not None:
                 return self._pools.use(devices, lambda pool: _ready(pool, poll))
@@ -286,10 +279,9 @@ class Registry:
 
     @contextlib.contextmanager
     def borrow(self, devices: tuple[str, ...], poll: Poll = lambda: None) -> Iterator[Pool]:
-        """Context that has the ranks on these devices for something other than sampling, started if they do not run.
+        """Context with the ranks on these devices, started if necessary, for other purposes than sampling.
 
-        Their models are gone: the next `model` loads one again. An exception inside ends the ranks, since their state is
-        unknown.
+        Their models are unloaded. An exception in the context ends the ranks, whose state is then unknown.
         """
         try:
             with self._lock:
@@ -303,23 +295,17 @@ class Registry:
             raise
 
     def close(self) -> None:
-        """End the ranks, which frees everything they hold."""
+        """End all ranks."""
         with self._lock:
             self._models.clear()
             self._pools.close()
 
     def _start(self, devices: tuple[str, ...], self_test: SelfTest) -> Pool:
         threads = self.threads
-        if threads is None and device_kind(devices[0]) == "cpu":  # with the CPU ranks that are there already
+        if threads is None and device_kind(devices[0]) == "cpu":  # the CPU ranks of all pools share the cores
             cpu_devices = [name for pool in self._pools.working for name in pool.devices if device_kind(name) == "cpu"]
             threads = max(1, (os.cpu_count() or 1) // len((*devices, *cpu_devices)))
-        return Pool(
-            devices,
-            threads=threads,
-            start=self.start_of(devices),
-            logs=self.logs(),
-            self_test=self_test,
-        )
+        return Pool(devices, threads=threads, start=self.start_of(devices), logs=self.logs(), self_test=self_test)
 
 
 def _ready(pool: Pool, poll: Poll) -> Pool:
@@ -329,7 +315,7 @@ def _ready(pool: Pool, poll: Poll) -> Pool:
 
 @functools.cache
 def registry() -> Registry:
-    """The process's registry. Its ranks end with the process."""
+    """The process's registry, whose ranks end with the process."""
     one = Registry()
     atexit.register(one.close)
     return one

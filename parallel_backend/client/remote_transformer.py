@@ -1,9 +1,10 @@
-"""What the nodes call: a model that lives on a pool of ranks and answers `predict`.
+"""A model on the ranks of a pool, as the nodes use it.
 
-A call is cut into micro-steps (batch entries over replicas, entries of an exact call one by one through the pipeline),
-posted in order with a small window, and its outputs, shard by shard, are put together again (see micro_step_queue.py).
+A call is cut into micro-steps: batch entries over replicas, entries of an exact call one by one through the pipeline. They
+are posted in order, a small window at a time, and the shards of their outputs are joined (micro_step_queue.py).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
@@ -29,14 +30,13 @@ from .memory_guard import MemoryGuard
 from .not_finite import check_latent
 from .posting import Posting
 from .resident_weights import ResidentWeights
-from .runs import Runs
 from .step_cache import Forecast, StepCache
 
 
 class RemoteTransformer:
     """A checkpoint on the ranks of a pool, cut by the degrees of `setup`. Made by loading.load_model. Thread-safe.
 
-    `balance`: which blocks and which share of the picture each rank has.
+    `balance`: the blocks of each stage, and each patch rank's share of the picture.
     """
 
     def __init__(
@@ -51,37 +51,37 @@ class RemoteTransformer:
         self.checkpoint, self.setup, self.family, self.degrees = checkpoint, setup, checkpoint.family, setup.degrees
         self.balance, self._memory, self._posting, self._adaptation = balance, memory, posting, adaptation
         self._ranks, self.pool = memory.ranks, memory.ranks.pool
-        self._runs = Runs(self._ranks, posting, memory)
+        self._runs = itertools.count(1)
         self._ranks.listen(posting.on_output, self._on_failure)
 
     @property
     def resident(self) -> ResidentWeights:
-        """Where its weights are."""
+        """Where the model's weights are."""
         return self._memory.resident
 
     @property
     def weight_bytes(self) -> list[int]:
-        """By rank, of weights on its device."""
+        """By rank, bytes of weights on its device."""
         return list(self.resident.device_bytes)
 
     @property
     def adapter_bytes(self) -> list[int]:
-        """By rank, of what `adapt` added."""
+        """By rank, bytes that `adapt` added."""
         return self._adaptation.bytes
 
     def adapt(self, name: Hashable | None, deltas: Iterable[Delta], poll: Poll, strengths: tuple[float, ...] = ()) -> None:
-        """Compute with the checkpoint's weights and these added, in place of what was added before; for no call under way.
+        """Add `deltas` to the checkpoint's weights, in place of earlier deltas. No call may be under way.
 
-        `name` stands for the deltas: under the name of last time none is sent, and `deltas` is not looked at. None: as
-        loaded. `strengths`: of the deltas' groups 1, 2, ...; other ones cost a message. Waits until every rank has its
-        part, whose size is then in `adapter_bytes`. ValueError for a delta that does not fit the checkpoint.
+        `name`: equal deltas have equal names. If the name is that of the last time, `deltas` is not read. None: no deltas.
+        `strengths`: of the deltas' groups 1, 2, ...; to change these alone is cheap. Returns when every rank has its part,
+        with its size in `adapter_bytes`. ValueError for a delta that does not fit the checkpoint.
         """
         if not self._adaptation.has(name, strengths):
-            self._memory.wake(poll)  # what is added is put beside weights
+            self._memory.wake(poll)  # deltas need the weights on the devices
         self._adaptation.replace(name, deltas, strengths, self._posting.check, poll)
 
     def stage_costs(self, grid: tuple[int, ...]) -> tuple[StageCost, ...] | None:
-        """By stage, for a picture with these tokens along its axes; None where nothing was measured."""
+        """Costs by stage for a picture with `grid` tokens along its axes. None: the blocks were not timed."""
         costs = self.balance.costs(math.prod(grid) / self.degrees.sequence)
         if costs is None:
             return None
@@ -93,22 +93,22 @@ class RemoteTransformer:
 
     @property
     def on_ranks(self) -> bool:
-        """Whether it is still there: no other model has been loaded in its place, and no rank has failed."""
-        return self._posting.alive and self.pool.error is None  # which is there before the calls hear of it
+        """Whether the model is still on the ranks: no other model has replaced it, and no rank has failed."""
+        return self._posting.alive and self.pool.error is None  # the pool has its error before `_on_failure` is called
 
     def unload(self) -> Future:
-        """Calls fail from now on, and the ranks free weights, adapters, conditioning and K/V buffers. The future ends when
-        they have; micro-steps under way come first. RankError where the pool has failed."""
+        """Fail all calls from now on. The ranks finish micro-steps under way, then free all that they hold of the model,
+        which ends the future. RankError if the pool has failed."""
         self._on_failure(RuntimeError("Parallel DiT: the model has been unloaded from its ranks"))
         self._ranks.leave()
         return self._ranks.ask(m.Unload(), m.Unloaded)
 
     def bytes_on(self, device: str) -> int:
-        """Of weights and adapters that the ranks on this device hold there between them."""
+        """Bytes of weights and adapters on this device, over its ranks."""
         return self._sum_on(device, self.resident.device_bytes)
 
     def wanted_on(self, device: str) -> int:
-        """As `bytes_on`, if nobody else needs the room."""
+        """As `bytes_on`, if no other model needs the memory."""
         return self._sum_on(device, self.resident.wanted)
 
     def _sum_on(self, device: str, weights: tuple[int, ...]) -> int:
@@ -117,32 +117,31 @@ class RemoteTransformer:
 
     @property
     def is_parked(self) -> bool:
-        """All of its weights are in host memory."""
+        """Whether all of the model's weights are in host memory."""
         return not any(self.resident.expected())
 
     @property
     def host_lacks(self) -> int:
-        """Bytes of weights that have no copy in host memory yet, and need room there when they leave their devices."""
+        """Bytes of weights without a copy in host memory, which need host memory to leave their devices."""
         sizes = {rank: one.total for rank, one in enumerate(self.resident.weights)}
         whole = shared_bytes(self.degrees, sizes) if SHARED else sum(sizes.values())
         return max(0, whole - sum(self.resident.host_bytes))
 
     def make_way(self, device: str, nbytes: int, working: bool) -> int | None:
-        """The ranks on `device` hand over so many bytes of it to other models on them, see giving_way.hand_over. Bytes that
-        come free; None where weights have no other place.
+        """Free `nbytes` of `device` for other models on the same ranks, see giving_way.hand_over. Bytes that come free.
+        None: the weights can be nowhere else.
         """
-        own = [rank for rank, name in enumerate(self.pool.devices) if name == device]
-        if not all(self._memory.has_host[rank] for rank in own):
+        ranks = [rank for rank, name in enumerate(self.pool.devices) if name == device]
+        if not all(self._memory.has_host[rank] for rank in ranks):
             return None
-        freed = hand_over(self.resident, own, nbytes, not self._memory.memory_check.offload.streams, working)
+        freed = hand_over(self.resident, ranks, nbytes, not self._memory.memory_check.offload.streams, working)
         self._memory.gave_way()
         return freed
 
     def give_way(self, device: str, nbytes: float, poll: Poll) -> int:
-        """The ranks on `device` hand over so many bytes of its memory, see giving_way.give_way. Bytes that came free.
+        """Free `nbytes` of `device` for another program, see giving_way.give_way. Bytes that came free.
 
-        What adapters add stays in the middle of a run or of a call, whose further micro-steps would be without it: they
-        `adapt` once.
+        Adapters stay during a run or a call, whose later micro-steps need them.
         """
         adaptation = None if self._memory.in_run or self._posting.busy else self._adaptation
         freed = give_way(self._ranks, self.resident, adaptation, device, nbytes, poll)
@@ -157,10 +156,10 @@ class RemoteTransformer:
         cache: StepCache | None = None,
         on_posted: Callable[[], None] = lambda: None,
     ) -> torch.Tensor | Latents:
-        """The model's output for a call with the whole latent: like `call.x` in shape and device.
+        """The model's output for a call with the whole latent, with the shapes and the device of `call.x`.
 
-        Exact, but in naive patch mode, and where the run's `cache` forecasts the call. `on_posted` runs once the call is on
-        its way, before it is waited for: it may make other calls.
+        Exact, except in naive patch mode and for calls that `cache` forecasts. `on_posted` is called when the call is
+        posted, and may post other calls.
         """
         latents, patching = latents_of(call.x), self.family.patching
         shapes = [tuple(latent.shape) for latent in latents]
@@ -170,7 +169,7 @@ class RemoteTransformer:
         def answer(outputs: Latents) -> torch.Tensor | Latents:
             return like(call.x, tuple(output.to(latents[0].device, non_blocking=True) for output in outputs))
 
-        timestep = call.timestep.cpu().float()  # once, as the latents: all that looks at them looks here
+        timestep = call.timestep.cpu().float()
         entry = None if cache is None else cache.call(conditioning.id, float(timestep.max()), call.may_forecast)
         if isinstance(entry, Forecast):
             return answer(entry.output())
@@ -191,16 +190,14 @@ class RemoteTransformer:
         return answer(outputs)
 
     def post(self, call: PostedCall) -> None:
-        """Queue the call's micro-steps; `call.future` gives its output.
+        """Queue the call's micro-steps. `call.future` gives the output.
 
-        ValueError for values that are not finite, for memory that cannot hold what the run keeps (see `watch_memory`), and
-        for fewer tokens than sequence ranks.
+        ValueError for values that are not finite, for a run that does not fit into memory (see `watch_memory`), and for
+        fewer tokens than sequence ranks.
         """
         tokens, conditioning = call.tokens, call.conditioning
-        assert call.x.shape[:2] == (
-            conditioning.batch,
-            len(conditioning.token_order.images(tokens)) + call.companion_tokens,
-        )
+        count = len(conditioning.token_order.images(tokens)) + call.companion_tokens
+        assert call.x.shape[:2] == (conditioning.batch, count)
         assert not (call.run and self.degrees.naive), "naive patches keep nothing from call to call"
         check_latent(call.x, call.timestep)
         self._memory.check(call.run, conditioning, has_token_times(call.timestep))
@@ -213,42 +210,57 @@ class RemoteTransformer:
         self._posting.post(call)
 
     def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
-        """The ranks' own copy of the call's conditioning, sent only if it is not there yet (see ConditioningCache).
-
-        ValueError if the model has no positions for so large a grid.
-        """
+        """The ranks' copy of the call's conditioning, see ConditioningCache. ValueError for too large a grid."""
         return self._posting.conditioning(call, layout)
 
     def open_run(self, extrapolate: bool = True) -> int:
-        """A number for a run, under which its calls keep their K/V buffers. See Runs.open, also for errors."""
-        return self._runs.open(extrapolate)
+        """The number of a new run, whose calls share K/V buffers on the ranks. `extrapolate`: see sampling.OpenRun."""
+        with self._posting.in_order():
+            run = next(self._runs)
+            self._ranks.tell(m.OpenRun(run, extrapolate))
+            return run
 
     def watch_memory(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
-        """Ask the ranks once what memory they have. The run's first call for each conditioning is then refused with a
-        ValueError if what it keeps and computes cannot fit. `bands`, `extrapolate`: of the run.
+        """Ask the ranks for their free memory. The run's first call for each conditioning then raises ValueError if its
+        buffers and its computation cannot fit. `bands`, `extrapolate`: of the run.
         """
         self._memory.watch(run, bands, extrapolate, poll)
 
     def close_run(self, run: int, poll: Poll) -> list[m.RunStats]:
-        """Drop the run's buffers. What each rank did since the last report, in rank order."""
-        return self._runs.close(run, poll)
+        """Free the run's buffers. The statistics of each rank since the last report, in rank order."""
+        self._memory.forget(run)
+        self._posting.check()
+        return wait_for(self._ranks.ask(m.CloseRun(run), m.RunStats), poll)
 
     def abandon(self, run: int) -> None:
-        """Forget the run's calls: those not sent yet never will be, those under way finish and are dropped."""
-        self._runs.abandon(run)
+        """Forget the run's calls, see Posting.abandon. The run stays open."""
+        self._posting.abandon(lambda call: call.run == run)
 
     def discard_run(self, run: int) -> None:
-        """Give the run up without waiting, see Runs.discard."""
-        self._runs.discard(run)
+        """Abandon and close the run, without waiting. The ranks finish micro-steps that were sent, a window at most."""
+        self.abandon(run)
+        self._memory.forget(run)
+        if self.on_ranks:
+            self._ranks.tell(m.CloseRun(run))
 
     def begin_timeline(self) -> None:
-        """A sampling run begins: `timeline` is about what the ranks do from now on, and memory is looked at anew."""
-        self._runs.begin_timeline()
+        """A sampling run begins: the ranks drop their recorded spans, and free memory is asked for again."""
+        self._memory.refresh()
+        self._ranks.tell(m.BeginTimeline())
 
     def timeline(self, poll: Poll) -> list[m.Timeline]:
-        """What each rank did when since the last `begin_timeline`, or since it was loaded, in rank order."""
-        return self._runs.timeline(poll)
+        """Each rank's spans since the last `begin_timeline`, or since the model was loaded, in rank order.
+
+        RankError, which ends the ranks, for an answer with a wrong shape or values that are not finite.
+        """
+        timelines = wait_for(self._ranks.ask(m.ReadTimeline(), m.Timeline), poll)
+        for each in timelines:
+            spans = len(each.times)
+            if (each.times.shape, each.labels.shape) != ((spans, 2), (spans, 5)) or not each.times.isfinite().all():
+                shapes = f"{list(each.times.shape)} and {list(each.labels.shape)}"
+                raise self.pool.refuse(each.rank, f"a timeline of {shapes}")
+        return timelines
 
     def _on_failure(self, error: Exception) -> None:
-        """The ranks' model is this one no more, or the pool has failed: every call, waiting or to come, raises `error`."""
+        """The model has left the ranks, or the pool has failed: every call, waiting or later, raises `error`."""
         self._posting.end(self._memory.explained(error))

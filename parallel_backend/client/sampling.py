@@ -1,7 +1,4 @@
-"""Euler sampling of flow matching without ComfyUI, whole and in bands: for the quickstart, the benchmarks and tests.
-
-In ComfyUI its own samplers do this (nodes/sampling/pipefusion.py); here the loop is as short as it can be.
-"""
+"""Euler sampling of flow matching without ComfyUI, whole and in bands: for the quickstart, the benchmarks and tests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +23,7 @@ Predict = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.
 
 @dataclass(frozen=True)
 class Prompt:
-    """Conditioning tensors, batch first, and with guidance above 1 the unconditional ones. `cfg` 1 runs no negative.
-
-    `timestep`: the model's at sigma 1, in whose units it counts.
-    """
+    """Conditioning tensors, batch first. With `cfg` 1 the negative ones are not used. `timestep`: the model's at sigma 1."""
 
     positive: dict[str, torch.Tensor]
     negative: dict[str, torch.Tensor]
@@ -37,7 +31,7 @@ class Prompt:
     timestep: float = 1.0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a model call gets: [uncond, cond] as one batch, in ComfyUI's order."""
+        """The conditioning of a model call: with guidance [negative, positive] as one batch, in ComfyUI's order."""
         if self.cfg == 1.0:
             return self.positive
         return {name: torch.cat((self.negative[name], self.positive[name])) for name in self.positive}
@@ -82,7 +76,7 @@ def sample_whole(
     poll: Poll = lambda: None,
     cache: StepCache | None = None,
 ) -> torch.Tensor | Latents:
-    """Every call exact, over the whole latent; but for those that `cache` forecasts."""
+    """The sample, with exact calls over the whole latent, except for calls that `cache` forecasts."""
     shapes = tuple(tuple(latent.shape) for latent in latents_of(noise))
 
     def predict(x, timestep, tensors):
@@ -106,10 +100,9 @@ def sample_in_bands(
     cache: StepCache | None = None,
     along: str = "rows",
 ) -> tuple[torch.Tensor | Latents, list[RunStats]]:
-    """PipeFusion: `bands` patches along an axis, the first `warm_up` steps exact. The sample, or its latents, and what each
-    rank did.
+    """The sample by PipeFusion in `bands` bands, the first `warm_up` steps exact; and each rank's statistics.
 
-    With displaced patches `bands` is 1: how tokens are cut is the model's affair, and the rest is the same.
+    With displaced patches `bands` is 1, since the model's degrees cut the tokens.
     """
     patching, latents = model.family.patching.cut(along), latents_of(noise)
     shapes = tuple(tuple(latent.shape) for latent in latents)
@@ -119,7 +112,7 @@ def sample_in_bands(
     run = BandedRun(model, cut.rows, shapes[0], warm_up > 0, overlap, extrapolate, cache, poll, along, companion_tokens)
     limit = exact_above(sigmas, warm_up)
 
-    def sample(band: int) -> torch.Tensor:  # as a sampler sees it
+    def sample(band: int) -> torch.Tensor:
         def predict(x, timestep, tensors):
             exact, allowed = float(timestep[0]) > limit, may_forecast(timestep, sigmas)
             band_latents = unpacked(x, cut.shapes_of(band))

@@ -1,4 +1,4 @@
-"""Which rank is sent which part of a call or of a conditioning."""
+"""Sends each rank its part of a micro-step or of a conditioning."""
 
 import torch
 
@@ -15,9 +15,9 @@ from .shared_residuals import SharedResiduals
 
 
 class Scatter:
-    """`stage_blocks`: the blocks of each stage. `cut`: a stage's tokens over its sequence ranks.
+    """`stage_blocks`: the blocks of each stage. `cut`: the cut of a stage's tokens over its sequence ranks.
 
-    `shared` has the residuals of micro-steps under way, where ranks share memory with this process.
+    `shared` has the residuals of micro-steps under way, for ranks that share memory with this process.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class Scatter:
         self.shared = SharedResiduals(degrees, ranks)
 
     def step(self, replica: int, step: PostedStep) -> None:
-        """Its part to every rank of the replica: the latent to the first stage, residuals to the stage of their blocks."""
+        """Send a micro-step to the replica's ranks: latents to the first stage, residuals to the stages of their blocks."""
         call = step.assembly.call
         shards = call.rows(self.cut)
         stages = [self._residuals(stage, call.residuals) for stage in range(self._degrees.pipe)]
-        # A ControlNet with few blocks repeats its tensors: each is sent once.
+        # A ControlNet with few blocks uses one tensor for several blocks of the model: it is sent once.
         added = [list({id(tensor): tensor for tensor in blocks.values()}.values()) for blocks in stages]
         entries = step.entries.slice
         parts = [tensor[entries, images.slice] for tensors in added for images, _ in shards for tensor in tensors]
@@ -59,12 +59,12 @@ class Scatter:
                     x=x,
                 )
                 messages += [(rank, message) for rank in self._degrees.ranks(replica, stage, index)]
-        with self._ranks.together():
+        with self._ranks.pool.together():
             for rank, message in messages:
                 self._ranks.send(rank, message)
 
     def _residuals(self, stage: int, residuals: Residuals) -> Residuals:
-        """Those of the stage's own blocks."""
+        """The residuals for the stage's blocks."""
         if not residuals:
             return {}
         owned = self._family.blocks.owned(self._config, self._stage_blocks[stage])
@@ -72,10 +72,9 @@ class Scatter:
         return {block: residuals[block] for block, (name, index) in places.items() if int(index) in owned[name]}
 
     def conditioning(self, conditioning: Conditioning) -> None:
-        """To every rank what it needs of it: the text to the first stage, what modulates to all."""
-        family, degrees = self._family, self._degrees
-        layout = conditioning.layout
-        text_spans = [own.after(layout.companion_tokens) for own in self.cut.text(conditioning.text_tokens)]
+        """Send a conditioning: text tokens to the first stage, vectors that modulate blocks to all stages."""
+        family, degrees, layout = self._family, self._degrees, conditioning.layout
+        text_spans = [part.after(layout.companion_tokens) for part in self.cut.text(conditioning.text_tokens)]
         for replica, entries in enumerate(conditioning.shares(degrees.batch)):
             for stage in range(degrees.pipe):
                 for index in range(degrees.sequence):

@@ -1,8 +1,7 @@
-"""A ControlNet's residuals in memory that the ranks share: they are too large for a pipe (shared_memory.py).
+"""A ControlNet's residuals in shared memory (shared_memory.py), since they are too large for a pipe.
 
-A segment has what all ranks of a replica need for one micro-step. A rank copies its part out before the micro-step's first
-block, and no output of the micro-step is there before each rank has begun its blocks: so the segment is free again once the
-outputs are. No message says so, and ranks need not agree.
+A segment has the residuals of one micro-step for all ranks of a replica. Each rank copies its part before the first block,
+and an output needs all ranks' blocks. So the segment is free when the micro-step's outputs have come, without a message.
 """
 
 import logging
@@ -19,15 +18,15 @@ from parallel_backend.wire.shared_memory import Segment, bytes_of_copies, make_s
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 2 << 30
-"""Of all segments together. What does not fit into that travels over the pipes."""
+"""Limit for all segments together. Residuals beyond it are sent over the pipes."""
 LEAST_FREE = 4
-"""Times its size must be free before a segment is made: who writes to memory that is not there is killed."""
+"""A segment is made only if this multiple of its size is free: the system kills a process that writes beyond free memory."""
 LEAST_BYTES = 1 << 16
-"""Of a micro-step: less is as fast over the pipes."""
+"""Smaller residuals of a micro-step are as fast over the pipes."""
 
 
 class SharedResiduals:
-    """The segments of a model. Not thread-safe: the client locks."""
+    """The segments of a model. Not thread-safe: Posting locks."""
 
     def __init__(self, degrees: Degrees, pool: ModelRanks):
         self._degrees, self._pool = degrees, pool
@@ -37,7 +36,7 @@ class SharedResiduals:
         self._nbytes = 0
 
     def place(self, replica: int, seq: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors in a segment that the replica's ranks have, until `done`; as they are where that is not possible."""
+        """Copies of the tensors in a segment of the replica's ranks, valid until `done`; or the tensors themselves."""
         nbytes = bytes_of_copies(tensors)
         segment = self._segment(replica, nbytes) if nbytes >= LEAST_BYTES else None
         if segment is None:
@@ -46,13 +45,13 @@ class SharedResiduals:
         return segment.copies(tensors)
 
     def done(self, seq: int) -> None:
-        """All outputs of that micro-step are there."""
-        if (found := self._used.pop(seq, None)) is not None:
-            replica, segment = found
+        """All outputs of that micro-step have come."""
+        if seq in self._used:
+            replica, segment = self._used.pop(seq)
             self._free[replica].append(segment)
 
     def close(self) -> None:
-        """The model is over. Its ranks have segments mapped until they unload it: what is under way stays right."""
+        """The model leaves the ranks, which keep the segments mapped until they unload it, for micro-steps under way."""
         self._possible = False
         free = [(replica, segment) for replica, segments in enumerate(self._free) for segment in segments]
         for replica, segment in (*free, *self._used.values()):
@@ -66,21 +65,20 @@ class SharedResiduals:
         return range(replica * size, (replica + 1) * size)
 
     def _segment(self, replica: int, nbytes: int) -> Segment | None:
-        """A free one that is large enough, or a new one, in place of one that is too small if there is one."""
+        """A free segment that is large enough, or a new one, which replaces a free one that is too small."""
         if not self._possible or not all(self._pool.lends_to(rank) for rank in self._ranks(replica)):
             return None
         free = sorted(self._free[replica], key=lambda segment: segment.nbytes)
-        found = next((segment for segment in free if segment.nbytes >= nbytes), None)
-        if found is not None:
-            self._free[replica].remove(found)
-            return found
+        segment = next((segment for segment in free if segment.nbytes >= nbytes), None)
+        if segment is not None:
+            self._free[replica].remove(segment)
+            return segment
         if free:
             self._drop(replica, free[-1])
         return self._make(replica, nbytes)
 
     def _make(self, replica: int, nbytes: int) -> Segment | None:
-        free = host_memory()[0]
-        if self._nbytes + nbytes > MOST_BYTES or (free is not None and nbytes > free // LEAST_FREE):
+        if self._nbytes + nbytes > MOST_BYTES or nbytes > host_memory()[0] // LEAST_FREE:
             return None
         try:
             segment = make_segment(self._pool.next_segment(), nbytes)

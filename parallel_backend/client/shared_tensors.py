@@ -1,4 +1,4 @@
-"""Memory that all ranks of a pool have for a while: pictures that they write, weights that they read. Neither is sent."""
+"""Memory shared with all ranks of a pool for a while: for pictures that the ranks write, and weights that they read."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def shared_output(pool: Pool, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, bool]]:
-    """An empty tensor that outlives the context, and whether all ranks of the pool have its memory too until that ends."""
+    """An empty tensor that outlives the context, and whether all ranks of the pool share its memory within the context."""
     with _lent(pool, math.prod(shape) * dtype.itemsize) as segment:
         if segment is None:
             yield torch.empty(tuple(shape), dtype=dtype), False
@@ -27,9 +27,9 @@ def shared_output(pool: Pool, shape: Sequence[int], dtype: torch.dtype) -> Itera
 
 @contextlib.contextmanager
 def shared_weights(pool: Pool, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors where all ranks of the pool have them; as they are where that is not possible.
+    """Copies of the tensors in memory that all ranks of the pool share; the tensors themselves if that is not possible.
 
-    A CPU rank goes on with that memory: one copy does for all.
+    CPU ranks compute with that memory, so that all of them together have one copy.
     """
     with _lent(pool, bytes_of_copies(tensors.values())) as segment:
         yield dict(tensors if segment is None else zip(tensors, segment.copies(tensors.values()), strict=True))
@@ -37,9 +37,9 @@ def shared_weights(pool: Pool, tensors: Mapping[str, torch.Tensor]) -> Iterator[
 
 @contextlib.contextmanager
 def _lent(pool: Pool, nbytes: int) -> Iterator[Segment | None]:
-    """A segment that all ranks have until they have done what they were sent within the context. None: they cannot."""
+    """A segment that all ranks have open until they have handled the messages of the context. None: not possible."""
     ranks, free = range(len(pool.devices)), host_memory()[0]
-    fits = 0 < nbytes <= MAX_SEGMENT_BYTES and nbytes < free  # who writes beyond it is killed
+    fits = 0 < nbytes <= MAX_SEGMENT_BYTES and nbytes < free  # the system kills a process that writes beyond free memory
     segment = None
     if fits and sharing_possible() and all(map(pool.lends_to, ranks)):
         try:
@@ -59,6 +59,6 @@ def _lent(pool: Pool, nbytes: int) -> Iterator[Segment | None]:
         for rank in lent:
             try:
                 pool.drop(rank, segment)
-            except RankError:  # the ranks are gone, and what they had with them
+            except RankError:  # the ranks have ended, and with them their views of the segment
                 pool.forget(rank, segment)
         segment.close()

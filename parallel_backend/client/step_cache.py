@@ -1,10 +1,9 @@
-"""A step cache: model calls whose output can be told from the calls before are not computed but forecast.
+"""A step cache: model calls whose output can be extrapolated from earlier calls are forecast instead of computed.
 
-Decided in the client's process before anything is sent. A forecast call therefore costs no rank anything, no rank can
-decide differently from another, and every mode and family is served alike. A forecast is the line through two computed
-outputs of the same conditioning, at the new call's time (as TaylorSeer's first order, arXiv 2503.06923, but on the
-model's output and for any spacing); TeaCache (2411.19108) and EasyCache (2507.02860) reuse the last output instead.
-docs/decisions.md has the measurements.
+The client decides before anything is sent, so a forecast call costs the ranks nothing and all modes and families can use
+it. A forecast is the line through two computed outputs of the conditioning at the new call's time (TaylorSeer's first
+order, arXiv 2503.06923, on the model's output). TeaCache (2411.19108) and EasyCache (2507.02860) reuse the last output. With
+17 of 30 calls computed, the line gives pictures 53.4 dB from those of all 30 calls, reuse 43.6 dB.
 """
 
 from dataclasses import dataclass, field
@@ -14,19 +13,19 @@ import torch
 from parallel_backend.families.base.patching import Latents
 
 FIRST_COMPUTED = 3
-"""Calls of a conditioning that are always computed. Two make a line, and the third says how good it is."""
+"""First calls of a conditioning, which are always computed: two make a line, and the third shows its error."""
 LONGEST_ROW = 3
-"""Calls in a row that may be forecast."""
+"""Most forecast calls in a row."""
 BASELINE = 2.0
-"""The line's two calls are this many times as far apart as it is extended, where there are such: a short one follows their
-noise. Never is it extended further than they are apart."""
+"""The two calls of a line are at least this many times as far apart as the line is extended, if there are such calls: a
+shorter line follows the noise of its outputs. A line is never extended further than its calls are apart."""
 HISTORY_CALLS = 6
-"""Calls of a conditioning whose outputs are kept."""
+"""Number of a conditioning's computed calls whose outputs are kept."""
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A call that is computed: its output by band, as it arrives. `time`: the timestep that the model was given."""
+    """A computed call. `time`: the timestep. `outputs`: by band, added as they arrive."""
 
     time: float
     outputs: dict[int, Latents] = field(default_factory=dict)
@@ -34,12 +33,12 @@ class Computed:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A call that is not computed: the weighted sum of outputs of others."""
+    """A forecast call: `terms` are the weights and the computed calls whose weighted sum is the output."""
 
     terms: tuple[tuple[float, Computed], ...]
 
     def output(self, band: int = 0) -> Latents:
-        """The band's. All that is summed up has come by then: a band makes one call after the other."""
+        """The band's output. The outputs in the sum have come: a band makes its calls one after the other."""
         weights = [weight for weight, _ in self.terms]
         return tuple(_sum(weights, values) for values in zip(*(call.outputs[band] for _, call in self.terms), strict=True))
 
@@ -52,14 +51,14 @@ def _sum(weights: list[float], values: tuple[torch.Tensor, ...]) -> torch.Tensor
 
 
 class _History:
-    """The computed calls for one conditioning, oldest first, and how far off forecasts in their places would have been."""
+    """The computed calls of one conditioning, oldest first, and the errors that forecasts in their place would have had."""
 
     def __init__(self, bands: int):
         self.bands, self.count = bands, 0
         self.calls: list[Computed] = []
-        self._measured = 0  # of `count`
-        self._error_rate = float("inf")  # relative error of a forecast by time from the last computed call
-        self._error_at_rest = float("inf")  # of one for the time of the last computed call itself
+        self._measured = 0  # calls of `count` at which the error was measured
+        self._error_rate = float("inf")  # relative error of a forecast, per time since the last computed call
+        self._error_at_rest = float("inf")  # relative error of a forecast for the time of the last computed call
 
     def add_computed(self, time: float) -> Computed:
         self.count += 1
@@ -67,16 +66,16 @@ class _History:
         return self.calls[-1]
 
     def forecast(self, time: float) -> Forecast | None:
-        """None where the calls so far do not reach that far."""
+        """None: too few calls, or too close together for an extension to `time`."""
         if self.count < FIRST_COMPUTED or (forecast := _forecast(self.calls, time)) is None:
             return None
         return forecast if abs(forecast.terms[-1][0]) < 1.001 else None
 
     def expected_error(self, time: float) -> float:
-        """Of a forecast for `time`, relative to the output.
+        """Expected error of a forecast for `time`, relative to the output.
 
-        In bands the last call is left out: some of its bands may still be under way, and what has arrived by now is a
-        matter of timing. That the call before has come is certain, since ranks answer in order.
+        With several bands the last call is not measured: which of its bands have arrived depends on timing, and results must
+        repeat. The call before it has arrived in all bands, since ranks answer in order.
         """
         if self.forecast(time) is None:
             return float("inf")
@@ -105,14 +104,14 @@ class _History:
 
 
 def _forecast(calls: list[Computed], time: float) -> Forecast | None:
-    """The line through the last of `calls` and an earlier one; at its own time the last as it is. None without a line."""
+    """The line through the last of `calls` and an earlier one, at `time`. None: all calls are at one other time."""
     last = calls[-1]
     if time == last.time:
         return Forecast(((1.0, last),))
     earlier = [call for call in reversed(calls[:-1]) if call.time != last.time]
     if not earlier:
         return None
-    # Times are float32: 0.0667 apart may be a little less than twice 0.0333.
+    # Less a tolerance: times are float32, so that 0.0667 may be a little less than twice 0.0333.
     enough = (BASELINE - 1e-3) * abs(time - last.time)
     before = next((call for call in earlier if abs(call.time - last.time) > enough), earlier[-1])
     ratio = (time - last.time) / (last.time - before.time)
@@ -120,11 +119,11 @@ def _forecast(calls: list[Computed], time: float) -> Forecast | None:
 
 
 class StepCache:
-    """One sampling run's cache, of a run in `bands` bands. Not thread-safe.
+    """The cache of one sampling run in `bands` bands. Not thread-safe.
 
-    Calls are forecast while their expected errors (relative to the output) add up to less than `threshold` since the last
-    computed one. The conditionings of one evaluation (the prompts, where they come one after the other) are decided on
-    together; an evaluation begins where a conditioning comes again, or another time.
+    Calls are forecast while the sum of their expected errors, relative to the output, since the last computed call is below
+    `threshold`. One decision holds for all conditionings of an evaluation, which are called one after the other. A new
+    evaluation begins with another time, or with a conditioning that the evaluation has already.
     """
 
     def __init__(self, threshold: float, bands: int = 1):
@@ -135,9 +134,9 @@ class StepCache:
         self._skip, self._row, self._error = False, 0, 0.0
 
     def call(self, conditioning: int, time: float, allowed: bool) -> Computed | Forecast:
-        """To be asked once for each model call, in the run's order. A call that is not `allowed` is computed.
+        """Decide on the next model call of the run. A call that is not `allowed` is computed.
 
-        Whoever computes a call puts its outputs into the answer.
+        The caller puts the outputs of a computed call into the returned record.
         """
         at, members = self._evaluation
         if time != at or conditioning in members:

@@ -1,4 +1,4 @@
-"""What the nodes call: a latent or pixels go to the ranks in bands, piece after piece; what comes back is put together."""
+"""A VAE's decoder or encoder on ranks, as the nodes use it: latents or pixels go to the ranks in bands, piece by piece."""
 
 import contextlib
 import json
@@ -19,13 +19,13 @@ from parallel_backend.wire.shared_memory import ALIGNMENT
 from .shared_tensors import shared_weights
 
 IN_FLIGHT = 2
-"""Pieces that ranks have been given: the next one is there when they are done with one."""
+"""Pieces that are under way: the next one is on the ranks when they finish one."""
 
 
 class TooLittleMemory(RuntimeError):
-    """A rank's device has too little memory for its band. Nothing was computed, and the ranks go on.
+    """A device has too little memory for its bands. Nothing was computed, and the ranks are as before.
 
-    `missing`: bytes that devices lack, by name.
+    `missing`: bytes that each device lacks.
     """
 
     def __init__(self, text: str, missing: Mapping[str, int]):
@@ -35,20 +35,20 @@ class TooLittleMemory(RuntimeError):
 
 @dataclass
 class RemoteVAE:
-    """One part of a VAE on the ranks of `pool`. `name` stands for its weights: ranks that hold it are not sent it again.
-
-    `kind`: a row of vaes. `weights` gives them in the dtype to compute in; asked only when the ranks lack them.
-    `make_room` is called before that, with bytes for them and a band on one rank. `bytes_sent`: what each rank sent to
-    others for the last picture.
-    """
+    """One part of a VAE on the ranks of `pool`."""
 
     pool: Pool
     name: str
+    """Name of the weights. Ranks that have weights of this name are not sent them again."""
     kind: str
+    """Key of vaes.VAES."""
     part: Part
     weights: Callable[[], Weights]
+    """Gives the weights in the dtype to compute in. Called only if ranks lack them."""
     make_room: Callable[[int], None] = lambda nbytes: None
+    """Called before weights are sent, with the bytes of one copy and of one rank's band."""
     bytes_sent: list[dict[str, int]] = field(default_factory=list)
+    """By rank and mesh axis, bytes that were sent to other ranks for the last picture."""
 
     def run(
         self,
@@ -61,12 +61,11 @@ class RemoteVAE:
         bytes_needed: int = 0,
         on_piece: Callable[[], None] = lambda: None,
     ) -> None:
-        """Fill `output` [B, C', (frames',) rows', columns'] from x [B, C, (frames,) rows, columns]. Exact, up to rounding.
+        """Fill `output` [B, C', (frames',) rows', columns'] from x [B, C, (frames,) rows, columns]. Exact up to rounding.
 
-        `scale`: rows of pixels for each row of the latent; `output`: see `shape`; `shared`: the pool's ranks have its memory
-        (shared_tensors.py), and write into it; `on_piece` is called after each of `pieces`; `bytes_needed`: for one rank's
-        band, TooLittleMemory where a device has less. What `poll` raises ends the waiting; the ranks finish at most two
-        pieces unheard. RankError when a rank fails.
+        `scale`: rows of pixels for each row of the latent. `shared`: `output` is in memory that the ranks share
+        (shared_tensors.py), and they write into it. `bytes_needed`: for one rank's band; TooLittleMemory if a device has
+        less. `on_piece` is called after each of `pieces`. If `poll` raises, the ranks finish at most IN_FLIGHT pieces.
         """
         columns = cut_along_columns(x)
         unit = scale if self.part == "encoder" else 1
@@ -90,19 +89,20 @@ class RemoteVAE:
         with contextlib.closing(self._replies(requests(), bytes_needed, poll)) as replies:
             for piece, parts in zip(pieces, replies, strict=True):
                 target = output.narrow(2, frame, piece.output) if x.ndim == 5 else output
-                for own, reply in zip(in_proportion(sizes, output.shape[dim]), parts, strict=True):
-                    self._take(target.narrow(dim, own.start, len(own)), reply, shared)
+                for span, reply in zip(in_proportion(sizes, output.shape[dim]), parts, strict=True):
+                    if not shared:
+                        self._take(target.narrow(dim, span.start, len(span)), reply)
                 frame += piece.output
                 on_piece()
 
     def run_tiles(self, clips: Iterable[torch.Tensor], poll: Poll, bytes_needed: int = 0) -> Iterator[torch.Tensor]:
-        """Of each clip's tiles [tiles, C, frames, rows, columns], dealt out to the ranks, what becomes of them, in order."""
+        """The outputs of each clip's tiles [tiles, C, frames, rows, columns], in order. Ranks share the tiles."""
         ranks = len(self.pool.devices)
 
         def requests() -> Iterator[list[m.RunVAE]]:
             for tiles in clips:
-                own = [tiles[span.slice].contiguous() for span in split(Span(0, len(tiles)), ranks)]
-                yield [m.RunVAE(self.part, each, (), False, True, None, 0) for each in own]
+                shares = [tiles[span.slice].contiguous() for span in split(Span(0, len(tiles)), ranks)]
+                yield [m.RunVAE(self.part, share, (), False, True, None, 0) for share in shares]
 
         with contextlib.closing(self._replies(requests(), bytes_needed, poll)) as replies:
             for parts in replies:
@@ -110,22 +110,20 @@ class RemoteVAE:
                 yield torch.cat([output for output in outputs if output.numel()])
 
     def shape(self, x: torch.Tensor, scale: int, channels: int) -> tuple[int, ...]:
-        """Of the output of `run`, [B, C', (frames',) rows', columns']. `channels`: its."""
+        """Shape of the output of `run`, [B, C', (frames',) rows', columns']. `channels`: C'."""
         rows, columns = (size * scale if self.part == "decoder" else size // scale for size in (x.shape[-2], x.shape[-1]))
         frames = [sum(piece.output for piece in self._pieces(x))] if x.ndim == 5 else []
         return (x.shape[0], channels, *frames, rows, columns)
 
     def pieces(self, x: torch.Tensor) -> int:
-        """In how many pieces x goes through."""
+        """Number of pieces in which x goes through."""
         return len(self._pieces(x))
 
     def _pieces(self, x: torch.Tensor) -> tuple[Piece, ...]:
         return VAES[self.kind].pieces(self.part, x.shape[2] if x.ndim == 5 else 1)
 
-    def _take(self, target: torch.Tensor, reply: m.VAEOutput, shared: bool) -> None:
-        """Put a rank's band into its place. RankError for one that does not belong there."""
-        if shared:
-            return
+    def _take(self, target: torch.Tensor, reply: m.VAEOutput) -> None:
+        """Copy a rank's band into `target`. RankError for a band of another shape."""
         band = self._band(reply)
         if band.shape != target.shape:
             shapes = f"{list(band.shape)} for {list(target.shape)}"
@@ -141,7 +139,7 @@ class RemoteVAE:
     def _replies(
         self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll
     ) -> Generator[list[m.VAEOutput], None, None]:
-        """The ranks' answers to each request. `IN_FLIGHT` requests are under way at a time."""
+        """The ranks' answers to each request, of which IN_FLIGHT are under way at a time."""
         self._begin(bytes_needed, poll)
         self.bytes_sent = [{} for _ in self.pool.devices]
         pending: deque = deque()
@@ -153,7 +151,7 @@ class RemoteVAE:
             while pending:
                 yield self._counted(wait_for(pending.popleft(), poll))
         finally:
-            with contextlib.suppress(RankError):  # then nothing is kept
+            with contextlib.suppress(RankError):  # failed ranks keep nothing
                 self.pool.tell(m.EndVAE(self.part))
 
     def _counted(self, parts: list[m.VAEOutput]) -> list[m.VAEOutput]:
@@ -171,7 +169,7 @@ class RemoteVAE:
         if not all(reply.held for reply in replies):
             weights = self.weights()
             self._make_room_for(weights, bytes_needed, poll)
-            # No look at Cancel between ranks: if only some of them held it, the others would wait for those in vain.
+            # Without a look at Cancel between ranks: ranks without weights would not take part in the others' transfers.
             config = json.dumps(weights.config)
             with shared_weights(self.pool, weights.tensors) as tensors:
                 self.pool.tell(m.PutVAE(self.name, self.kind, self.part, config, tensors))
@@ -181,19 +179,16 @@ class RemoteVAE:
             raise TooLittleMemory(text, self._missing(replies))
 
     def _asked(self, bytes_needed: int, weight_bytes: int, poll: Poll) -> list[m.VAEBegun]:
-        """What ranks say to BeginVAE. `bytes_needed`: for one rank's band; `weight_bytes`: of one copy of the weights."""
+        """The ranks' replies to BeginVAE. `bytes_needed`: for a rank's band. `weight_bytes`: for one copy of the weights."""
         messages = []
         for rank, device in enumerate(self.pool.devices):
-            alike = self.pool.devices.count(device)
-            copies = 1 if device_kind(device) == "cpu" and self.pool.lends_to(rank) else alike  # see shared_weights
-            messages.append(m.BeginVAE(self.name, self.part, alike * bytes_needed, copies * weight_bytes))
+            ranks = self.pool.devices.count(device)
+            copies = 1 if device_kind(device) == "cpu" and self.pool.lends_to(rank) else ranks  # see shared_weights
+            messages.append(m.BeginVAE(self.name, self.part, ranks * bytes_needed, copies * weight_bytes))
         return wait_for(self.pool.ask_each(messages, m.VAEBegun), poll)
 
     def _make_room_for(self, weights: Weights, bytes_needed: int, poll: Poll) -> None:
-        """Before they are put on the ranks, which lack them. Other parts make way for them.
-
-        TooLittleMemory where a device has no room for them and a band.
-        """
+        """Make room for weights and bands on the devices; other parts of VAEs leave. TooLittleMemory if that fails."""
         nbytes = sum(tensor.nbytes for tensor in weights.tensors.values())
         self.make_room(nbytes + bytes_needed)
         if not self._missing(self._asked(bytes_needed, nbytes, poll)):
@@ -204,18 +199,18 @@ class RemoteVAE:
             raise TooLittleMemory(text, missing)
 
     def _missing(self, replies: Sequence[m.VAEBegun]) -> dict[str, int]:
-        """Bytes that devices lack, of those that lack some."""
+        """Bytes that each device lacks; devices with enough memory are left out."""
         missing: dict[str, int] = {}
         for device, reply in zip(self.pool.devices, replies, strict=True):
-            missing[device] = max(missing.get(device, 0), reply.missing)  # each rank there says it of the whole device
+            missing[device] = max(missing.get(device, 0), reply.missing)  # each rank reports for its whole device
         return {device: lacks for device, lacks in missing.items() if lacks}
 
 
 def cut_along_columns(x: torch.Tensor) -> bool:
-    """A picture is cut along its longer side: bands exchange less, and are more alike."""
+    """Whether to cut along columns. Bands along the longer side exchange less, and differ less in size."""
     return x.shape[-1] > x.shape[-2]
 
 
 def bands(x: torch.Tensor, unit: int, ranks: int) -> tuple[Span, ...]:
-    """Each rank's rows of x, or columns, in units of as many as have to stay together."""
+    """Each rank's rows of x, or columns, counted in units of `unit` rows that must stay together."""
     return split(Span(0, max(x.shape[-2:]) // unit), ranks)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Any
 
 from parallel_backend.wire import messages as m
@@ -47,10 +46,6 @@ class ModelRanks:
     def devices(self) -> tuple[str, ...]:
         return self.pool.devices
 
-    @property
-    def error(self) -> Exception | None:
-        return self.pool.error
-
     def send(self, rank: int, message: Any) -> None:
         self.pool.send(rank, message, None, self.number)
 
@@ -59,12 +54,6 @@ class ModelRanks:
 
     def tell(self, message: Any) -> None:
         self.pool.tell(message, self.number)
-
-    def together(self) -> AbstractContextManager[None]:
-        return self.pool.together()
-
-    def refuse(self, rank: int, why: str) -> Exception:
-        return self.pool.refuse(rank, why)
 
     def leave(self) -> None:
         """The model leaves the ranks, see Pool.leave."""

@@ -1,5 +1,7 @@
-"""The cut of a sampler's tensor into bands. Of nested latents ComfyUI's samplers see one tensor [B, 1, N]: the values of all
-latents, one latent behind the other."""
+"""The cut of a sampler's tensor into bands.
+
+ComfyUI's samplers get nested latents as one tensor [B, 1, N]: the values of all latents, one latent behind the other.
+"""
 
 import math
 from collections.abc import Sequence
@@ -14,14 +16,14 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def packed(latents: Latents) -> torch.Tensor:
-    """What a sampler sees of a call's latents: the only one as it is, several as [B, 1, N]."""
+    """The sampler's tensor of a call's latents: the latent itself if it is the only one, else [B, 1, N]."""
     if len(latents) == 1:
         return latents[0]
     return torch.cat([latent.reshape(len(latent), 1, -1) for latent in latents], dim=-1)
 
 
 def unpacked(value: torch.Tensor, shapes: Shapes) -> Latents:
-    """The latents, of these shapes but for the batch, in what a sampler sees."""
+    """The latents in a sampler's tensor. `shapes`: of the latents; their batch sizes do not count."""
     if len(shapes) == 1:
         return (value,)
     parts = value[:, 0].split([math.prod(shape[1:]) for shape in shapes], dim=-1)
@@ -30,18 +32,18 @@ def unpacked(value: torch.Tensor, shapes: Shapes) -> Latents:
 
 @dataclass(frozen=True)
 class BandCut:
-    """`rows`: each band's latent rows (or frames). `shapes`: of the whole latents, the picture's first."""
+    """`rows`: the latent rows (or frames) of each band. `shapes`: of the whole latents, the picture's first."""
 
     patching: Patching
     rows: tuple[Span, ...]
     shapes: Shapes
 
     def band(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """A band's part of a latent, mask or noise, as its sampler sees it."""
+        """A band's part of a sampler's tensor of latents, masks or noise."""
         return packed(self.patching.band(unpacked(whole, self.shapes), self.rows[index]))
 
     def whole(self, bands: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All bands' parts, in order -> the whole."""
+        """The bands' parts, in order, joined."""
         parts = [unpacked(band, self.shapes_of(index)) for index, band in enumerate(bands)]
         return packed(self.patching.join(parts))
 

@@ -1,7 +1,7 @@
-"""PipeFusion from the sampler's side: each band's sampler runs in a thread and asks for its own predictions.
+"""PipeFusion from the sampler's side: each band's sampler runs in a thread and asks for predictions of the band.
 
-The bands' requests are posted in the order of pipefusion_order.py, whatever the threads' timing. At an exact call the bands
-meet: their latents run as one, and each band gets its own rows of the answer.
+The bands' requests are posted in the order of pipefusion_order.py, whatever the threads' timing. An exact call waits for all
+bands: their latents are joined, and each band gets its rows of the output.
 """
 
 import threading
@@ -22,14 +22,14 @@ from parallel_backend.processes.pool import Poll, wait_for
 
 
 class NotLocal(Exception):
-    """The bands asked for different things: this sampler looks at more than its own rows. Run it whole instead."""
+    """The bands made different calls, so this sampler depends on more than its band's rows. Run it whole instead."""
 
 
 def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching, text: int = 0, references: int = 0) -> tuple[Span, ...]:
-    """Spans of a latent's rows (or frames), one per band, on token borders; fewer than asked for where they run out.
+    """Spans of a latent's rows (or frames) on token borders, one per band; fewer than `bands` if there are too few rows.
 
-    `text`: tokens that run with the first band beside its own, which therefore has fewer rows (Family.text_tokens).
-    `references`: tokens of reference pictures, which are spread over all rows.
+    `text`: text tokens (Family.text_tokens), which run with the first band, so that it has fewer rows. `references`: tokens
+    of reference pictures, which are spread over all rows.
     """
     size, patch, grid = shape[patching.band_dim], patching.band_size, patching.grid(shape)
     rows = grid[patching.band_dim]
@@ -39,7 +39,7 @@ def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching, text: int =
 
 
 def exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:
-    """Model calls at larger sigmas belong to the first `warmup_steps` of the steps `sigmas` [steps + 1], and run exact."""
+    """The sigma above which model calls belong to the first `warmup_steps` steps of `sigmas` [steps + 1] and run exact."""
     if warmup_steps == 0:
         return float("inf")
     if warmup_steps >= len(sigmas) - 1:
@@ -54,7 +54,7 @@ class _Request:
     exact: bool
     latents: Latents  # the call's, on the CPU
     timestep: torch.Tensor  # the call's, float32 on the CPU
-    future: Future = field(default_factory=Future)
+    future: Future = field(default_factory=Future)  # gives the output for `call`
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,16 +67,15 @@ class _DueStep:
 
 
 class BandedRun:
-    """One sampling run in bands. `rows`: each band's latent rows, or frames if `along` is "frames"; `shape`: of the whole
-    latent; `companion_tokens`: tokens of its companion, if there is one.
+    """One sampling run in bands. `rows`: each band's latent rows, or frames if `along` is "frames". `shape`: of the whole
+    latent. `companion_tokens`: number of tokens of its companion. `overlap`, `extrapolate`: see sampling.Step and OpenRun.
+    `cache`: forecasts calls of as many bands. `poll` runs while the ranks are asked for their free memory.
 
-    With `warm_up`, the first call for conditioning whose keys the buffers do not hold yet is exact, whenever it comes. So is
-    the first one behind a timestep at which there was none: the keys are older than a step then.
-    `overlap`, `extrapolate`: see sampling.Step and OpenRun. `cache`: a StepCache for as many bands, to forecast calls.
-    `poll` runs while the ranks are asked what memory they have.
+    With `warm_up` the first call for a conditioning is exact, since its buffers have no keys yet. So is a call for a
+    conditioning without a call at the timestep before, whose keys would be older than a step.
 
-    With displaced patches the run is one band of all rows, whose calls are stale unless they are exact. There the first
-    call for a conditioning is always exact: a patch rank has no other way to the other bands' keys.
+    With displaced patches the run is one band of all rows, whose calls are stale unless they are exact. The first call for
+    a conditioning is always exact, since a patch rank gets the other patches' keys only by an earlier call.
     """
 
     def __init__(
@@ -105,17 +104,16 @@ class BandedRun:
             model.discard_run(self.run)
             raise
         self.exact_calls, self.banded_calls = 0, 0
-        self._lock = threading.RLock()  # of what is posted; who has it may wait for memory, and so for the ranks
-        self._answering = threading.Lock()  # of `_open` alone: the pool's thread answers, and must not wait for who posts
+        self._lock = threading.RLock()  # its holder posts, and may wait for memory and so for the ranks
+        self._answering = threading.Lock()  # for `_open` only: the pool's thread answers, and must not wait for a poster
         self._calls = [0] * len(rows)  # calls made so far, per band
         self._waiting: dict[tuple[int, int], _Request] = {}  # by (call, band): not posted yet
         self._open: list[_Request] = []  # not answered yet, posted or not
-        self._begun = 0  # calls of which it is decided how they run
-        self._due: deque[_DueStep] = deque()  # of the newest of them
+        self._begun = 0  # calls that are decided on: exact, banded or forecast
+        self._due: deque[_DueStep] = deque()  # of the newest call that is decided on
         self.cache = cache
         self._forecasts: dict[int, tuple[torch.Tensor, Forecast]] = {}  # by call: its timestep, and what answers it
-        # Conditionings with keys in the buffers -> number of the timestep of their last call.
-        self._known: dict[int, int] = {}
+        self._known: dict[int, int] = {}  # conditioning with keys in the buffers -> number of its last call's timestep
         self._times, self._time = 0, float("nan")  # timesteps so far, and the newest
         self._finished: set[int] = set()
         self._error: BaseException | None = None
@@ -128,12 +126,11 @@ class BandedRun:
         poll: Poll | None = None,
         on_posted: Callable[[], None] = lambda: None,
     ) -> torch.Tensor | Latents:
-        """The model's output for a call with the band's latents (Patching.band). Blocks; raises what `abort` or `poll`
-        raised, or RankError.
+        """The model's output for a call with the band's latents (Patching.band). Blocks. Raises the error of `abort` or
+        `poll`, or RankError.
 
-        Bands need no `poll`: each of them waking up many times a second would take the cores that CPU ranks compute on, and
-        whoever looks for Cancel aborts them. `on_posted`: see RemoteTransformer.predict. All bands give the same
-        `first_replica` and `changes` in the same call.
+        Without `poll` the thread sleeps until the output comes, and leaves its core to CPU ranks; `abort` wakes it.
+        `on_posted`: see RemoteTransformer.predict. In a call all bands pass the same `first_replica` and `changes`.
         """
         latents = tuple(latent.cpu() for latent in latents_of(call.x))
         request = _Request(band, call, exact, latents, call.timestep.cpu().float())
@@ -149,7 +146,7 @@ class BandedRun:
         return request.future.result() if poll is None else wait_for(request.future, poll)
 
     def note_exact(self) -> None:
-        """A call of its sampler was made beside it, and was exact."""
+        """Count an exact call that the sampler made without this object."""
         with self._lock:
             self.exact_calls += 1
 
@@ -162,7 +159,7 @@ class BandedRun:
                 raise NotLocal("the bands did not make the same number of model calls")
 
     def abort(self, error: BaseException) -> None:
-        """Every unanswered and every later `predict` raises `error`."""
+        """Every `predict`, waiting or later, raises `error`."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -174,7 +171,7 @@ class BandedRun:
                     self._settle(request, error)
 
     def _post_what_can_go(self) -> None:
-        """Post micro-steps in their order, as far as the bands have asked for them."""
+        """Post due micro-steps in order, until one has a band that has not made its request yet."""
         while self._error is None:
             self._answer_forecasts()
             if not self._waiting:
@@ -201,7 +198,7 @@ class BandedRun:
                 self._post_band(due, requests[0], self._conditioning(requests[0]))
 
     def _begin_call(self) -> bool:
-        """Decide by the first band's request whether the next call is exact, banded or forecast. False: it has not asked."""
+        """Decide by the first band's request whether the next call is exact, banded or forecast. False: there is none."""
         call = self._begun
         request = self._waiting.get((call, 0))
         if request is None:
@@ -213,7 +210,7 @@ class BandedRun:
         time = float(request.timestep.max())
         if time != self._time:
             self._times, self._time = self._times + 1, time
-        rested = self._times - self._known.get(conditioning.id, -1) > 1  # also if it was never called
+        rested = self._times - self._known.get(conditioning.id, -1) > 1  # true for a conditioning without a call
         self._known[conditioning.id] = self._times
         exact = request.exact or (self.warm_up and rested)
         allowed = request.call.may_forecast and not exact
@@ -228,14 +225,14 @@ class BandedRun:
         return self.model.conditioning(request.call, self.layout)
 
     def _answer_forecasts(self) -> None:
-        """Answer every band that asks for a call that is forecast: it waits for no other band, and no other for it."""
+        """Answer requests for forecast calls. The bands need not wait for each other."""
         for call, band in [waiting for waiting in self._waiting if waiting[0] in self._forecasts]:
             request, (timestep, forecast) = self._waiting.pop((call, band)), self._forecasts[call]
             if not torch.equal(request.timestep, timestep):
                 self.abort(NotLocal("the bands are at different timesteps"))
                 return
             self._settle(request, forecast.output(band))
-        for call in [call for call in self._forecasts if call < min(self._calls)]:  # every band has asked
+        for call in [call for call in self._forecasts if call < min(self._calls)]:  # all bands are answered
             del self._forecasts[call]
 
     def _post_exact(self, due: _DueStep, requests: list[_Request], conditioning: Conditioning) -> None:
@@ -259,7 +256,7 @@ class BandedRun:
         patch, rows = self.patching.band_size, self.rows[request.band]
         x, *companion = request.latents
         if padding := -len(rows) % patch:
-            # An odd height is padded circularly, as ComfyUI does: the last row's neighbour is the picture's first one.
+            # ComfyUI pads an odd height circularly: behind the last row comes the picture's first row, of band 0.
             top = self.patching.rows(due.first.latents[0], Span(0, padding))
             x = torch.cat((x, top), dim=self.patching.band_dim)
         latents = (x, *companion)
@@ -280,8 +277,8 @@ class BandedRun:
     def _post(
         self, call: PostedCall, latents: Latents, requests: list[tuple[_Request, Span]], computed: Computed | None
     ) -> None:
-        """Post the call, whose latents are `latents`, and give each request its rows of the answer; the first request gets
-        the companion too."""
+        """Post the call, whose latents are `latents`, and answer each request with its rows of the output, the first one
+        also with the companion."""
 
         def share(done: Future) -> None:
             if (error := done.exception()) is not None:
@@ -301,7 +298,7 @@ class BandedRun:
     def _settle(self, request: _Request, answer: Latents | BaseException) -> None:
         with self._answering:
             still_open = [other for other in self._open if other is not request]
-            if len(still_open) == len(self._open):  # aborted: the output came too late
+            if len(still_open) == len(self._open):  # answered already, by `abort`
                 return
             self._open = still_open
         if isinstance(answer, BaseException):
@@ -312,13 +309,13 @@ class BandedRun:
 
 
 def _side_by_side(bands: list[Residuals]) -> Residuals:
-    """The bands' residuals as the whole picture's; blocks that had one tensor in the bands have one again."""
-    made: dict[tuple[int, ...], torch.Tensor] = {}
+    """The bands' residuals joined. Blocks that share one tensor in the bands share one here, so that it is sent once."""
+    joined: dict[tuple[int, ...], torch.Tensor] = {}
     whole = {}
     for block in bands[0]:
         parts = [residuals[block] for residuals in bands]
         key = tuple(map(id, parts))
-        if key not in made:
-            made[key] = torch.cat(parts, dim=1)
-        whole[block] = made[key]
+        if key not in joined:
+            joined[key] = torch.cat(parts, dim=1)
+        whole[block] = joined[key]
     return whole

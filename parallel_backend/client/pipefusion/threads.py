@@ -1,4 +1,4 @@
-"""Runs each band's sampler in a thread of its own."""
+"""Runs the bands' samplers, each in a separate thread."""
 
 import contextlib
 import contextvars
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 def run_bands(run: BandedRun, sample: Callable[[int], T], on_event: Callable[[], None], poll: Poll) -> list[T]:
-    """`sample(band)` for every band, each in a thread of its own; their results in order.
+    """The results of `sample(band)` for every band, in order. Each band has a thread.
 
-    `poll` and `on_event` run on the calling thread while the bands work (progress and previews belong to it). Whatever
-    it or a band raises aborts all bands and is raised here, once every thread has ended.
+    `poll` and `on_event` run on the calling thread meanwhile, to which progress and previews belong. An exception of theirs
+    or of a band aborts all bands, and is raised once every thread has ended.
     """
     results: dict[int, T] = {}
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

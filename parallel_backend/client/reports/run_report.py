@@ -8,23 +8,23 @@ from parallel_backend.wire.sampling import RunStats
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run's statistics. `str` gives the text."""
+    """The statistics of a run. `str` gives the text."""
 
     degrees: Degrees
     bands: int
     steps: int
     seconds: float
     calls: tuple[int, int] | None
-    """(exact, banded) model calls. None: the run was not in bands."""
+    """Numbers of (exact, banded) model calls. None: the run was not in bands."""
     reason: str | None
     """Why the run was not in bands."""
     ranks: tuple[RunStats, ...]
     cache: str | None = None
-    """What the step cache did. None: there was none."""
+    """StepCache.summary. None: the run had no step cache."""
     notes: tuple[str, ...] = ()
-    """What the user should know of the ranks (pool.Pool.notes)."""
+    """Pool.notes."""
     along: str | None = None
-    """Axis of a video that was cut: "rows" or "frames". None: a picture, which has only rows to cut."""
+    """The axis, "rows" or "frames", along which a video was cut. None: a picture."""
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -37,7 +37,7 @@ class RunReport:
 
     @property
     def what(self) -> str:
-        """How many calls ran exact, and how many with keys one step old."""
+        """A clause with the numbers of exact calls and of calls with keys one step old."""
         if self.degrees.naive:
             return "bands that never see each other (naive patches, a control)"
         if self.calls is None:
@@ -49,7 +49,7 @@ class RunReport:
 
     @property
     def summary(self) -> str:
-        """One line, for the sampler's node."""
+        """The first line of the report, which the sampler's node shows."""
         return f"{self.degrees}, {self.what}" + (f", {self.cache}" if self.cache else "")
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class RunReport:
             lines.append(f"CUDA graphs: {replayed} of {steps} micro-steps on all ranks were replays")
         if attention := sorted({rank.attention for rank in self.ranks if rank.attention}):
             lines.append(f"attention: {'; '.join(attention)}")
-        lines += [f"weights: {words}" for words in sorted({rank.arithmetic for rank in self.ranks} - {""})]
+        lines += [f"weights: {arithmetic}" for arithmetic in sorted({rank.arithmetic for rank in self.ranks} - {""})]
         lines += [
             f"rank {rank.rank}: {rank.micro_steps} micro-steps, computing {rank.compute_seconds:.2f} s, "
             f"K/V buffers {rank.buffer_bytes / 1e6:.1f} MB, peak memory {rank.peak_bytes / 1e9:.2f} GB"

@@ -1,6 +1,7 @@
-"""The trace of the last run, put together from the ranks' timelines: figures as text, and a Chrome trace."""
+"""The trace of the last run, made from the ranks' timelines: figures as text, and a Chrome trace."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +17,13 @@ from parallel_backend.wire.timeline_kinds import FETCH, TRANSFER, WAIT, WORK
 
 LABELS = ("kind", "step", "first", "last", "exact")
 SPAN = np.dtype([("start", "f8"), ("stop", "f8"), *((name, "i8") for name in LABELS)])
-"""A span: start and stop in seconds, kind and StepLabel (timeline_kinds.py). `step` 0: outside of micro-steps."""
+"""A span: start and stop in seconds, kind and StepLabel (timeline_kinds.py). `step` is 0 outside of micro-steps."""
 
 MICROSECONDS = 1e6
 
 
 def to_spans(timeline: Timeline, zero: float) -> np.ndarray:
-    """SPAN [n], by start. Times are seconds after `zero`."""
+    """SPAN [n], sorted by start, in seconds after `zero`."""
     spans = np.empty(len(timeline.times), SPAN)
     spans["start"], spans["stop"] = (timeline.times.numpy() - zero).T
     for name, column in zip(LABELS, timeline.labels.numpy().T, strict=True):
@@ -37,16 +38,16 @@ def total(spans: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's spans. Of one kind none overlap each other, but for transfers."""
+    """One rank's spans. Spans of a kind do not overlap, except transfers."""
 
     rank: int
     device: str
     place: str
-    """The rank's coordinate in words. Empty if there is one rank."""
+    """The rank's position on the mesh axes as text. Empty for a single rank."""
     spans: np.ndarray
-    """SPAN [n], by start."""
+    """SPAN [n], sorted by start."""
     lost: int
-    """Older spans that were not kept."""
+    """Number of older spans that were not kept."""
 
     @property
     def where(self) -> str:
@@ -66,7 +67,7 @@ class RankTrace:
 
     @cached_property
     def fetches(self) -> np.ndarray:
-        """Waits for weights."""
+        """Waits for weights from host memory."""
         return self.spans[self.spans["kind"] == FETCH]
 
     @cached_property
@@ -83,20 +84,25 @@ class RankTrace:
 
     @property
     def hidden(self) -> float | None:
-        """Share of the transfers' time in which the rank did not wait, as in RunReport. None without transfers."""
-        under_way = total(self.transfers)
-        return 1 - total(self.waits) / under_way if under_way else None
+        """Share of the transfers' time in which the rank did not wait. None without transfers."""
+        return hidden_share((self,))
+
+
+def hidden_share(ranks: Sequence[RankTrace]) -> float | None:
+    """Share of the transfers' time, over all these ranks, in which a rank did not wait. None without transfers."""
+    under_way = sum(total(rank.transfers) for rank in ranks)
+    return 1 - sum(total(rank.waits) for rank in ranks) / under_way if under_way else None
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A run on all ranks. `str` gives its figures as text."""
+    """A run on all ranks. `str` gives the figures as text."""
 
     model: str
     degrees: Degrees
     ranks: tuple[RankTrace, ...]
     zero: float
-    """time.perf_counter at the run's first span. All times count from it."""
+    """time.perf_counter at the run's first span, from which all times count."""
 
     @property
     def title(self) -> str:
@@ -105,14 +111,12 @@ class Trace:
 
     @cached_property
     def seconds(self) -> float:
-        """From the first span of any rank to the end of the last."""
+        """Time from the first span's start to the last span's end."""
         return max(float(rank.spans["stop"].max()) for rank in self.ranks if len(rank.spans))
 
     @property
     def hidden(self) -> float | None:
-        """RankTrace.hidden over all ranks."""
-        under_way = sum(total(rank.transfers) for rank in self.ranks)
-        return 1 - sum(total(rank.waits) for rank in self.ranks) / under_way if under_way else None
+        return hidden_share(self.ranks)
 
     @cached_property
     def bands(self) -> np.ndarray:
@@ -120,7 +124,7 @@ class Trace:
         return np.unique(np.concatenate([rank.work["first"][rank.work["exact"] == 0] for rank in self.ranks]))
 
     def band(self, spans: np.ndarray) -> np.ndarray:
-        """int [n]: band of each span, from 0. -1 for exact micro-steps."""
+        """int [n]: band of each span; -1 for exact micro-steps."""
         return np.where(spans["exact"] == 1, -1, np.searchsorted(self.bands, spans["first"]))
 
     def __str__(self) -> str:
@@ -142,7 +146,7 @@ class Trace:
 
 
 def read_trace(model: RemoteTransformer, poll: Poll) -> Trace:
-    """The last run's trace. ValueError if nothing has run since the model was loaded."""
+    """The trace of the last run. ValueError if nothing has run since the model was loaded."""
     timelines = model.timeline(poll)
     starts = [float(timeline.times.min()) for timeline in timelines if len(timeline.times)]
     if not starts:
@@ -177,7 +181,7 @@ def place(degrees: Degrees, rank: int) -> str:
 
 
 def lanes(spans: np.ndarray) -> list[int]:
-    """Lane of each span, sorted by start: the lowest lane that is free at its start."""
+    """Lane of each span, by start: the lowest lane without a span at that time."""
     ends: list[float] = []
     taken = []
     for start, stop in zip(spans["start"], spans["stop"], strict=True):
@@ -190,8 +194,7 @@ def lanes(spans: np.ndarray) -> list[int]:
 def chrome_events(trace: Trace) -> list[dict[str, Any]]:
     """Events of the Trace Event Format.
 
-    A rank is a process. One thread has its micro-steps with the waits inside them. Others have its transfers, as many as
-    were under way at once.
+    Each rank is a process: one thread shows micro-steps with their waits, the others the transfers, which may overlap.
     """
     events: list[dict[str, Any]] = []
 
@@ -217,8 +220,8 @@ def chrome_events(trace: Trace) -> list[dict[str, Any]]:
         ):
             for span, thread, text in zip(spans, threads, texts, strict=True):
                 start, stop = (round(float(span[end]) * MICROSECONDS, 3) for end in ("start", "stop"))
-                event = {"ph": "X", "name": text, "cat": category, "pid": number, "tid": thread, "ts": start}
-                event["dur"] = round(stop - start, 3)
+                event: dict[str, Any] = {"ph": "X", "name": text, "cat": category, "pid": number, "tid": thread}
+                event |= {"ts": start, "dur": round(stop - start, 3)}
                 if span["step"]:
                     tokens = [int(span["first"]), int(span["last"])]
                     event["args"] = {"micro-step": int(span["step"]) - first, "tokens": tokens}

@@ -1,7 +1,7 @@
 """A trace as a picture: for each rank a lane of computing and waiting, and a thin lane of transfers.
 
-The upper panel shows the whole run, the lower one its first steps. A micro-step may be much shorter than a pixel. So each
-pixel column of a lane is filled from below by kind, in proportion to each kind's share of the column's time.
+The upper panel shows the whole run, the lower one its first steps. Since a micro-step may be much shorter than a pixel, each
+pixel column of a lane is filled from below with the colours of the kinds, by their shares of the column's time.
 """
 
 import textwrap
@@ -13,20 +13,20 @@ from .trace import RankTrace, Trace
 
 EXACT, BANDED, WAITING, TRANSFERRING, IDLE = "#0B4F7D", "#56B4E9", "#D55E00", "#009E73", "#E9E9E9"
 FETCHING = "#CC79A7"
-"""Okabe and Ito's colours, which colour-blind people can tell apart."""
+"""The colours of Okabe and Ito, which colour-blind people can tell apart."""
 BAND_SHADES = ("#A6D8F5", "#3D97D3")
-"""Colours of the first and last band, where bands have different colours."""
+"""Colours of the first and last band in the lower panel; the others are between them."""
 INK, PALE = "#222222", "#6B6B6B"
 
 WIDTH = 1600
-"""Picture width at which the sizes below are pixels. Other widths scale everything, letters too."""
+"""Picture width at which the sizes below are pixels. Pictures of other widths are scaled, text too."""
 LEFT, RIGHT, TOP, BOTTOM = 190, 216, 84, 62
-AXIS, GAP = 26, 46  # under a panel's lanes, and between the panels
-ROWS = ((64, 36, 8), (72, 42, 8))  # by panel: pixels of a rank's row, of its lane, of its lane of transfers
+AXIS, GAP = 26, 46  # heights of the axis under a panel, and between the panels
+ROWS = ((64, 36, 8), (72, 42, 8))  # by panel: heights of a rank's row, of its lane, of its lane of transfers
 ZOOM_STEPS, ZOOM_PIECES, ZOOM_SHARE = 24, 60, 0.6
 
 Layer = tuple[np.ndarray, str]
-"""(SPAN [n], colour). No span overlaps another one of its layer or of another layer."""
+"""(SPAN [n], colour). The spans of all layers of a lane do not overlap."""
 
 
 def rgb(colour: str) -> np.ndarray:
@@ -34,7 +34,7 @@ def rgb(colour: str) -> np.ndarray:
 
 
 def united(spans: np.ndarray) -> np.ndarray:
-    """Spans sorted by start -> spans without overlaps that cover the same time."""
+    """Spans without overlaps that cover the same time as these, which are sorted by start."""
     if not len(spans):
         return spans
     reached = np.maximum.accumulate(spans["stop"])
@@ -45,7 +45,7 @@ def united(spans: np.ndarray) -> np.ndarray:
 
 
 def covered(spans: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """[columns]: share of each column [edges[i], edges[i + 1]) that spans without overlaps cover."""
+    """[columns]: the share of each column [edges[i], edges[i + 1]) that these spans, without overlaps, cover."""
     if not len(spans):
         return np.zeros(len(edges) - 1)
     times = np.stack((spans["start"], spans["stop"]), 1).reshape(-1)
@@ -55,7 +55,7 @@ def covered(spans: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def lane(layers: Sequence[Layer], edges: np.ndarray, height: int) -> np.ndarray:
-    """Pixels [height, columns, 3] uint8. The first layer is lowest, IDLE is above the last."""
+    """Pixels [height, columns, 3] uint8. The first layer is lowest; IDLE is above the last layer."""
     tops = np.cumsum([covered(spans, edges) for spans, _ in layers], axis=0)
     rows = (np.arange(height)[::-1] + 0.5) / height
     layer = (rows[:, None, None] > tops.T[None]).sum(-1)
@@ -69,7 +69,7 @@ def shade(band: int, bands: int) -> str:
 
 
 def zoom_stop(trace: Trace) -> float | None:
-    """End of the lower panel in seconds. None: the run is short enough without one."""
+    """End of the lower panel in seconds. None: the run is so short that it has no lower panel."""
     stops = []
     for rank in trace.ranks:
         if len(rank.work) > 1:
@@ -105,16 +105,16 @@ def draw(trace: Trace, width: int = WIDTH) -> np.ndarray:
 
 def _title(figure, trace: Trace, height: int) -> None:
     figure.text(24 / WIDTH, 1 - 30 / height, trace.title, size=15, weight="bold", color=INK, va="center")
-    said = [f"{trace.seconds:.2f} s", f"{max(len(rank.work) for rank in trace.ranks)} micro-steps per rank"]
+    figures = [f"{trace.seconds:.2f} s", f"{max(len(rank.work) for rank in trace.ranks)} micro-steps per rank"]
     if trace.hidden is not None:
-        said.append(f"{100 * trace.hidden:.0f} % of the transfers' time hidden behind computing")
+        figures.append(f"{100 * trace.hidden:.0f} % of the transfers' time hidden behind computing")
     if any(rank.lost for rank in trace.ranks):
-        said.append("the first part of this long run was not kept")
-    figure.text(24 / WIDTH, 1 - 58 / height, "  ·  ".join(said), size=12, color=PALE, va="center")
+        figures.append("the first part of this long run was not kept")
+    figure.text(24 / WIDTH, 1 - 58 / height, "  ·  ".join(figures), size=12, color=PALE, va="center")
 
 
 def _panel(figure, trace: Trace, time: tuple[float, float], top: int, panel: int, height: int, scale: float, zoomed: bool):
-    """A panel over `time`, with a row for each rank. `top`, `panel` and `height` are pixels at WIDTH."""
+    """Draw the panel for the times `time`, with a row for each rank. `top`, `panel`, `height`: pixels at WIDTH."""
     row, tall, thin = ROWS[zoomed]
     wide = WIDTH - LEFT - RIGHT
     axes = figure.add_axes((LEFT / WIDTH, 1 - (top + panel) / height, wide / WIDTH, panel / height))
@@ -158,7 +158,7 @@ def _name(axes, trace: Trace, rank: RankTrace, top: int, row: int, figures: bool
     at = axes.get_yaxis_transform()  # x in parts of the panel, y in its pixels
     wide = WIDTH - LEFT - RIGHT
     left = (24 - LEFT) / wide
-    # No line ends between an axis and its number. All of it is in the trace's text, should two lines not do.
+    # No-break spaces keep an axis with its number. Text beyond two lines is left out; the trace's text has all of it.
     where = rank.where.replace(" of ", "/").replace(" ", "\u00a0").replace(",\u00a0", ", ")
     lines = textwrap.wrap(where, 22)[:2]
     axes.text(left, top + 15, f"rank {rank.rank}", transform=at, size=13, weight="bold", color=INK, va="center")
@@ -168,15 +168,15 @@ def _name(axes, trace: Trace, rank: RankTrace, top: int, row: int, figures: bool
         return
     waits = np.concatenate((rank.waits, rank.fetches))
     computing, waiting = (float((spans["stop"] - spans["start"]).sum()) / trace.seconds for spans in (rank.computing, waits))
-    said = [(f"computing {100 * computing:.0f} %", INK, 12)]
-    said.append((f"waiting {100 * waiting:.0f} %, idle {100 * max(0.0, 1 - computing - waiting):.0f} %", PALE, 10))
-    said.append(("no transfers" if rank.hidden is None else f"{100 * rank.hidden:.0f} % of transfers hidden", PALE, 10))
-    for index, (text, colour, size) in enumerate(said):
+    shares = [(f"computing {100 * computing:.0f} %", INK, 12)]
+    shares.append((f"waiting {100 * waiting:.0f} %, idle {100 * max(0.0, 1 - computing - waiting):.0f} %", PALE, 10))
+    shares.append(("no transfers" if rank.hidden is None else f"{100 * rank.hidden:.0f} % of transfers hidden", PALE, 10))
+    for index, (text, colour, size) in enumerate(shares):
         axes.text(1 + 14 / wide, top + 14 + 17 * index, text, transform=at, size=size, color=colour, va="center")
 
 
 def _marks(axes, trace: Trace, rank: RankTrace, time: tuple[float, float], top: int, tall: int, wide: int) -> None:
-    """Draw lines between micro-steps and write their bands' numbers, where they are wide enough."""
+    """Draw lines between micro-steps and write their bands' numbers, if the micro-steps are wide enough."""
     shown = rank.work[rank.work["start"] < time[1]]
     per_pixel = (time[1] - time[0]) / wide
     if not len(shown) or float(np.median(shown["stop"] - shown["start"])) < 5 * per_pixel:
@@ -197,7 +197,7 @@ def _marks(axes, trace: Trace, rank: RankTrace, time: tuple[float, float], top: 
 
 
 def _funnel(figure, panels, stop: float) -> None:
-    """Connect the lower panel with the part of the upper one that it shows."""
+    """Connect the lower panel with the part of the upper panel that it enlarges."""
     from matplotlib.patches import Polygon
 
     upper, lower = (axes.get_position() for axes in panels)
