@@ -133,7 +133,7 @@ class RemoteVAE:
     def _band(self, reply: m.VAEOutput) -> torch.Tensor:
         """The band that a rank sent. RankError for a rank that sent none."""
         if reply.band is None:
-            raise self.pool.refuse(reply.rank, "an output without its band")
+            raise self.pool.refuse(reply.rank, "None for a band of a picture")
         return reply.band
 
     def _replies(
