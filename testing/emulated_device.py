@@ -27,7 +27,7 @@ STALE = 0xFF
 
 @dataclass(frozen=True)
 class EmulatedDevice:
-    """Memory for weights, `nbytes` of it, and copies between it and host memory beside compute."""
+    """`nbytes` of memory for weights, and copies between that memory and host memory that overlap with compute."""
 
     nbytes: int
     bytes_per_second: float
@@ -110,5 +110,5 @@ def enter(device: EmulatedDevice, settings: RankSettings, connection: Connection
 
 
 def start_with(device: EmulatedDevice) -> Callable[[StartSettings], Ranks]:
-    """What a Pool takes as `start`: ranks in processes of their own, each with a device like this one."""
+    """The `start` argument of a Pool: ranks in processes, each with an emulated device."""
     return functools.partial(LocalRanks, entry=functools.partial(enter, device))

@@ -1,4 +1,4 @@
-"""Ranks that are forked from a process which has imported what they need: importing it takes a rank 7 s of a core."""
+"""Ranks that are forked from a process with all imports done, which take a rank 7 s of a core."""
 
 import contextlib
 import multiprocessing.util
@@ -46,12 +46,12 @@ def end_server() -> None:
 
 
 def started_by(context: BaseContext) -> contextlib.AbstractContextManager:
-    """Within it the ranks of pools are started by `context` rather than spawned."""
+    """Context in which the ranks of pools are started by `context` instead of spawned."""
     return mock.patch.object(torch.multiprocessing, "get_context", lambda _method: context)
 
 
 @contextlib.contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Within it the ranks of pools are started by a fork server of their own."""
+    """Context in which the ranks of pools are started by a new fork server."""
     with fork_server() as context, started_by(context):
         yield

@@ -1,4 +1,4 @@
-"""What processes hold of the host's memory together, by Linux's own account of it."""
+"""Host memory that several processes take together, by Linux's account."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +24,7 @@ def _rollup(pid: int, name: str) -> int:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except FileNotFoundError as error:
         raise ProcessLookupError(pid) from error
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")]
-    if not found:  # it has ended, and its parent has not looked yet
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")]
+    if not sizes:  # it has ended, and its parent has not looked yet
         raise ProcessLookupError(pid)
-    return found[0]
+    return sizes[0]

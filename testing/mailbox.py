@@ -69,7 +69,7 @@ class World:
             self._changed.notify_all()
 
     def expect(self, route: Route) -> Letter:
-        """What the route's next `take` gets."""
+        """The letter that the route's next `take` receives."""
         with self._changed:
             self._expected[route] += 1
             return Letter(route, self._expected[route] - 1)
@@ -91,7 +91,7 @@ class World:
                 del self._waiting[rank]
 
     def end(self) -> None:
-        """Whoever waits is let go with an error."""
+        """All waits end with an error."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -99,7 +99,7 @@ class World:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What `Member.receive` gives, to be waited for: the tensor, and what will be in it."""
+    """A pending receive: the tensor, and the letter whose content it gets."""
 
     world: World
     letter: Letter
@@ -170,7 +170,7 @@ class Distributed:
         return World(size)
 
     def enter(self, world: World, rank: int) -> None:
-        """The calling thread is this rank of the world from now on."""
+        """From now on the calling thread is this rank of the world."""
         self._here.member = Member(world, rank)
 
     def __getattr__(self, name: str) -> Any:
@@ -210,8 +210,8 @@ class Distributed:
         async_op: bool = False,
     ) -> Work | None:
         member, ranks = self._here.member, self._ranks(group)
-        into, given = output.split(list(output_split_sizes)), input.split(list(input_split_sizes))
-        for rank, part in zip(ranks, given, strict=True):
+        into, pieces = output.split(list(output_split_sizes)), input.split(list(input_split_sizes))
+        for rank, part in zip(ranks, pieces, strict=True):
             member.send("all-to-all", part, rank, group)
         work = Work([member.receive("all-to-all", part, rank, group) for rank, part in zip(ranks, into, strict=True)])
         return self._started(work, async_op)

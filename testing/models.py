@@ -39,7 +39,7 @@ def on_ranks(
 def conditioning_of(
     model: RemoteTransformer, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], first_replica: int = 0, sound: int = 0
 ) -> Conditioning:
-    """The ranks' own copy of these conditioning tensors. `sound`: tokens of the companion latent."""
+    """The ranks' copy of these conditioning tensors. `sound`: tokens of the companion latent."""
     call = ModelCall(torch.empty(0), torch.empty(0), tensors, first_replica=first_replica)
     return model.conditioning(call, TokenLayout(grid, companion_tokens=sound))
 

@@ -1,4 +1,4 @@
-"""Files in ComfyUI's quantised formats, made by comfy-kitchen's own quantisers."""
+"""Files in ComfyUI's quantised formats, made by comfy-kitchen's quantisers."""
 
 import json
 
@@ -36,7 +36,7 @@ def quantised(weight: torch.Tensor, kind: str) -> QuantizedTensor:
 
 
 def settings(kind: str, **more: object) -> dict[str, object]:
-    """What a file says of a layer."""
+    """The entries that a file has about a layer."""
     format, _, made = KINDS[kind]
     return {"format": format} | {name: made[name] for name in SAID if name in made} | more
 

@@ -61,9 +61,9 @@ class SlowWorker(Worker):
         return SlowEngine(self.slowdown, rank, message, stage)
 
     def _probe(self, message: Probe) -> Probed:
-        found = super()._probe(message)
-        blocks = {name: self._slower(seconds) for name, seconds in found.blocks.items()}
-        return replace(found, blocks=blocks, ends=self._slower(found.ends), keeping=self.slowdown * found.keeping)
+        probed = super()._probe(message)
+        blocks = {name: self._slower(seconds) for name, seconds in probed.blocks.items()}
+        return replace(probed, blocks=blocks, ends=self._slower(probed.ends), keeping=self.slowdown * probed.keeping)
 
     def _slower(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(self.slowdown * each for each in seconds)
@@ -75,5 +75,5 @@ def enter(slowdown: tuple[float, ...], settings: RankSettings, connection: Conne
 
 
 def start_with(slowdown: tuple[float, ...]) -> Callable[[StartSettings], Ranks]:
-    """What a Pool takes as `start`. `slowdown`: of each rank."""
+    """The `start` argument of a Pool. `slowdown`: by rank, see SlowEngine."""
     return functools.partial(LocalRanks, entry=functools.partial(enter, slowdown))

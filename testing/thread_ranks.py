@@ -1,4 +1,4 @@
-"""Ranks in threads of the test process: each runs the product's own worker, with a mailbox in place of torch.distributed
+"""Ranks in threads of the test process: each runs the product's worker, with a mailbox in place of torch.distributed
 (mailbox.py), or a transport with NCCL's rules (strict/).
 
 Neither a start nor a transfer takes time: what costs is the arithmetic. Messages travel over real pipes, and a rank that
@@ -38,20 +38,20 @@ from testing.mailbox import Distributed
 
 @dataclass(frozen=True)
 class Meeting:
-    """In the place of a Rendezvous: there is no store."""
+    """Replaces Rendezvous for ranks in one process, which need no store."""
 
     distributed: Distributed
 
     def check(self) -> None:
-        """Nothing can be gone."""
+        """Does nothing: a thread's peers cannot end alone."""
 
     def meet(self) -> None:
         self.distributed.meet()
 
-    def is_any(self, what: str, own: bool) -> bool:
-        """They are in one process, which knows as much for all of them."""
+    def is_any(self, what: str, value: bool) -> bool:
+        """The value itself: all ranks are in one process, with equal values."""
         self.meet()
-        return own
+        return value
 
 
 @dataclass
@@ -68,7 +68,7 @@ class ThreadRanks:
         self.names = self.start.devices
         self._world = self.distributed.world(len(self.names))
         self._threads, self._theirs, self._cut = [], [], set()
-        # What is there already, such as all that was imported, is no concern of Python's own collections from now on.
+        # What is there already, such as all that was imported, is no concern of Python's garbage collections from now on.
         gc.collect()
         gc.freeze()
         for rank in range(len(self.names)):
@@ -92,7 +92,7 @@ class ThreadRanks:
                 raise
 
     def die(self, rank: int) -> NoReturn:
-        """End the calling thread, which is that rank, as a signal ends a process: without a word."""
+        """End the calling thread, which is that rank, without a report, as a signal ends a process."""
         self._cut.add(rank)
         with socket.socket(fileno=os.dup(self._theirs[rank].fileno())) as connection:
             connection.shutdown(socket.SHUT_RDWR)
@@ -113,7 +113,7 @@ class ThreadRanks:
         return ""
 
     def dump(self, rank: int) -> None:
-        """A thread has no log."""
+        """Does nothing: a thread has no log."""
 
     def join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -138,13 +138,13 @@ class RankThread(threading.Thread):
 
 def _collect() -> None:
     """In the place of gc.collect, at each loading. In a process with all tests' objects it would take longer than loading a
-    tiny model, and what is left of one may wait for Python's own collections."""
+    tiny model, and what is left of one may wait for Python's garbage collections."""
     if getattr(threading.current_thread(), "collects", False):
         gc.collect()
 
 
 def _end_thread(code: int) -> None:
-    """In the place of os._exit."""
+    """Replaces os._exit."""
     raise SystemExit(code)
 
 
@@ -159,14 +159,15 @@ def _one_at_a_time(lock: threading.Lock, function: Callable[..., Any]) -> Callab
 
 @contextlib.contextmanager
 def thread_ranks(distributed: Distributed | None = None) -> Iterator[Callable[..., Ranks]]:
-    """What a Pool takes as `start`, see ThreadRanks. Within it the modules of parallel_backend.rank serve rank threads.
+    """Context that gives the `start` argument of a Pool, see ThreadRanks. In it the modules of parallel_backend.rank serve
+    rank threads.
 
     `distributed`: what stands in for torch.distributed; None for the mailbox. May be nested: the innermost ends first.
     """
     distributed, building = distributed or Distributed(), threading.Lock()
     with contextlib.ExitStack() as stack:
-        for found in pkgutil.walk_packages(parallel_backend.rank.__path__, "parallel_backend.rank."):
-            module = importlib.import_module(found.name)
+        for module_info in pkgutil.walk_packages(parallel_backend.rank.__path__, "parallel_backend.rank."):
+            module = importlib.import_module(module_info.name)
             if (outer := getattr(module, "dist", None)) is torch.distributed or isinstance(outer, Distributed):
                 distributed.outer = outer
                 stack.enter_context(mock.patch.object(module, "dist", distributed))

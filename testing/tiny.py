@@ -1,4 +1,4 @@
-"""Tiny random models with the real classes and key layouts, and a reference: diffusers' own forward in this process."""
+"""Tiny random models with the real classes and key layouts, and a reference: diffusers' forward in this process."""
 
 import functools
 from pathlib import Path
@@ -41,14 +41,14 @@ SD3 = {
 
 
 def random_sd3(config: dict = SD3, seed: int = 0) -> torch.nn.Module:
-    """diffusers' own module, see `randomise`. Its table of positions too is no function of its size."""
+    """diffusers' module with random weights, see `randomise`; its table of positions is random too, at any size."""
     model = randomise(diffusers.SD3Transformer2DModel(**config).eval(), seed)
     model.pos_embed.pos_embed = torch.randn(model.pos_embed.pos_embed.shape, generator=torch.Generator().manual_seed(seed))
     return model
 
 
 def whole_model(path: Path, dtype: str = "fp32") -> torch.nn.Module:
-    """The checkpoint as one process's model, loaded by our own loader."""
+    """The checkpoint as one process's model, loaded by the pack's loader."""
     checkpoint = open_checkpoint(path)
     blocks = checkpoint.family.blocks.total(checkpoint.config)
     return build_stage(checkpoint, Span(0, blocks), torch.device("cpu"), dtype).model
@@ -66,8 +66,8 @@ def stored_model(path: Path) -> tuple[torch.nn.Module, WeightStore]:
 
 def rank_shard(tokens: torch.Tensor, order: TokenOrder, span: Span, with_text: bool) -> torch.Tensor:
     """Of the `tokens` of a call's latents (Patching.pack_all), what a stage of one rank is sent for a micro-step."""
-    own = tokens[:, order.images(span).slice]
-    return torch.cat((own, tokens[:, order.image :]), dim=1) if with_text else own
+    image_rows = tokens[:, order.images(span).slice]
+    return torch.cat((image_rows, tokens[:, order.image :]), dim=1) if with_text else image_rows
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""VAEs of diffusers' on ranks, for tests and benchmarks."""
+"""diffusers' VAEs on ranks, for tests and benchmarks."""
 
 import re
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def original_decoder(vae) -> dict[str, torch.Tensor]:
     for name, tensor in vae.state_dict().items():
         if not name.startswith(("decoder.", "post_quant_conv.")):
             continue
-        name = re.sub(r"up_blocks\.(\d+)", lambda found: f"up.{last - int(found[1])}", name)
+        name = re.sub(r"up_blocks\.(\d+)", lambda match: f"up.{last - int(match[1])}", name)
         for theirs, original in LAYERS:
             name = re.sub(theirs, original, name)
         state[name] = tensor[..., None, None] if tensor.ndim == 2 else tensor
@@ -40,7 +40,7 @@ def original_decoder(vae) -> dict[str, torch.Tensor]:
 
 
 def decoder_of(vae) -> Weights:
-    """What ranks hold of a diffusers.AutoencoderKL to decode."""
+    """The weights of a diffusers.AutoencoderKL's decoder as ranks need them."""
     return VAES["AutoencoderKL"].weights(original_decoder(vae), "decoder", {})
 
 
@@ -63,7 +63,7 @@ class OnRanks:
         return self.remote.bytes_sent
 
     def decode(self, x: torch.Tensor, poll: Poll, bytes_needed: int = 0) -> torch.Tensor:
-        """What becomes of x, in memory that the ranks share where they can."""
+        """The output for x, in memory that the ranks share if possible."""
         sizes, remote = self._sizes, self.remote
         shape, dtype = remote.shape(x, sizes.scale, sizes.channels), next(iter(sizes.tensors.values())).dtype
         with shared_output(remote.pool, shape, dtype) as (output, shared):
@@ -71,6 +71,6 @@ class OnRanks:
         return output
 
     def tiles(self, x: torch.Tensor) -> torch.Tensor:
-        """What becomes of the tiles [tiles, C, frames, rows, columns]."""
+        """The outputs of the tiles [tiles, C, frames, rows, columns]."""
         (output,) = self.remote.run_tiles([x], lambda: None)
         return output

@@ -7,7 +7,7 @@ from testing.cases.case import Case
 
 
 def all_cases() -> list[Case]:
-    """Every `CASES` of the modules beside this file."""
+    """All `CASES` of the modules in this folder."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "case")
     return [case for name in names for case in importlib.import_module(f"{__name__}.{name}").CASES]
 

@@ -1,4 +1,4 @@
-"""What the tests of all families need to know about one configuration of one."""
+"""One configuration of a family, with all that the tests need of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Case:
     """A tiny configuration. `latent`: [C, (T,) H, W] that the model takes; `odd`: sizes that need padding, None if refused.
 
     `tensors(generator, batch)`: conditioning tensors as the family's `conditioning` gives them. `reference(model, x,
-    timestep, tensors)`: diffusers' own forward, called as its pipeline calls it, on a latent of any size, with the
+    timestep, tensors)`: diffusers' forward, called as its pipeline calls it, on a latent of any size, with the
     sampler's timestep: what the family must equal. `convert`: diffusers' converter from the original key layout.
     `sampled`: the output has the latent's shape, so that a sampler can be
     tried without ComfyUI, which adds the other channels. `fine_time`: a timestep in bf16 is as good. `full`: tables of all

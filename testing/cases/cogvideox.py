@@ -57,11 +57,11 @@ def _tensors(config, words):
 
 
 def _crop_region():
-    """The pipeline's own function, without the pipeline, which needs transformers."""
+    """The pipeline's function, without importing the pipeline, which needs transformers."""
     source = (Path(diffusers.__path__[0]) / "pipelines/cogvideo/pipeline_cogvideox.py").read_text()
     name, names = "get_resize_crop_region_for_grid", {}
-    found = next(part for part in ast.parse(source).body if getattr(part, "name", None) == name)
-    exec(ast.unparse(found), names)  # noqa: S102 (diffusers' own source)
+    function = next(part for part in ast.parse(source).body if getattr(part, "name", None) == name)
+    exec(ast.unparse(function), names)  # noqa: S102 (diffusers' own source)
     return names[name]
 
 

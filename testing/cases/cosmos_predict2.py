@@ -37,7 +37,7 @@ DETECTED = {"num_heads": 3, "mlp_ratio": 2.0, "crossattn_emb_channels": 20, "ada
 
 
 def _reference(model, x, timestep, tensors):
-    """diffusers' own forward, as Cosmos2VideoToWorldPipeline calls it, with a mask that fits already."""
+    """diffusers' forward, as Cosmos2VideoToWorldPipeline calls it, with a mask that fits already."""
     height, width = x.shape[-2:]
     x = F.pad(x, (0, width % 2, 0, height % 2, 0, 0), mode="circular")
     with mock.patch.object(transformer_cosmos, "transforms", VISION, create=True):

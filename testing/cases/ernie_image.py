@@ -26,7 +26,7 @@ def _reference(model, x, timestep, tensors):
 
 
 def _adjust(model):
-    """At these times the latent is large, and so is the residual stream: attention has to show beside it."""
+    """At these times the latent and the residual stream are large: attention is made large too, so that its errors show."""
     for layer in model.layers:
         layer.self_attention.to_out[0].weight.data *= 6
 

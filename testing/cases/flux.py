@@ -10,7 +10,7 @@ from parallel_backend.families import FAMILIES
 from testing.cases.case import Case, Native
 from testing.tiny import FLUX
 
-# What ComfyUI's own model detection takes: a width that is a multiple of 128 with rotary axes (16, 56, 56).
+# What ComfyUI's model detection takes: a width that is a multiple of 128 with rotary axes (16, 56, 56).
 NATIVE = FLUX | {
     "num_layers": 2,
     "num_single_layers": 3,

@@ -29,7 +29,7 @@ NATIVE = CONFIG | SMALL | {"in_channels": 16, "out_channels": 16}
 T5, LLAMA = 3, 4
 """Tokens of both."""
 EDIT_LATENT = (3, 12, 6)
-"""E1's latent, and the picture beside it."""
+"""E1's latent with the picture at its right."""
 
 
 def _tensors(generator, batch):
@@ -48,13 +48,13 @@ def _edit_tensors(generator, batch):
 
 
 def _reference(model, x, timestep, tensors):
-    """diffusers' own forward, as HiDreamImagePipeline calls it; a picture beside the latent widens that."""
-    own = diffusers.HiDreamImageTransformer2DModel(**dict(model.config)).eval()
-    own.load_state_dict(model.state_dict())
+    """diffusers' forward, as HiDreamImagePipeline calls it. A picture is appended to the latent along its width."""
+    original = diffusers.HiDreamImageTransformer2DModel(**dict(model.config)).eval()
+    original.load_state_dict(model.state_dict())
     width = x.shape[-1]
     if REFERENCES in tensors:
         x = torch.cat((x, Patching().unpack(tensors[REFERENCES], x.shape)), dim=-1)
-    return -own(
+    return -original(
         hidden_states=x,
         timesteps=timestep.float(),
         encoder_hidden_states_t5=tensors["context"][:, :T5],

@@ -50,11 +50,11 @@ def _tensors(sized):
 
 
 def _crop_region():
-    """The pipeline's own function, without the pipeline, which needs transformers."""
+    """The pipeline's function, without importing the pipeline, which needs transformers."""
     source = (Path(diffusers.__path__[0]) / "pipelines/hunyuandit/pipeline_hunyuandit.py").read_text()
     name, names = "get_resize_crop_region_for_grid", {}
-    found = next(part for part in ast.parse(source).body if getattr(part, "name", None) == name)
-    exec(ast.unparse(found), names)  # noqa: S102 (diffusers' own source)
+    function = next(part for part in ast.parse(source).body if getattr(part, "name", None) == name)
+    exec(ast.unparse(function), names)  # noqa: S102 (diffusers' own source)
     return names[name]
 
 

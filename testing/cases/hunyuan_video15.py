@@ -64,12 +64,12 @@ def _ones(tensor):
 
 
 def _reference(model, x, timestep, tensors):
-    """diffusers' own forward, as its pipelines call it."""
+    """diffusers' forward, as its pipelines call it."""
     kind = getattr(diffusers, type(model).__name__)
-    own = kind(**dict(model.config)).eval()
-    own.load_state_dict(model.state_dict())
+    original = kind(**dict(model.config)).eval()
+    original.load_state_dict(model.state_dict())
     picture = {"image_embeds": tensors["picture"]} if "picture" in tensors else {}
-    return own(
+    return original(
         hidden_states=x,
         timestep=timestep.float(),
         encoder_hidden_states=tensors["context"],

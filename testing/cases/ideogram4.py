@@ -30,13 +30,13 @@ def _tensors(tokens):
 
 def _reference(model, x, timestep, tensors):
     """As Ideogram4Pipeline calls diffusers' class: text and picture packed into one sequence."""
-    own = diffusers.Ideogram4Transformer2DModel(**dict(model.config)).eval()
-    own.load_state_dict(model.state_dict())
+    original = diffusers.Ideogram4Transformer2DModel(**dict(model.config)).eval()
+    original.load_state_dict(model.state_dict())
     batch, channels, rows, columns = x.shape
     words, pixels = tensors["context"].shape[1], rows * columns
     picture = x.view(batch, channels // 4, 4, pixels).permute(0, 3, 2, 1).flatten(2)
     places = torch.cartesian_prod(torch.tensor([0]), torch.arange(rows), torch.arange(columns)) + OFFSET
-    out = own(
+    out = original(
         hidden_states=torch.cat((torch.zeros(batch, words, channels), picture), dim=1),
         timestep=1 - timestep.float(),
         encoder_hidden_states=torch.cat((tensors["context"], torch.zeros(batch, pixels, CONFIG["llm_features_dim"])), dim=1),

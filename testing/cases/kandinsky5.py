@@ -44,7 +44,7 @@ def _tensors(start):
 
 
 class _Exact(transformer_kandinsky.Kandinsky5AttnProcessor):
-    """diffusers' own, without its rounding of rotated queries and keys to bf16."""
+    """diffusers' attention processor, without the rounding of rotated queries and keys to bf16."""
 
     def __call__(self, *arguments, **named):
         kept, torch.bfloat16 = torch.bfloat16, torch.float32
@@ -55,10 +55,10 @@ class _Exact(transformer_kandinsky.Kandinsky5AttnProcessor):
 
 
 def _reference(model, x, timestep, tensors):
-    """diffusers' own forward, as its pipelines call it, in float32."""
-    own = diffusers.Kandinsky5Transformer3DModel(**dict(model.config)).eval()
-    own.load_state_dict(model.state_dict())
-    for module in own.modules():
+    """diffusers' forward, as its pipelines call it, in float32."""
+    original = diffusers.Kandinsky5Transformer3DModel(**dict(model.config)).eval()
+    original.load_state_dict(model.state_dict())
+    for module in original.modules():
         if isinstance(module, transformer_kandinsky.Kandinsky5Attention):
             module.processor = _Exact()
     height, width = x.shape[-2:]
@@ -67,7 +67,7 @@ def _reference(model, x, timestep, tensors):
         x[:, :3, :START] = tensors["start"]
     video = x if x.ndim == 5 else x.unsqueeze(2)
     video = F.pad(video, (0, width % 2, 0, height % 2, 0, 0), mode="circular").movedim(1, -1)
-    out = own(
+    out = original(
         hidden_states=video,
         encoder_hidden_states=tensors["context"],
         timestep=timestep.float(),

@@ -42,12 +42,12 @@ def _tensors(generator, batch):
 def _reference(model, x, timestep, tensors):
     patching, context = FAMILIES["krea2"].patching, tensors["context"]
     _, rows, columns = patching.grid(x.shape)
-    own = torch.cartesian_prod(torch.zeros(1), torch.arange(float(rows)), torch.arange(float(columns)))
+    image_ids = torch.cartesian_prod(torch.zeros(1), torch.arange(float(rows)), torch.arange(float(columns)))
     out = model(
         hidden_states=patching.pack(x),
         encoder_hidden_states=context.unflatten(-1, (CONFIG["num_text_layers"], -1)),
         timestep=timestep,
-        position_ids=torch.cat((torch.zeros(context.shape[1], 3), own)),
+        position_ids=torch.cat((torch.zeros(context.shape[1], 3), image_ids)),
         return_dict=False,
     )[0]
     return patching.unpack(out, tuple(x.shape))

@@ -47,8 +47,8 @@ FRAME_RATE, SOUND, VOICE, GUIDES = 23.976, 11, 3, 2
 
 
 def guides(height: int, width: int, batch: int = 1) -> dict:
-    """What ComfyUI's nodes put together for guides at the video's 18th and 31st frame: looked at less, the second one only
-    in part, since it is of half the size."""
+    """The inputs that ComfyUI's nodes make for guides at the video's 18th and 31st frame, with strengths below 1. The second
+    guide covers a part of the picture, since it has half the size."""
     tokens = torch.cartesian_prod(torch.tensor([17, 30]), torch.arange(height) * 32, torch.arange(width) * 32)
     places = torch.stack((tokens, tokens + torch.tensor([1, 32, 32])), dim=-1).transpose(0, 1)[None]
     entry = {"pre_filter_count": height * width, "pixel_mask": None, "latent_shape": [1, height, width]}
@@ -59,7 +59,7 @@ def guides(height: int, width: int, batch: int = 1) -> dict:
 
 
 def masks(frames: int, height: int, width: int) -> torch.Tensor:
-    """[1, 1, T, H, W]: ComfyUI's denoise mask: a first frame that is given, and the guides behind the video."""
+    """[1, 1, T, H, W]: ComfyUI's denoise mask: a fixed first frame, and the guides behind the video."""
     mask = torch.ones(1, 1, frames, height, width)
     mask[:, :, 0], mask[:, :, -2], mask[:, :, -1] = 0.0, 0.4, -1.8
     mask[:, :, -1, ::2, ::2] = 0.2
@@ -73,8 +73,8 @@ class WithSound(Case):
         video, timestep, _ = super().inputs(batch, latent, seed)
         sound = torch.randn(batch, 8, SOUND, 16, generator=torch.Generator().manual_seed(seed + 1))
         times = torch.cat((masks(*video.shape[2:]).flatten(1), torch.linspace(0.3, 1, SOUND).round(decimals=1)[None]), dim=1)
-        given = guides(*video.shape[3:], batch) | {"denoise_mask": masks(*video.shape[2:]), "grid": tuple(video.shape[2:])}
-        tensors = self.tensors(torch.Generator().manual_seed(seed), batch, given)
+        extras = guides(*video.shape[3:], batch) | {"denoise_mask": masks(*video.shape[2:]), "grid": tuple(video.shape[2:])}
+        tensors = self.tensors(torch.Generator().manual_seed(seed), batch, extras)
         return (video, sound), timestep[:, None] * times, tensors
 
     def save(self, model, path: Path, config=None) -> Path:
@@ -136,7 +136,7 @@ def _connectors(config) -> dict[str, torch.Tensor]:
 
 
 def _of(config):
-    def tensors(generator, batch, given=None):
+    def tensors(generator, batch, extras=None):
         row = CASES[0].row
         width = sum(_connector_widths(config))
         call = {
@@ -144,13 +144,13 @@ def _of(config):
             "frame_rate": FRAME_RATE,
             "ref_audio": {"tokens": torch.randn(1, VOICE, 128, generator=generator)},
         }
-        return row.inputs.conditioning(config, call | (given or {}))
+        return row.inputs.conditioning(config, call | (extras or {}))
 
     return tensors
 
 
 def _reference(model, latents, timestep, tensors):
-    """The class called on whole latents, each token with a time of its own, and places as diffusers makes them."""
+    """The class called on whole latents, with a time for each token, and positions as diffusers makes them."""
     video, sound = latents
     batch, (frames, height, width), voice = len(video), video.shape[2:], tensors["voice"]
     places = model.rope.prepare_video_coords(batch, frames, height, width, "cpu", fps=1.0)

@@ -70,7 +70,7 @@ def _keyframes(height: int, width: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class WithKeyframes(Case):
-    """The first frame and the keyframes are given, more or less: their times are a part of the others'."""
+    """The first frame and the keyframes are fixed in part: their times are fractions of the others'."""
 
     def save(self, model, path: Path, config=None) -> Path:
         """With the header that Lightricks' files have."""

@@ -56,13 +56,13 @@ def _reference(model, x, timestep, tensors):
 
 def _convert(state):
     """diffusers' converter knows one width of queries and one of keys: smaller ones are filled up for it."""
-    own = {"to_q": 108, "to_k": 36, "to_v": 36}
+    widths = {"to_q": 108, "to_k": 36, "to_v": 36}
     for key, value in state.items():
         if "qkv" in key:
-            parts = zip(value.split(list(own.values())), (2304, 768, 768), strict=True)
+            parts = zip(value.split(list(widths.values())), (2304, 768, 768), strict=True)
             state[key] = torch.cat([F.pad(part, (0, 0, 0, rows - len(part))) for part, rows in parts])
-    found = convert_lumina2_to_diffusers(state)
-    return {key: value[: own.get(key.split(".")[-2])] for key, value in found.items()}
+    converted = convert_lumina2_to_diffusers(state)
+    return {key: value[: widths.get(key.split(".")[-2])] for key, value in converted.items()}
 
 
 def _conditioning(generator):

@@ -68,7 +68,7 @@ class Pruned(WithSound):
 
 
 def payload(generator, grid):
-    """What ComfyUI's nodes put together: a keyframe with sound, references of every kind, tokens of pictures in the text."""
+    """The inputs that ComfyUI's nodes make: a keyframe with sound, references of every kind, picture tokens in the text."""
 
     def randn(*shape):
         return torch.randn(shape, generator=generator)
@@ -100,7 +100,7 @@ def _adjust(model):
 
 def _tensors(generator, batch, grid=GRID):
     mask = (torch.rand(1, 1, *grid, generator=generator) * 4).round() / 4
-    given = {
+    entry = {
         "context": torch.randn(batch, 7, CONFIG["text_dim"], generator=generator),
         "minimax_payload": payload(generator, grid),
         "denoise_mask": mask.repeat_interleave(2, -1).repeat_interleave(2, -2),
@@ -108,7 +108,7 @@ def _tensors(generator, batch, grid=GRID):
         "grid": grid,
         "companion_tokens": 2 * SOUND,
     }
-    return CASES[0].row.inputs.conditioning(CONFIG, given)
+    return CASES[0].row.inputs.conditioning(CONFIG, entry)
 
 
 @functools.cache
@@ -161,7 +161,7 @@ def _reference(model, latents, timestep, tensors):
 
 
 def _times(timestep, levels):
-    """Of the video's and the sound's schedules, shifted by 12 and by 3."""
+    """Times by the video's and the sound's schedules, shifted by 12 and by 3."""
     sigma = timestep.flatten()[0] / 1000
     base = sigma / (12 - 11 * sigma)
     sigmas = torch.where(levels[:, 0] == 0, sigma, 3 * base / (1 + 2 * base))
@@ -170,9 +170,9 @@ def _times(timestep, levels):
 
 
 def _conditioning(generator):
-    given = payload(generator, (3, 3, 3))
-    extras = {f"minimax_{name}": given[name] for name in ("keyframes", "refs")}
-    extras["minimax_token_tags"] = given["text_token_tags"]
+    entry = payload(generator, (3, 3, 3))
+    extras = {f"minimax_{name}": entry[name] for name in ("keyframes", "refs")}
+    extras["minimax_token_tags"] = entry["text_token_tags"]
     return torch.randn(1, 7, CONFIG["text_dim"], generator=generator), extras
 
 

@@ -27,7 +27,7 @@ NATIVE = CONFIG | {
 
 
 def _diffusers(model):
-    """diffusers' own model with the weights of ours."""
+    """diffusers' model with the weights of the family's."""
     state = dict(model.state_dict())
     for name in [name for name in state if ".gate_proj." in name]:
         up, down = (name.replace("gate_proj", other) for other in ("up_proj", "down_proj"))

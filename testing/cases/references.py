@@ -1,4 +1,4 @@
-"""Families with reference pictures, by diffusers' own forward with their tokens appended."""
+"""Families with reference pictures, by diffusers' forward with their tokens appended."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,13 +18,13 @@ def _with_references(case, name, method, step, size=SIZES, centred=False, shift=
 
     def tensors(generator, batch):
         pictures = [torch.randn(batch, channels, *sides, generator=generator) for sides in size]
-        given = {"ref_latents": pictures}
+        latents = {"ref_latents": pictures}
         return case.tensors(generator, batch) | reference_tensors(
-            patching, given, method, step, centred, methods=(method,), shift=shift
+            patching, latents, method, step, centred, methods=(method,), shift=shift
         )
 
-    def reference(model, x, timestep, given):
-        plain = dict(given)
+    def reference(model, x, timestep, conditioning_tensors):
+        plain = dict(conditioning_tensors)
         tokens, positions = plain.pop(REFERENCES), plain.pop(REFERENCE_POSITIONS)[0]
         at_zero = plain.pop(REFERENCES_AT_ZERO, None)
         count = torch.Size(patching.grid(tuple(x.shape))).numel()
@@ -36,8 +36,8 @@ def _with_references(case, name, method, step, size=SIZES, centred=False, shift=
                 more = [(1, *shape[-2:]) for shape in shapes]
                 others["img_shapes"] = [[*entry, *more] for entry in others["img_shapes"]]
                 if model.config["use_layer3d_rope"]:
-                    own = [(1, *sides) for frames, *sides in others["img_shapes"][0][:1] for _ in range(frames)]
-                    others["img_shapes"] = [own + more] * len(x)
+                    picture_shapes = [(1, *sides) for frames, *sides in others["img_shapes"][0][:1] for _ in range(frames)]
+                    others["img_shapes"] = [picture_shapes + more] * len(x)
                     others["additional_t_cond"] = torch.zeros(len(x), dtype=torch.long)
                 return (model(hidden_states=hidden_states, **others)[0][:, :count],)
             if "position_ids" in others:  # Krea 2's, of the text too
@@ -52,10 +52,10 @@ def _with_references(case, name, method, step, size=SIZES, centred=False, shift=
         return case.reference(forward, x, timestep, plain)
 
     def conditioning(generator):
-        text, given = case.native.conditioning(generator)
+        text, entry = case.native.conditioning(generator)
         shape = (1, case.native.latent[0])
         pictures = [torch.randn(*shape, *sides, generator=generator) for sides in size]
-        return text, given | {"reference_latents": pictures} | (extras or {})
+        return text, entry | {"reference_latents": pictures} | (extras or {})
 
     native = replace(case.native, conditioning=conditioning, config=case.native.config | others.get("config", {}))
     others["config"] = case.config | others.get("config", {})
@@ -67,7 +67,7 @@ def _modulated_at_zero(model, at_zero, position_ids, references):
     """Krea 2's class with the last `references` tokens modulated for time 0, if `at_zero` says so."""
     at_zero = torch.arange(len(position_ids)) >= len(position_ids) - references if at_zero is not None else None
 
-    def each(module, given, out):
+    def each(module, inputs, out):
         zero = model.time_embed(torch.zeros(len(out)), torch.float32)
         zero = torch.nn.functional.linear(torch.nn.functional.gelu(zero, approximate="tanh"), module.weight, module.bias)
         return torch.where(at_zero[None, :, None], zero, out)

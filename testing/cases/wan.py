@@ -48,7 +48,7 @@ def _tensors(config, clip):
 
 
 def of_diffusers(model):
-    """diffusers' class with the weights of ours."""
+    """diffusers' class with the weights of the family's."""
     theirs = diffusers.WanTransformer3DModel(**{name: model.config[name] for name in WAN}).eval()
     theirs.load_state_dict(model.state_dict())
     return theirs
@@ -112,7 +112,7 @@ def _conditioning(config, clip, masked, references):
 
 @dataclass(frozen=True)
 class TimePerFrame(Case):
-    """The first frame is a given picture, whose time is 0 throughout."""
+    """The first frame is a fixed picture, at time 0 in all steps."""
 
     def inputs(self, batch=2, latent=None, seed=1):
         x, timestep, tensors = super().inputs(batch, latent, seed)
@@ -151,8 +151,8 @@ class Pictured(Case):
     def inputs(self, batch=2, latent=None, seed=1):
         x, timestep, tensors = super().inputs(batch, latent, seed)
         picture = torch.randn(batch, 16, *x.shape[3:], generator=torch.Generator().manual_seed(seed))
-        given = {"context": tensors["context"], "reference_latent": picture}
-        return x, timestep, WAN_FAMILY.inputs.conditioning(self.config, given)
+        entry = {"context": tensors["context"], "reference_latent": picture}
+        return x, timestep, WAN_FAMILY.inputs.conditioning(self.config, entry)
 
 
 I2V = {"in_channels": 36}

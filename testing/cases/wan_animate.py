@@ -36,7 +36,7 @@ WHOLE = ANIMATE | {
 
 
 def of_diffusers(model):
-    """diffusers' class with the weights of ours."""
+    """diffusers' class with the weights of the family's."""
     source, config = FAMILIES["wan-animate"].file.folder.source, dict(model.config)
     theirs = diffusers.WanAnimateTransformer3DModel(**{key: config[key] for key in ANIMATE}).eval()
     theirs.load_state_dict({source(config, key).key: value for key, value in model.state_dict().items()})

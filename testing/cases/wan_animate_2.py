@@ -1,4 +1,4 @@
-"""Wan Animate 2: every frame that is made looks at its own of a pose video. A file is told from Wan's by its header."""
+"""Wan Animate 2: every frame attends to its frame of a pose video. The header tells a file from Wan's."""
 
 import json
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def _tensors(generator, batch):
 
 
 def _reference(model, x, timestep, tensors):
-    """The class's own forward, of which tests/comfyui knows that it is ComfyUI's."""
+    """The forward of the family's class, which tests/comfyui compares with ComfyUI's."""
     height, width = x.shape[-2:]
     out = model(
         hidden_states=F.pad(x, (0, width % 2, 0, height % 2, 0, 0), mode="circular"),

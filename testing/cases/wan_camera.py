@@ -15,7 +15,7 @@ def _tensors(generator, batch):
 
 
 def _reference(model, x, timestep, tensors):
-    """Our own class in one piece: diffusers has none. That it is ComfyUI's, tests/comfyui knows."""
+    """The family's class in one piece, since diffusers has none. tests/comfyui compares the class with ComfyUI's."""
     return model(x, timestep, tensors["context"], embedded={"camera": tensors["camera"]})[0]
 
 

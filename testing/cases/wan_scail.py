@@ -22,7 +22,7 @@ def _tensors(generator, batch):
 
 
 def _reference(model, x, timestep, tensors):
-    """Our own class in one piece: diffusers has none. That it is ComfyUI's, tests/comfyui knows."""
+    """The family's class in one piece, since diffusers has none. tests/comfyui compares the class with ComfyUI's."""
     positions = tensors[REFERENCE_POSITIONS]
     places, kinds, sizes = positions.split((3, 2, 2), dim=-1)
     posed, (rows, columns) = kinds[..., 0], sizes.unbind(-1)
@@ -72,17 +72,17 @@ class Posed(Case):
         def random(channels, frames, *sizes):
             return torch.randn(batch, channels, frames, *sizes, generator=generator)
 
-        given = {
+        entry = {
             "context": tensors["context"],
             "clip_fea": tensors["picture"],
             "reference_latent": random(20, 2, *x.shape[3:]),
             "pose_latents": random(20, x.shape[2], 6, 4),
         }
         if self.config["mask_channels"]:
-            given["ref_mask_latents"] = random(28, 2 + x.shape[2], *x.shape[3:])
-            given["sam_latents"] = random(28, x.shape[2], 6, 4)
-            given["ref_mask_flag"] = not self.replaces
-        return x, timestep, FAMILIES["wan-scail"].inputs.conditioning(self.config, given)
+            entry["ref_mask_latents"] = random(28, 2 + x.shape[2], *x.shape[3:])
+            entry["sam_latents"] = random(28, x.shape[2], 6, 4)
+            entry["ref_mask_flag"] = not self.replaces
+        return x, timestep, FAMILIES["wan-scail"].inputs.conditioning(self.config, entry)
 
 
 def _case(name, config, **others):

@@ -13,7 +13,7 @@ VACE = WAN | {"num_layers": 4, "vace_layers": (0, 2), "vace_in_channels": 96}
 
 
 def of_diffusers(model):
-    """diffusers' class with the weights of ours."""
+    """diffusers' class with the weights of the family's."""
     source = FAMILIES["wan-vace"].file.folder.source
     theirs = diffusers.WanVACETransformer3DModel(**VACE).eval()
     theirs.load_state_dict({source(VACE, key).key: value for key, value in model.state_dict().items()})

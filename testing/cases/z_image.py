@@ -53,7 +53,7 @@ def _reference(model, x, timestep, tensors):
 
 
 def adjust(model):
-    """Norms around 1; only theirs are vectors of weights."""
+    """Norms around 1: only norms have weights that are vectors."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and name.endswith(".weight") and "norm_" not in name:
             parameter.data += 1

@@ -12,7 +12,7 @@ FLUX = tiny.FLUX | {
     "guidance_embeds": False,
     "axes_dims_rope": (16, 56, 56),
 }
-"""Like tiny.FLUX, of a width that ComfyUI's own model detection takes: a multiple of 128 with rotary axes (16, 56, 56)."""
+"""Like tiny.FLUX, of a width that ComfyUI's model detection takes: a multiple of 128 with rotary axes (16, 56, 56)."""
 SD3 = tiny.SD3 | {
     "num_layers": 3,
     "attention_head_dim": 64,

@@ -1,6 +1,6 @@
-"""A ComfyUI in a process of its own that runs scripts, for tests and benchmarks.
+"""A ComfyUI in a separate process that runs scripts, for tests and benchmarks.
 
-The process that starts it imports nothing of ComfyUI: it starts ComfyUI's own Python, which may be another one.
+The process that starts it imports nothing of ComfyUI: it starts ComfyUI's Python, which may be another one.
 """
 
 import json
@@ -50,7 +50,7 @@ class Inside:
     def run(
         self, script: str, *, here: bool = False, skip: Iterable[str] = (), **arguments: Any
     ) -> tuple[dict[str, Any], str]:
-        """Its main(**arguments): (what it found by case, all that it and its ranks printed).
+        """Its main(**arguments): (its results by case, all output of the script and its ranks).
 
         `here`: in the process that all later scripts are forked from. `skip`: cases that it need not measure.
         """
@@ -68,7 +68,7 @@ class Inside:
 
     @property
     def ended(self) -> bool:
-        """It was killed, for a script that took too long."""
+        """Whether the process was killed, for a script that took too long."""
         return self._process.poll() is not None
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Inside:
 
 @contextmanager
 def timed(seconds: float, process: subprocess.Popen) -> Iterator[None]:
-    """After so many seconds within it the process is killed, with all that it started: whoever waits for it is let go."""
+    """Context that kills the process and its children after so many seconds, so that a wait for the process ends."""
 
     def kill() -> None:
         for each in (*psutil.Process(process.pid).children(recursive=True), process):

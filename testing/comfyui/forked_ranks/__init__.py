@@ -1,4 +1,4 @@
-"""A custom node pack for tests only, without a node: ranks are forked from a process that has imported what they need.
+"""A custom node pack for tests only, without a node: ranks are forked from a process with all imports done.
 
 Spawned, each would import it anew: 4 s of a core. ComfyUI itself is not what they are forked from, since it has threads.
 """

@@ -1,6 +1,6 @@
-"""Boots ComfyUI in this process, and what the scripts beside this file share. ComfyUI's own Python runs it, see serve.py.
+"""Boots ComfyUI in this process, and has helpers for the scripts. ComfyUI's Python runs this file, see serve.py.
 
-Arguments: the ComfyUI checkout, a base directory, and start flags of ComfyUI's own.
+Arguments: the ComfyUI checkout, a base directory, and start flags of ComfyUI.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def load_pack(folder: Path) -> None:
 
 
 def spawned_ranks() -> AbstractContextManager:
-    """Within it ranks are spawned, as users' are, rather than forked."""
+    """Context in which ranks are spawned, as for users, instead of forked."""
     return patch.object(torch.multiprocessing, "get_context", multiprocessing.get_context)
 
 
@@ -68,7 +68,7 @@ def parallel(
 
 
 def sequence(ulysses: int = 1, ring: int = 1, patch_mode: str = "none", patch: int = 1, patch_warmup_steps: int = 1) -> Any:
-    """What Ulysses Config gives out."""
+    """The output of Ulysses Config."""
     return node("UlyssesConfig", ulysses, ring, patch_mode, patch, "auto", True, patch_warmup_steps)
 
 

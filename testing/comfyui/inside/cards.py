@@ -1,6 +1,6 @@
-"""Cards that are not there, for ComfyUI's own model management: it takes cpu:0 and cpu:1 for GPUs of so many bytes.
+"""Emulated cards for ComfyUI's model management, which takes cpu:0 and cpu:1 for GPUs with so many bytes.
 
-What is loaded there is computed on the CPU as ever. ComfyUI's own code decides who is asked for room, and for how much.
+Models on the cards are computed on the CPU. ComfyUI's code decides which model has to make room, and how much.
 """
 
 import os
@@ -22,15 +22,15 @@ CARDS = torch.device("cpu", 0), torch.device("cpu", 1)
 
 @contextmanager
 def cards(size: int, held: Callable[[torch.device], int]) -> Iterator[Callable[[torch.device], int]]:
-    """Within it ComfyUI runs on the first card. `held`: bytes of a card that encoders and ranks have. Gives what is
-    free on a card."""
+    """Context in which ComfyUI runs on the first card. `held`: bytes of a card that encoders and ranks have. Gives a
+    function of a card's free bytes."""
 
     def free(device: torch.device) -> int:
         return size - held(device)
 
     def free_memory(device: torch.device | None = None, torch_free_too: bool = False) -> Any:
-        found = free(device or CARDS[0])
-        return (found, 0) if torch_free_too else found
+        nbytes = free(device or CARDS[0])
+        return (nbytes, 0) if torch_free_too else nbytes
 
     patches = {
         "get_torch_device": lambda: CARDS[0],
@@ -49,27 +49,27 @@ def cards(size: int, held: Callable[[torch.device], int]) -> Iterator[Callable[[
 
 @contextmanager
 def spoiled(file: Path) -> Iterator[None]:
-    """Within it the values in a safetensors file are NaN, while its header, size and time of change are as they were: who
-    reads it computes something else."""
-    found, kept = file.stat(), file.with_suffix(".kept")
+    """Context in which the values in a safetensors file are NaN, while its header, size and time of change are unchanged, so
+    that a program that reads the file computes other results."""
+    state, kept = file.stat(), file.with_suffix(".kept")
     shutil.copy(file, kept)
     with file.open("r+b") as data:
         header = 8 + int.from_bytes(data.read(8), "little")
         data.seek(header)
-        for _ in range(header, found.st_size, 1 << 20):
-            data.write(b"\xff" * min(1 << 20, found.st_size - data.tell()))
-    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+        for _ in range(header, state.st_size, 1 << 20):
+            data.write(b"\xff" * min(1 << 20, state.st_size - data.tell()))
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
     try:
         yield
     finally:
         with kept.open("rb") as good, file.open("r+b") as data:
             shutil.copyfileobj(good, data)
-        os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+        os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
         kept.unlink()
 
 
 class Encoder:
-    """A text encoder of ComfyUI's own classes, of `layers` layers, 0.66 MB each, on `card`."""
+    """A text encoder made of ComfyUI's classes, with `layers` layers, 0.66 MB each, on `card`."""
 
     def __init__(self, card: torch.device, layers: int):
         config = {"d_ff": 256, "d_kv": 32, "d_model": 128, "num_layers": layers, "num_heads": 4, "vocab_size": 32}
@@ -83,7 +83,7 @@ class Encoder:
         self.patcher = comfy.model_patcher.ModelPatcher(self.model, load_device=card, offload_device=torch.device("cpu"))
 
     def bytes_on(self, card: torch.device) -> int:
-        """Of its weights."""
+        """Bytes of the encoder's weights."""
         return self.patcher.loaded_size() if card == self.card else 0
 
     def __call__(self, words: list[int]) -> torch.Tensor:

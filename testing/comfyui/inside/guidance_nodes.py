@@ -1,4 +1,4 @@
-"""Nodes that change guidance, ComfyUI's own and other packs', each as a function that puts it on a MODEL, and guiders."""
+"""Nodes of ComfyUI and of other packs that change guidance, each as a function that puts it on a MODEL, and guiders."""
 
 import asyncio
 import importlib
@@ -17,7 +17,7 @@ PACKS = (
 
 
 def core(module: str, name: str, *arguments) -> Callable:
-    """Puts a node of ComfyUI's own on a MODEL, in front of `arguments`."""
+    """Puts a node of ComfyUI on a MODEL, in front of `arguments`."""
 
     def put(*model):
         kind = getattr(importlib.import_module(f"comfy_extras.{module}"), name)
@@ -54,7 +54,7 @@ def perp_neg(model):
 
 
 class AudioVAE:
-    """As much of one as LTXV Reference Audio needs."""
+    """The part of an audio VAE that LTXV Reference Audio needs."""
 
     audio_sample_rate = 8
 
@@ -130,8 +130,8 @@ def guider_of(model, name: str, steps: int = STEPS, texts: tuple[str, ...] = ("3
         return nodes.NODE_CLASS_MAPPINGS[name]().get_guider(model, cfg, *texts[:2], 0.0, 0.5)[0]
     if name.startswith("Scheduled"):  # Inspire
         kind = nodes.NODE_CLASS_MAPPINGS[f"{name} //Inspire"]()
-        given = (*texts, 0.8) if "PerpNeg" in name else texts[:2]
-        return kind.get_guider(model, *given, times(steps), cfg + 1, cfg - 1, "linear")[0]
+        prompts = (*texts, 0.8) if "PerpNeg" in name else texts[:2]
+        return kind.get_guider(model, *prompts, times(steps), cfg + 1, cfg - 1, "linear")[0]
     made = comfy.samplers.CFGGuider(model)
     made.set_conds(*texts[:2])
     made.set_cfg(cfg)

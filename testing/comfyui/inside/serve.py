@@ -50,7 +50,7 @@ def freeze() -> None:
 
 
 def run(script: str, arguments: dict[str, Any], skip: list[str], result: str, output: str) -> None:
-    """In a child. `result`: the file for what the script found; `output`: the file for all that it and its ranks print."""
+    """In a child. `result`: the file for the script's results. `output`: for the output of the script and its ranks."""
     with open(output, "wb") as printed, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(printed.fileno(), 1)
