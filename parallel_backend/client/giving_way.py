@@ -20,8 +20,7 @@ def give_way(
 ) -> int:
     """Free `nbytes` of `device` by the ranks on it. Bytes that came free. Waits for micro-steps under way.
 
-    `adaptation` None: a run is under way, so adapters stay, and also the least that a rank needs to compute, unless
-    everything else is not enough.
+    `adaptation` None: a run is under way, so adapters stay, and if possible the least that a rank needs to compute.
     """
     on_device = [rank for rank, name in enumerate(ranks.devices) if name == device]
     freed = _release_unused(ranks, on_device, poll)
@@ -39,8 +38,7 @@ def give_way(
 
 
 def hand_over(weights: ResidentWeights, ranks: Sequence[int], nbytes: int, whole: bool, working: bool) -> int:
-    """Free `nbytes` on `ranks`, all on one device, for another model on them. Bytes that come free, before the ranks handle
-    later messages.
+    """Free `nbytes` on `ranks`, all on one device, for another model on them, without waiting. Bytes that come free.
 
     `whole`: weights may not be streamed, so all weights of a rank leave. `working`: this model is used again while the other
     one has the memory, so the least that a rank needs to compute stays.

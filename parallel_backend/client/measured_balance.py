@@ -22,8 +22,7 @@ def balance(
     expected: Request | None = None,
     copy_rates: Sequence[float] = (),
 ) -> Balance:
-    """Cut the model. If `stage_split` is auto and there are several stages or patches, the ranks time its blocks, for which
-    they drop their models.
+    """Cut the model. If `stage_split` is auto and there is a choice, the ranks drop their models and time its blocks.
 
     `expected`: the run that the model is loaded for. Blocks are timed with its number of tokens, and stages leave memory for
     its buffers and computation. `copy_rates`: by rank, see spill_seconds.

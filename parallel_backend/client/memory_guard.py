@@ -38,9 +38,7 @@ def no_room(device: str, missing: int) -> int:
 
 
 class MemoryGuard:
-    """Fits the requests of one model into its ranks' memory: by `make_room`, then by moving weights (`resident`) to host
-    memory. Requests that cannot fit are refused with a ValueError.
-    """
+    """Fits one model's requests into its ranks' memory: by `make_room`, then by moving weights (`resident`) to the host."""
 
     def __init__(
         self,
@@ -68,9 +66,7 @@ class MemoryGuard:
         self._with_room(requests, self._device_memories(poll), None)
 
     def check_weights(self, requests: tuple[Request, ...], poll: Poll) -> None:
-        """Set the limits in `resident` with which to load the model for a run of these requests, once its blocks are cut.
-        ValueError if a rank has no room for its weights.
-        """
+        """Set the limits in `resident` for loading and a run of these requests. ValueError for too large weights."""
         memories = self._with_room(requests, self._device_memories(poll), None)
         self.memory_check.check_weights(memories)
         limits = self.memory_check.placed(requests, memories)
@@ -88,8 +84,7 @@ class MemoryGuard:
             self.resident.wake()
 
     def gave_way(self) -> None:
-        """Weights have left a device for another model or program. The next call asks for the free memory again, and brings
-        back the weights that fit."""
+        """Weights have left a device for other use. The next call asks for free memory, and brings back what fits."""
         for run in list(self._runs.values()):  # a copy, since runs begin and end on other threads
             run.free.lose(self.resident.expected())
         self.refresh()
@@ -104,8 +99,7 @@ class MemoryGuard:
     def admit(self, conditioning: Conditioning, poll: Poll, timed: bool = False) -> None:
         """To be called before an exact call: ValueError if it cannot fit. `timed`: see memory_model.Request.
 
-        Ranks are asked for their memory only before a run's first call: their answer waits for calls under way, and exact
-        calls leave no buffers.
+        Ranks are asked for their memory only before a run's first call, since their answer waits for calls under way.
         """
         request = request_of(conditioning, self.family, timed=timed)
         if request in self._admitted:

@@ -43,8 +43,7 @@ class MicroSteps:
         self._width: int | None = None  # values of an output token, by the first output
 
     def post(self, call: PostedCall) -> None:
-        """Queue the call's micro-steps, and send those that the window allows. If `send` raises, the call's other
-        micro-steps are dropped."""
+        """Queue the call's micro-steps, and send those that the window allows. If `send` raises, the others are dropped."""
         whole = call.tokens == call.conditioning.token_order.span
         apart = whole and not call.conditioning.changes.together
         shares = call.conditioning.shares(self._degrees.batch)

@@ -47,9 +47,7 @@ def check_conditioning(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def explanation(answers: Sequence[NotFiniteFound], seq: int, setup: Setup, adapted: bool, controlled: bool) -> str:
-    """The error's text. `answers`: by rank. `seq`: the micro-step whose output was not finite. `adapted`, `controlled`: the
-    call had a LoRA, a ControlNet.
-    """
+    """The error's text. `seq`: the micro-step of the output. `adapted`, `controlled`: there was a LoRA, a ControlNet."""
     degrees, devices, dtype = setup.degrees, setup.devices, setup.dtype
     first = min(
         ((answer.seq, degrees.coordinate(answer.rank).pipe) for answer in answers if answer.seq is not None),

@@ -39,8 +39,7 @@ BORROWED = "Parallel DiT: the ranks have been used for something else, and the m
 class Registry:
     """Keeps the pools and the models on them. Thread-safe.
 
-    Models give way to each other, the least recently used first: they move to host memory, or leave the ranks if host memory
-    has no room.
+    Models give way to each other, the least recently used first: they move to host memory, or else leave the ranks.
     """
 
     def __init__(self):
@@ -83,12 +82,7 @@ class Registry:
             return entry.model
 
     def _load(
-        self,
-        setup: Setup,
-        poll: Poll,
-        progress: LoadProgress,
-        make_room: MakeRoom,
-        expected: Callable[[], Request | None],
+        self, setup: Setup, poll: Poll, progress: LoadProgress, make_room: MakeRoom, expected: Callable[[], Request | None]
     ) -> RemoteTransformer:
         checkpoint = open_checkpoint(setup.path)
         while len(present := list(self._models)) >= MOST_MODELS:
@@ -116,8 +110,7 @@ class Registry:
             return freed + self._make_way(models, device, missing - freed, asking, in_turns=True)
 
     def make_way(self, pool: Pool, device: str, nbytes: int) -> int:
-        """Free `nbytes` of one device's memory by moving the models on these ranks. Bytes that come free, before the ranks
-        handle later messages."""
+        """Free `nbytes` of one device by moving the models on these ranks, without waiting. Bytes that come free."""
         with self._lock:
             return self._make_way(self._models.of(pool), device, nbytes)
 
@@ -195,8 +188,7 @@ class Registry:
         self._finish_freeing(pool, freed if self._models.of(pool) else self._begin_freeing(pool), poll)
 
     def _let_go(self, gone: OnRanks) -> Future | None:
-        """As `_unload`, for this model alone and without waiting. The future ends when the memory is free. None: the ranks
-        have failed."""
+        """As `_unload`, for this model alone. The future ends when the memory is free. None: the ranks have failed."""
         self._models.remove(gone)
         self._former_owners.append(gone.owner)
         try:

@@ -128,9 +128,7 @@ class RemoteTransformer:
         return max(0, whole - sum(self.resident.host_bytes))
 
     def make_way(self, device: str, nbytes: int, working: bool) -> int | None:
-        """Free `nbytes` of `device` for other models on the same ranks, see giving_way.hand_over. Bytes that come free.
-        None: the weights can be nowhere else.
-        """
+        """Free `nbytes` of `device`, see giving_way.hand_over. Bytes that come free. None: the weights cannot move."""
         ranks = [rank for rank, name in enumerate(self.pool.devices) if name == device]
         if not all(self._memory.has_host[rank] for rank in ranks):
             return None
@@ -158,8 +156,7 @@ class RemoteTransformer:
     ) -> torch.Tensor | Latents:
         """The model's output for a call with the whole latent, with the shapes and the device of `call.x`.
 
-        Exact, except in naive patch mode and for calls that `cache` forecasts. `on_posted` is called when the call is
-        posted, and may post other calls.
+        Exact, except for naive patches and calls that `cache` forecasts. `on_posted`, once posted, may make other calls.
         """
         latents, patching = latents_of(call.x), self.family.patching
         shapes = [tuple(latent.shape) for latent in latents]
@@ -192,8 +189,7 @@ class RemoteTransformer:
     def post(self, call: PostedCall) -> None:
         """Queue the call's micro-steps. `call.future` gives the output.
 
-        ValueError for values that are not finite, for a run that does not fit into memory (see `watch_memory`), and for
-        fewer tokens than sequence ranks.
+        ValueError for values that are not finite, too little memory for the run, and fewer tokens than sequence ranks.
         """
         tokens, conditioning = call.tokens, call.conditioning
         count = len(conditioning.token_order.images(tokens)) + call.companion_tokens

@@ -27,8 +27,7 @@ class NormalizedGuidance:
 
 @dataclass(frozen=True)
 class BlockChanges:
-    """The default changes nothing. Calls that differ in their changes are different conditionings, with separate K/V
-    buffers."""
+    """The default changes nothing. Calls with different changes are different conditionings, with separate K/V buffers."""
 
     skipped: tuple[str, ...] = ()
     """Blocks "<list>.<index>" that return their input (skip layer guidance)."""

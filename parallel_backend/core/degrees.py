@@ -20,8 +20,7 @@ WIDGETS = {
 """Axis -> widget that sets its degree."""
 
 PATCH_MODES = ("none", "displaced", "naive")
-"""Keys and values of other patches that attention uses. naive: none. displaced: those of the step before (DistriFusion,
-arXiv 2402.19481)."""
+"""Keys of other patches that attention uses. naive: none. displaced: the last step's (DistriFusion, arXiv 2402.19481)."""
 
 TRANSFER_DTYPES = ("full", "int8", "fp8", "residual")
 """Encoding of transfers. full: the compute dtype. int8, fp8: one byte a value under Ulysses (transfer_codec.py). residual:

@@ -69,11 +69,7 @@ def native_halves(device: str) -> tuple[str, ...]:
 
 
 def resolve_dtype(
-    name: str,
-    stored: str,
-    devices: Sequence[str],
-    allowed: Sequence[str] = HALVES,
-    native: Collection[str] | None = None,
+    name: str, stored: str, devices: Sequence[str], allowed: Sequence[str] = HALVES, native: Collection[str] | None = None
 ) -> str:
     """The dtype for weight_dtype `name`, the same on all devices.
 

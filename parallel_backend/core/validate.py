@@ -61,17 +61,11 @@ def _mixed(devices: Sequence[str]) -> bool:
 
 
 def check_model(
-    degrees: Degrees,
-    *,
-    heads: int,
-    blocks: int,
-    key_heads: int | None = None,
-    tensor_degrees: Collection[int] | None = None,
+    degrees: Degrees, *, heads: int, blocks: int, key_heads: int | None = None, tensor_degrees: Collection[int] | None = None
 ) -> None:
     """Raise ValueError, naming the widget, if a model with so many attention heads and blocks cannot be cut by `degrees`.
 
-    `key_heads`: None: as many as `heads`. `tensor_degrees`: tensor degrees by which the file's quantised weights can be cut.
-    None: all.
+    `key_heads`: None: as many as `heads`. `tensor_degrees`: those by which quantised weights can be cut. None: all.
     """
     if degrees.pipe > blocks:
         raise ValueError(

@@ -95,8 +95,7 @@ def rank_entry() -> RankEntry:
 class LocalRanks:
     """Child processes of this one. `entry`: main function of each process instead of `rank_entry`.
 
-    `directory` is a temporary folder that only this user can read. It has the ranks' logs, unless the settings name a folder
-    to keep logs in.
+    `directory` is a temporary folder that only this user can read. It has the logs, unless the settings name a folder.
     """
 
     def __init__(self, start: StartSettings, entry: RankEntry | None = None):

@@ -25,9 +25,8 @@ class ModelRanks:
         self.pool, self.number = pool, pool.enter(self, keep_others)
 
     def listen(self, on_output: Callable[[m.Output], None], on_failure: Callable[[Exception], None]) -> None:
-        """From now on `on_output` gets every Output of the model, and `on_failure` the error that ends the model: a failure
-        of the pool, or the reason why the model leaves. Both run on the pool's thread. `on_failure` is called at once if the
-        model has ended already."""
+        """From now on `on_output` gets every Output of the model, and `on_failure` the error that ends the model, at once if
+        it has ended already. Both are called as those of pool.Listener."""
         self._on_output, self._on_failure = on_output, on_failure
         if self._failure is not None:
             on_failure(self._failure)

@@ -66,8 +66,7 @@ class Pool:
 
     `threads`: CPU threads per rank; None divides the machine's cores evenly. `start`: starts the processes. `silence`:
     seconds without a heartbeat after which a rank counts as stopped; `watchdog` has the other limits. `logs`: the folder in
-    which the ranks' logs are kept; None deletes them with the ranks. The pool fails with LinksDown if the ranks' `self_test`
-    fails.
+    which the ranks' logs are kept; None deletes them with the ranks. LinksDown if the ranks' `self_test` fails.
     """
 
     def __init__(
@@ -154,8 +153,7 @@ class Pool:
     def together(self) -> Iterator[None]:
         """Context for messages of which the ranks need all or none, since with a part they would wait for each other.
 
-        No other message comes between them. An error after the first of them is begun ends the pool at once, so that the
-        next prompt gets new ranks.
+        No other message comes between them. An error once one of them is begun ends the pool, whose ranks are out of step.
         """
         cut_short = None
         try:

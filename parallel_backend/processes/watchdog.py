@@ -1,7 +1,6 @@
 """Hang detection: judges from the ranks' heartbeats whether they still work.
 
-Only time in which the client's threads also ran counts, so that ranks are not blamed for the time in which the machine slept
-or the client was stopped.
+Only time in which the client's threads ran too counts, not time in which the machine slept or the client was stopped.
 """
 
 import threading
@@ -121,8 +120,7 @@ class Watchdog:
             self._moved = True
 
     def tick(self, seconds: float, awaited: Collection[type], blocked: Sequence[bool]) -> Verdict | None:
-        """Judge, `seconds` after the last judgement. `awaited`: reply types of open requests. `blocked`: by rank, whether a
-        thread is sending to it now."""
+        """Judge, `seconds` after the last time. `awaited`: reply types of open requests. `blocked`: ranks being sent to."""
         with self._lock:
             turned = self.turns != self._turn
             self._turn = self.turns

@@ -18,8 +18,7 @@ class Load:
     patch_shares: tuple[float, ...]
     """Each patch rank's share of the tokens."""
     only: tuple[str, ...] = ()
-    """Blocks "<list>.<index>" to load, for a rehearsal, whose RunStats has their costs. Other blocks return their input.
-    Empty: all blocks."""
+    """Blocks "<list>.<index>" to load, for a rehearsal: other blocks return their input. Empty: all blocks."""
     fingerprint: str = ""
     """Expected fingerprint of the files (checkpoints/fingerprint.py). Empty: the files are on the client's machine."""
     resident: tuple[int, ...] = ()
@@ -56,15 +55,13 @@ class SetResident:
     """Client -> rank: limit the bytes of weights on the device from now on. Answered by Residency.
 
     Blocks move whole, and as few as possible. Limit 0 moves all weights to host memory, those outside of blocks too: no
-    micro-step may follow before another SetResident has brought them back. Merged weights that host memory has no room for
-    stay on the device.
+    micro-step may follow before another SetResident. Merged weights stay if host memory has no room for them.
     """
 
     resident: tuple[int, ...]
     """By rank, as Load.resident."""
     working: bool = True
-    """False: no micro-step follows before the next SetResident. Weights may leave the device and none come; nothing is
-    streamed, so no slots are kept."""
+    """False: no micro-step follows before the next SetResident. No weights come to the device, and no slots are kept."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,7 @@ class Adapt:
 
 @dataclass(frozen=True)
 class Rescale:
-    """Client -> rank: new scales of every Adapt since the last DropAdapters, in order. Groups other than 0 take them with
-    the next Weigh."""
+    """Client -> rank: new scales of every Adapt, in order. Groups other than 0 take them with the next Weigh."""
 
     scales: tuple[float, ...]
 

@@ -65,8 +65,7 @@ class Step:
     added: tuple[torch.Tensor, ...]
     """[entries, m, hidden] each, for the rank's m picture tokens."""
     x: torch.Tensor | None
-    """[entries, n + a, channels]: the rank's shard of the latent's tokens and, if the text runs, of the companion's. None on
-    later stages."""
+    """[entries, n + a, channels]: the rank's latent tokens and, if the text runs, companion tokens. None on later stages."""
 
 
 @dataclass(frozen=True)

@@ -119,15 +119,9 @@ class BandedRun:
         self._error: BaseException | None = None
 
     def predict(
-        self,
-        band: int,
-        call: ModelCall,
-        exact: bool,
-        poll: Poll | None = None,
-        on_posted: Callable[[], None] = lambda: None,
+        self, band: int, call: ModelCall, exact: bool, poll: Poll | None = None, on_posted: Callable[[], None] = lambda: None
     ) -> torch.Tensor | Latents:
-        """The model's output for a call with the band's latents (Patching.band). Blocks. Raises the error of `abort` or
-        `poll`, or RankError.
+        """The model's output for a call with the band's latents (Patching.band). Raises the error of `abort` or `poll`.
 
         Without `poll` the thread sleeps until the output comes, and leaves its core to CPU ranks; `abort` wakes it.
         `on_posted`: see RemoteTransformer.predict. In a call all bands pass the same `first_replica` and `changes`.
@@ -277,8 +271,7 @@ class BandedRun:
     def _post(
         self, call: PostedCall, latents: Latents, requests: list[tuple[_Request, Span]], computed: Computed | None
     ) -> None:
-        """Post the call, whose latents are `latents`, and answer each request with its rows of the output, the first one
-        also with the companion."""
+        """Post the call, and answer each request with its rows of the output, the first one also with the companion."""
 
         def share(done: Future) -> None:
             if (error := done.exception()) is not None:
