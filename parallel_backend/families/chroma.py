@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.step_inputs import Config, Shapes
-from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.flux_blocks import (
+from .base.blocks import BlockList, Blocks
+from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.step_inputs import Config, Shapes
+from .parts.conditioning import count_blocks, text
+from .parts.flux_blocks import (
     DOUBLE,
     DOUBLE_PLAN,
     FEED_FORWARD,
@@ -29,7 +29,7 @@ from parallel_backend.families.parts.flux_blocks import (
     sizes,
     token_arguments,
 )
-from parallel_backend.families.parts.key_map import KeyMap
+from .parts.key_map import KeyMap
 
 APPROXIMATOR = "distilled_guidance_layer."
 APPROXIMATOR_LAYERS = 5

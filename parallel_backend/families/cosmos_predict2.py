@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Rows, Shapes, StepInputs, image_tables
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import Blocks
+from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
+from .base.patching import Patching
+from .base.step_inputs import Config, Rows, Shapes, StepInputs, image_tables
+from .base.tensor_plan import GATHER
+from .parts.conditioning import count_blocks, text
+from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from .parts.key_map import KeyMap
 
 NAME, BLOCKS = "Cosmos Predict2", "transformer_blocks"
 MAX_SIZE = (128, 240, 240)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.rope import OPTION, rope_tensors
+from .base.blocks import JOINT, BlockList, Blocks
+from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, text
+from .parts.key_map import KeyMap
+from .parts.rope import OPTION, rope_tensors
 
 BLOCKS = "layers"
 _WEIGHT = ("weight",)

@@ -10,19 +10,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import (
-    check_learned_variance,
-    count_blocks,
-    rotary_table,
-    text,
-    without_variance,
-)
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_plan
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import JOINT, BlockList, Blocks
+from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.step_inputs import Config, Shapes, StepInputs, image_tables
+from .base.tensor_plan import GATHER
+from .parts.conditioning import check_learned_variance, count_blocks, rotary_table, text, without_variance
+from .parts.cross_attention import TEXT_KEYS, block_plan
+from .parts.key_map import KeyMap
 
 TRAINED = 32
 """Token rows and columns of the 512 x 512 picture that positions are made for."""

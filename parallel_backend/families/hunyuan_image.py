@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import count_blocks
-from parallel_backend.families.parts.flux_blocks import (
+from .base.blocks import BlockList, Blocks
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs, image_tables
+from .base.tensor_plan import GATHER
+from .parts.conditioning import count_blocks
+from .parts.flux_blocks import (
     DOUBLE,
     DOUBLE_PLAN,
     FEED_FORWARD,
@@ -25,7 +25,7 @@ from parallel_backend.families.parts.flux_blocks import (
     double_keys,
     single_keys,
 )
-from parallel_backend.families.parts.hunyuan import (
+from .parts.hunyuan import (
     ALIASES,
     MODULATION,
     SINGLE_MODULATION,
@@ -38,7 +38,7 @@ from parallel_backend.families.parts.hunyuan import (
     sizes,
     unmasked_text,
 )
-from parallel_backend.families.parts.key_map import KeyMap
+from .parts.key_map import KeyMap
 
 NAME = "HunyuanImage 2.1"
 _DISTILLED = f"a distilled {NAME} (mean flow, embedded guidance), which this version cannot run. Use the base model."

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs, image_tables
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import count_blocks, embedded_guidance, example, text_and_pooled
-from parallel_backend.families.parts.flux_blocks import (
+from .base.blocks import BlockList, Blocks
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.patching import Patching
+from .base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs, image_tables
+from .base.tensor_plan import GATHER
+from .parts.conditioning import count_blocks, embedded_guidance, example, text_and_pooled
+from .parts.flux_blocks import (
     DOUBLE,
     DOUBLE_PLAN,
     FEED_FORWARD,
@@ -26,7 +26,7 @@ from parallel_backend.families.parts.flux_blocks import (
     rope_axes,
     single_keys,
 )
-from parallel_backend.families.parts.hunyuan import (
+from .parts.hunyuan import (
     ALIASES,
     MODULATION,
     SINGLE_MODULATION,
@@ -37,7 +37,7 @@ from parallel_backend.families.parts.hunyuan import (
     per_call,
     sizes,
 )
-from parallel_backend.families.parts.key_map import KeyMap
+from .parts.key_map import KeyMap
 
 PATCH = [1, 2, 2]
 _EMBEDDERS = {  # diffusers module <- original module, two layers each

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.flux_blocks import DOUBLE, DOUBLE_PLAN, FEED_FORWARD, double_keys, rope_axes
-from parallel_backend.families.parts.hunyuan import (
+from .base.blocks import BlockList, Blocks
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs, image_tables
+from .base.tensor_plan import GATHER
+from .parts.flux_blocks import DOUBLE, DOUBLE_PLAN, FEED_FORWARD, double_keys, rope_axes
+from .parts.hunyuan import (
     ALIASES,
     MODULATION,
     glyph_keys,
@@ -26,7 +26,7 @@ from parallel_backend.families.parts.hunyuan import (
     sizes,
     unmasked_text,
 )
-from parallel_backend.families.parts.key_map import KeyMap
+from .parts.key_map import KeyMap
 
 NAME = "HunyuanVideo 1.5"
 SUPER_RESOLUTION = 98

@@ -11,24 +11,14 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks, Values
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    FolderLayout,
-    Forward,
-    Inputs,
-    Sizes,
-    Source,
-    TimeEmbed,
-)
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, text_and_pooled
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.rope import OPTION, rope_tensors
+from .base.blocks import JOINT, BlockList, Blocks, Values
+from .base.family import CacheScope, Family, FileLayout, FolderLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, text_and_pooled
+from .parts.key_map import KeyMap
+from .parts.rope import OPTION, rope_tensors
 
 VISUAL, TEXT = "visual_transformer_blocks", "text_transformer_blocks"
 PRO_VIDEO, LARGE = 4096, 14080

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCES_AT_ZERO, Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.references import ACCEPTS, AT_ZERO, reference_tensors
+from .base.blocks import BlockList, Blocks
+from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
+from .base.patching import Patching
+from .base.step_inputs import REFERENCES_AT_ZERO, Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, text
+from .parts.key_map import KeyMap
+from .parts.references import ACCEPTS, AT_ZERO, reference_tensors
 
 BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
 _WEIGHT, _SCALE = ("weight",), {"weight": "scale"}

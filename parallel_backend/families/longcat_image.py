@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import text
-from parallel_backend.families.parts.flux_blocks import (
+from .base.blocks import BlockList, Blocks
+from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import GATHER
+from .parts.conditioning import text
+from .parts.flux_blocks import (
     DOUBLE,
     DOUBLE_MODULATION,
     DOUBLE_PLAN,
@@ -32,9 +32,9 @@ from parallel_backend.families.parts.flux_blocks import (
     sizes,
     token_arguments,
 )
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.references import ACCEPTS, reference_tensors
-from parallel_backend.families.parts.rope import OPTION, rope_tensors, scale_and_shift
+from .parts.key_map import KeyMap
+from .parts.references import ACCEPTS, reference_tensors
+from .parts.rope import OPTION, rope_tensors, scale_and_shift
 
 _OUTSIDE = {  # diffusers module <- original module
     "time_embed.timestep_embedder.linear_1": "time_in.in_layer",

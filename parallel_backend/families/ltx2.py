@@ -11,32 +11,15 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, TEXT, TEXT_TO_IMAGE, BlockList, Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    Forward,
-    HeaderConfig,
-    Inputs,
-    Sizes,
-    Source,
-    TextModel,
-)
-from parallel_backend.families.base.patching import Companion, Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes
-from parallel_backend.families.base.tensor_plan import (
-    COLUMN,
-    COLUMN_BY_HEADS,
-    NORM_BY_HEADS,
-    ROW,
-    ROW_BY_HEADS,
-    TABLE_BY_HEADS,
-)
-from parallel_backend.families.parts import ltx2_inputs, ltx2_text
-from parallel_backend.families.parts.conditioning import count_blocks
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.ltx_patchifier import Patchifier
+from .base.blocks import IMAGE, IMAGE_TO_TEXT, TEXT, TEXT_TO_IMAGE, BlockList, Blocks
+from .base.family import CacheScope, Family, FileLayout, Forward, HeaderConfig, Inputs, Sizes, Source, TextModel
+from .base.patching import Companion, Patching
+from .base.step_inputs import Config, Shapes
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, TABLE_BY_HEADS
+from .parts import ltx2_inputs, ltx2_text
+from .parts.conditioning import count_blocks
+from .parts.key_map import KeyMap
+from .parts.ltx_patchifier import Patchifier
 
 HEADS = 32
 """Attention heads of both streams in every LTX-2. Nothing in the weights shows it."""

@@ -9,24 +9,16 @@ from typing import Any
 import torch
 
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    Forward,
-    HeaderConfig,
-    Inputs,
-    Sizes,
-    Source,
-)
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import TABLE_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.ltx_patchifier import Patchifier
+
+from .base.blocks import Blocks
+from .base.family import CacheScope, Family, FileLayout, Forward, HeaderConfig, Inputs, Sizes, Source
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import TABLE_BY_HEADS
+from .parts.conditioning import count_blocks, text
+from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from .parts.key_map import KeyMap
+from .parts.ltx_patchifier import Patchifier
 
 HEADS = 32
 """Attention heads of every model of this family. Nothing in the weights shows it."""

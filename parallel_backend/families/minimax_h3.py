@@ -8,34 +8,16 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    Finish,
-    Forward,
-    HeaderConfig,
-    Inputs,
-    Sizes,
-    Source,
-)
-from parallel_backend.families.base.patching import Latents
-from parallel_backend.families.base.step_inputs import REFERENCES, Config, Shapes
-from parallel_backend.families.base.tensor_plan import (
-    COLUMN_BY_HEADS,
-    GATHER,
-    ROW,
-    ROW_BY_HEADS,
-    WIDTH,
-    CutKind,
-    LayerCut,
-)
-from parallel_backend.families.parts.conditioning import count_blocks
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.minimax_conditioning import SHIFTS, VECTORS, carried, conditioning, videos
-from parallel_backend.families.parts.minimax_layout import PATCHING, SOUND_CHANNELS
-from parallel_backend.families.parts.minimax_tokens import arguments
+from .base.blocks import BlockList, Blocks
+from .base.family import CacheScope, Family, FileLayout, Finish, Forward, HeaderConfig, Inputs, Sizes, Source
+from .base.patching import Latents
+from .base.step_inputs import REFERENCES, Config, Shapes
+from .base.tensor_plan import COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS, WIDTH, CutKind, LayerCut
+from .parts.conditioning import count_blocks
+from .parts.key_map import KeyMap
+from .parts.minimax_conditioning import SHIFTS, VECTORS, carried, conditioning, videos
+from .parts.minimax_layout import PATCHING, SOUND_CHANNELS
+from .parts.minimax_tokens import arguments
 
 BLOCKS = "transformer_blocks"
 _WEIGHT = ("weight",)

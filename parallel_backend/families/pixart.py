@@ -10,27 +10,12 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    FolderLayout,
-    Forward,
-    Inputs,
-    Sizes,
-    Source,
-)
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.parts.conditioning import (
-    check_learned_variance,
-    count_blocks,
-    hidden,
-    text,
-    without_variance,
-)
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import Blocks
+from .base.family import CacheScope, Family, FileLayout, FolderLayout, Forward, Inputs, Sizes, Source
+from .base.step_inputs import Config, Shapes, StepInputs
+from .parts.conditioning import check_learned_variance, count_blocks, hidden, text, without_variance
+from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from .parts.key_map import KeyMap
 
 HEAD = 72
 """Width of a head in every model of this family. Nothing in the weights shows it."""

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCES_AT_ZERO, TEXT_MASK, Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, rotary_table, text
-from parallel_backend.families.parts.flux_blocks import rope_axes
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.references import ACCEPTS, AT_ZERO, METHODS, reference_tensors
+from .base.blocks import BlockList, Blocks
+from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.patching import Patching
+from .base.step_inputs import REFERENCES_AT_ZERO, TEXT_MASK, Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, rotary_table, text
+from .parts.flux_blocks import rope_axes
+from .parts.key_map import KeyMap
+from .parts.references import ACCEPTS, AT_ZERO, METHODS, reference_tensors
 
 BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
 EDIT_2511 = "__index_timestep_zero__"

@@ -7,12 +7,12 @@ import math
 from functools import partial
 from typing import Any
 
-from parallel_backend.families.base.blocks import IMAGE, JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, example, hidden, text_and_pooled
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import IMAGE, JOINT, BlockList, Blocks
+from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, example, hidden, text_and_pooled
+from .parts.key_map import KeyMap
 
 HEAD = 64
 """Width of a head in every model of this family. The weights show it only where there are query norms."""

@@ -8,18 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
-from parallel_backend.families.base.step_inputs import (
-    REFERENCE_POSITIONS,
-    REFERENCES,
-    Config,
-    Shapes,
-    StepInputs,
-    image_tables,
-)
-from parallel_backend.families.parts import wan
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from .base.blocks import Blocks
+from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
+from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs, image_tables
+from .parts import wan
+from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
 
 VARIANTS = {  # see wan.kind: another class in ComfyUI, and another or none in diffusers
     "s2v": "Wan S2V",

@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import CacheScope, FolderLayout, Source
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN_BY_HEADS, ROW_BY_HEADS
-from parallel_backend.families.parts import wan
-from parallel_backend.families.parts.conditioning import count_blocks, hidden
-from parallel_backend.families.parts.cross_attention import block_plan
-from parallel_backend.families.parts.key_map import KeyMap
-
+from .base.family import CacheScope, FolderLayout, Source
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN_BY_HEADS, ROW_BY_HEADS
+from .parts import wan
+from .parts.conditioning import count_blocks, hidden
+from .parts.cross_attention import block_plan
+from .parts.key_map import KeyMap
 from .wan import WAN
 
 EVERY = 5

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.blocks import PAIRED
-from parallel_backend.families.base.family import Source
-from parallel_backend.families.base.step_inputs import Config, StepInputs, image_tables
-from parallel_backend.families.parts import wan
-from parallel_backend.families.parts.conditioning import hidden
-
+from .base.blocks import PAIRED
+from .base.family import Source
+from .base.step_inputs import Config, StepInputs, image_tables
+from .parts import wan
+from .parts.conditioning import hidden
 from .wan import WAN
 
 KIND = "animate2"

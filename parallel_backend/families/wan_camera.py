@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import CacheScope, Source
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.parts import wan
-
+from .base.family import CacheScope, Source
+from .base.step_inputs import Config, Shapes, StepInputs
+from .parts import wan
 from .wan import WAN
 
 

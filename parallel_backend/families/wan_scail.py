@@ -6,10 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.family import CacheScope, Source
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
-from parallel_backend.families.parts import wan
-
+from .base.family import CacheScope, Source
+from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
+from .parts import wan
 from .wan import WAN
 
 ASIDE = 120.0

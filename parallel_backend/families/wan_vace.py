@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import JOINT
-from parallel_backend.families.base.family import CacheScope, FolderLayout, Source
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts import wan
-from parallel_backend.families.parts.conditioning import count_blocks, hidden
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_plan
-
+from .base.blocks import JOINT
+from .base.family import CacheScope, FolderLayout, Source
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import GATHER
+from .parts import wan
+from .parts.conditioning import count_blocks, hidden
+from .parts.cross_attention import TEXT_KEYS, block_plan
 from .wan import WAN
 
 
