@@ -87,15 +87,15 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    context = text("CogVideoX", config["text_embed_dim"], given)
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    context = text("CogVideoX", config["text_embed_dim"], call)
     needed = config["max_text_seq_length"]
     if not config["use_rotary_positional_embeddings"] and context.shape[1] != needed:
         raise ValueError(
             f"positive, negative: the prompt has {context.shape[1]} tokens, this model needs {needed}. Encode a shorter one "
             "with a CLIPLoader of type cogvideox, which fills it up to that."
         )
-    return {"context": context} | ({"ofs": given["ofs"]} if config["ofs_embed_dim"] else {})
+    return {"context": context} | ({"ofs": call["ofs"]} if config["ofs_embed_dim"] else {})
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:

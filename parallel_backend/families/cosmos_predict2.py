@@ -113,7 +113,7 @@ COSMOS_PREDICT2 = Family(
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"], max_side=lambda config: config["max_size"][-1] // 2),
     inputs=Inputs(
-        conditioning=lambda config, given: {"context": text(NAME, config["text_embed_dim"], given)},
+        conditioning=lambda config, call: {"context": text(NAME, config["text_embed_dim"], call)},
         accepts=("fps", "denoise_mask"),  # the rate changes nothing in Predict2; the mask has made the frames' times already
         vector_tensors=("context",),
         example=lambda config, tokens: {"context": torch.randn(1, tokens, config["text_embed_dim"])},

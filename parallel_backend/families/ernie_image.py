@@ -93,9 +93,7 @@ ERNIE_IMAGE = Family(
         head_size=lambda config: config["hidden_size"] // config["num_attention_heads"],
     ),
     inputs=Inputs(
-        conditioning=lambda config, given: (
-            {"context": text("ERNIE-Image", config["text_in_dim"], given)} | rope_tensors(given)
-        ),
+        conditioning=lambda config, call: {"context": text("ERNIE-Image", config["text_in_dim"], call)} | rope_tensors(call),
         accepts=(),
         options=(OPTION,),
         token_tensors=("context",),

@@ -75,14 +75,14 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """See Inputs.conditioning. `context`: T5's tokens, and twice those of Llama's last layer, of which the second are in the
     place of each block's own. `llama` [B, layers, T, w].
     """
     width = config["caption_channels"]
     named = {**config, "joint_attention_dim": width[0], "pooled_projection_dim": config["text_emb_dim"]}
-    tensors = text_and_pooled(NAME, "QuadrupleCLIPLoader", named, given)
-    llama, layers = given.get("encoder_hidden_states_llama3"), max(config["llama_layers"]) + 1
+    tensors = text_and_pooled(NAME, "QuadrupleCLIPLoader", named, call)
+    llama, layers = call.get("encoder_hidden_states_llama3"), max(config["llama_layers"]) + 1
     if llama is None or llama.ndim != 4 or llama.shape[1] < layers or llama.shape[-1] != width[1]:
         found = "none" if llama is None else f"one of {list(llama.shape)}"
         raise ValueError(
@@ -95,8 +95,8 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
         "pooled": tensors["pooled"],
         "llama": llama[:, :layers],
     }
-    picture = given.get("image_cond")
-    return found if picture is None else found | reference_picture(picture, given["latent"][-1])
+    picture = call.get("image_cond")
+    return found if picture is None else found | reference_picture(picture, call["latent"][-1])
 
 
 def reference_picture(picture: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
@@ -155,8 +155,8 @@ VALUES = Values(text="to_v_t", image_argument="norm_hidden_states", text_argumen
 
 
 class _Inputs(Inputs):
-    def references(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
-        return [] if given.get("image_cond") is None else [given["image_cond"]]
+    def references(self, call: Mapping[str, Any]) -> list[torch.Tensor]:
+        return [] if call.get("image_cond") is None else [call["image_cond"]]
 
 
 class _Forward(Forward):

@@ -96,19 +96,19 @@ class _Forward(Forward):
     weight_readers = ("time_extra_emb.pooler",)
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`context` [B, text_len, cross_attention_dim] of CLIP, `encoder_hidden_states_t5` [B, text_len_t5, ...], a mask of each
     [B, T], and where the model knows it `image_meta_size` [B, 6].
 
     ValueError for texts of other lengths: the class has a padding for each token.
     """
-    context = text("HunyuanDiT", config["cross_attention_dim"], given)
-    if any(name not in given for name in _TEXTS):
+    context = text("HunyuanDiT", config["cross_attention_dim"], call)
+    if any(name not in call for name in _TEXTS):
         raise ValueError(
             "positive, negative: this conditioning lacks T5's text or a mask, which HunyuanDiT needs. Encode the prompt "
             "with the CLIP of a HunyuanDiT checkpoint."
         )
-    tensors = {"context": context, **{name: given[name] for name in _TEXTS}}
+    tensors = {"context": context, **{name: call[name] for name in _TEXTS}}
     lengths = context.shape[1], tensors["encoder_hidden_states_t5"].shape[1]
     if lengths != (needed := (config["text_len"], config["text_len_t5"])):
         raise ValueError(
@@ -116,7 +116,7 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
             f"{needed[0]} and {needed[1]}. Shorten it, and do not concatenate conditionings."
         )
     known = config["use_style_cond_and_image_meta_size"]
-    return tensors | ({"image_meta_size": given["image_meta_size"]} if known else {})
+    return tensors | ({"image_meta_size": call["image_meta_size"]} if known else {})
 
 
 def _example(config: Config, _text_tokens: int) -> dict[str, torch.Tensor]:

@@ -56,12 +56,12 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """See Inputs.conditioning. Without text `context` is [B, 0, llm_features_dim]."""
     width = config["llm_features_dim"]
-    if given.get("context") is None:
-        return {"context": torch.zeros(given["latent"][0], 0, width)}
-    tensors, mask = {"context": text("Ideogram 4", width, given)}, given.get("attention_mask")
+    if call.get("context") is None:
+        return {"context": torch.zeros(call["latent"][0], 0, width)}
+    tensors, mask = {"context": text("Ideogram 4", width, call)}, call.get("attention_mask")
     if mask is not None and not mask.bool().all():
         tensors[TEXT_MASK] = mask.bool()
     return tensors

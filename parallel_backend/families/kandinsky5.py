@@ -72,16 +72,16 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """See Inputs.conditioning; `start` [B, C, t, H, W] takes the place of the latent's first frames, `unscaled` [B] bool
     says that positions are not brought closer."""
     named = {**config, "joint_attention_dim": config["in_text_dim"], "pooled_projection_dim": config["in_text_dim2"]}
-    tensors = text_and_pooled("Kandinsky 5", "DualCLIPLoader of type kandinsky5 or kandinsky5_image", named, given)
-    start = given.get("time_dim_replace")
-    tensors |= rope_tensors(given) | ({} if start is None else {"start": start})
+    tensors = text_and_pooled("Kandinsky 5", "DualCLIPLoader of type kandinsky5 or kandinsky5_image", named, call)
+    start = call.get("time_dim_replace")
+    tensors |= rope_tensors(call) | ({} if start is None else {"start": start})
     # With options of any kind ComfyUI's class does without its own scale.
     return tensors | (
-        {} if given.get(OPTION) is None else {"unscaled": torch.ones(len(tensors["context"]), dtype=torch.bool)}
+        {} if call.get(OPTION) is None else {"unscaled": torch.ones(len(tensors["context"]), dtype=torch.bool)}
     )
 
 

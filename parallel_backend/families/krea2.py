@@ -142,13 +142,13 @@ def _text_width(config: Config) -> int:
     return config["num_text_layers"] * config["text_hidden_dim"]
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = {"context": text("Krea 2", _text_width(config), given)}
-    method = given.get("ref_latents_method")
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {"context": text("Krea 2", _text_width(config), call)}
+    method = call.get("ref_latents_method")
     if method is None:
         return tensors
     method = AT_ZERO if method == AT_ZERO else "index"  # ComfyUI's class knows these two
-    return tensors | reference_tensors(PATCHING, given | {"ref_latents_method": method}, method, methods=(method,))
+    return tensors | reference_tensors(PATCHING, call | {"ref_latents_method": method}, method, methods=(method,))
 
 
 def _check_grid(grid: tuple[int, ...], _tensors: dict[str, torch.Tensor]) -> None:

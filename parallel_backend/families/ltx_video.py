@@ -96,26 +96,26 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`context` [B, T, caption_channels], `frame_rate` [B]; `mask` [B, T] bool, which text may be seen; `keyframes`
     [B, 3, K, 2] in pixels, of the last K tokens. ValueError for guides that want an attention of their own.
 
     `denoise_mask` has made the timesteps already. It is only looked at for marks of tokens that are left out.
     """
-    context = text("LTX-Video", config["caption_channels"], given)
-    tensors = {"context": context, "frame_rate": torch.full((len(context),), float(given.get("frame_rate", FRAME_RATE)))}
-    if (mask := given.get("attention_mask")) is not None:
+    context = text("LTX-Video", config["caption_channels"], call)
+    tensors = {"context": context, "frame_rate": torch.full((len(context),), float(call.get("frame_rate", FRAME_RATE)))}
+    if (mask := call.get("attention_mask")) is not None:
         if mask.is_floating_point():
             raise ValueError("positive, negative: a text mask of weights cannot be forwarded. Use one of zeros and ones.")
         tensors["mask"] = mask.reshape(len(context), -1).bool()
-    if (keyframes := given.get("keyframe_idxs")) is not None and keyframes.shape[2]:
-        for guide in given.get("guide_attention_entries") or ():
+    if (keyframes := call.get("keyframe_idxs")) is not None and keyframes.shape[2]:
+        for guide in call.get("guide_attention_entries") or ():
             if guide["strength"] != 1.0 or guide["pixel_mask"] is not None:
                 raise ValueError(
                     "positive, negative: a guide with a mask, or a strength other than 1, cannot be forwarded to Parallel "
                     "DiT's ranks in this version. Use a strength of 1 and no mask in LTXVAddGuide."
                 )
-        if (given["denoise_mask"] < 0).any():
+        if (call["denoise_mask"] < 0).any():
             raise ValueError(
                 "positive, negative: a guide of a lower resolution (IC-LoRA) cannot be forwarded to Parallel DiT's ranks in "
                 "this version. Use one of the video's own size."

@@ -11,21 +11,8 @@ from .base.blocks import IMAGE, JOINT, BlockList, Blocks
 from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts import next_dit
 from .parts.key_map import KeyMap
-from .parts.next_dit import (
-    ACCEPTS,
-    AXES_LENS,
-    CONTEXT,
-    IGNORED,
-    MAX_SETTINGS,
-    MODULATED,
-    REFINER,
-    WEIGHT,
-    blocks,
-    caption,
-    has_keys,
-    sizes,
-)
 
 MODULATION = "norm1.linear"
 _OUTSIDE = {  # diffusers module <- original module
@@ -54,7 +41,7 @@ _PLAN = {
 
 
 def _configure(shapes: Shapes) -> Config:
-    size = sizes(shapes)
+    size = next_dit.sizes(shapes)
     sides = size["head"] // 3 // 2 * 2  # rotary axes are (32, 32, 32) of a head's 96
     return {
         "in_channels": size["channels"],
@@ -66,7 +53,7 @@ def _configure(shapes: Shapes) -> Config:
         # The feed-forward's width is 4 times the model's, rounded up to a multiple of this.
         "multiple_of": shapes["layers.0.feed_forward.w1.weight"][0],
         "axes_dim_rope": (size["head"] - 2 * sides, sides, sides),
-        "axes_lens": AXES_LENS,
+        "axes_lens": next_dit.AXES_LENS,
         "cap_feat_dim": size["caption"],
     }
 
@@ -74,12 +61,14 @@ def _configure(shapes: Shapes) -> Config:
 def _key_map(config: Config) -> dict[str, Source]:
     keys, width = KeyMap(), config["hidden_size"]
     keys.copy(_OUTSIDE)
-    keys.copy({"time_caption_embed.caption_embedder.0": "cap_embedder.0"}, WEIGHT)
-    counts = {MODULATED: config["num_layers"]} | dict.fromkeys((REFINER, CONTEXT), config["num_refiner_layers"])
+    keys.copy({"time_caption_embed.caption_embedder.0": "cap_embedder.0"}, next_dit.WEIGHT)
+    counts = {next_dit.MODULATED: config["num_layers"]} | dict.fromkeys(
+        (next_dit.REFINER, next_dit.CONTEXT), config["num_refiner_layers"]
+    )
     key_values = width // config["num_attention_heads"] * config["num_kv_heads"]
-    for name, block in blocks(keys, counts, "attn", width, key_values):
-        block.copy(_BLOCK | {"norm1" if name == CONTEXT else "norm1.norm": "attention_norm1"}, WEIGHT)
-        if name != CONTEXT:
+    for name, block in next_dit.blocks(keys, counts, "attn", width, key_values):
+        block.copy(_BLOCK | {"norm1" if name == next_dit.CONTEXT else "norm1.norm": "attention_norm1"}, next_dit.WEIGHT)
+        if name != next_dit.CONTEXT:
             block.copy({MODULATION: "adaLN_modulation.1"})
     return keys.sources
 
@@ -110,16 +99,16 @@ LUMINA2 = Family(
     model_class="Lumina2Transformer2DModel",
     native_classes=("Lumina2",),
     file=FileLayout(
-        detect=lambda shapes: has_keys(shapes, "adaLN_modulation.1"),
+        detect=lambda shapes: next_dit.has_keys(shapes, "adaLN_modulation.1"),
         configure=_configure,
         key_map=_key_map,
-        ignored=IGNORED,
-        max_settings={**MAX_SETTINGS, "sample_size": 512},
+        ignored=next_dit.IGNORED,
+        max_settings={**next_dit.MAX_SETTINGS, "sample_size": 512},
     ),
     blocks=Blocks(
-        lists=(_blocks(REFINER, joined=False), _blocks(MODULATED, joined=True)),
-        counts=lambda config: {MODULATED: config["num_layers"]},
-        prologue=("x_embedder", CONTEXT),
+        lists=(_blocks(next_dit.REFINER, joined=False), _blocks(next_dit.MODULATED, joined=True)),
+        counts=lambda config: {next_dit.MODULATED: config["num_layers"]},
+        prologue=("x_embedder", next_dit.CONTEXT),
         epilogue=("norm_out",),
         native_patches=("noise_refiner", "double_block"),
     ),
@@ -131,8 +120,8 @@ LUMINA2 = Family(
         max_side=lambda config: min(config["axes_lens"][1:]),
     ),
     inputs=Inputs(
-        conditioning=lambda config, given: caption("Lumina 2", config, config["axes_lens"][0] - 1, given),
-        accepts=ACCEPTS,
+        conditioning=lambda config, call: next_dit.caption("Lumina 2", config, config["axes_lens"][0] - 1, call),
+        accepts=next_dit.ACCEPTS,
         token_tensors=("context",),
         example=lambda config, tokens: {"context": torch.randn(1, tokens, config["cap_feat_dim"])},
     ),
@@ -145,8 +134,11 @@ LUMINA2 = Family(
             "time_caption_embed": CacheScope.CALL,
             "*.norm1.linear": CacheScope.CALL,
             "norm_out.linear_1": CacheScope.CALL,
-            f"{CONTEXT}.*": CacheScope.PROMPT,
+            f"{next_dit.CONTEXT}.*": CacheScope.PROMPT,
         },
     ),
-    tensor_plan={**dict.fromkeys((MODULATED, REFINER), _PLAN | {MODULATION: GATHER}), CONTEXT: _PLAN},
+    tensor_plan={
+        **dict.fromkeys((next_dit.MODULATED, next_dit.REFINER), _PLAN | {MODULATION: GATHER}),
+        next_dit.CONTEXT: _PLAN,
+    },
 )

@@ -133,11 +133,11 @@ class _FileLayout(FileLayout):
 
 
 class _Inputs(Inputs):
-    def references(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
-        return videos(given)
+    def references(self, call: Mapping[str, Any]) -> list[torch.Tensor]:
+        return videos(call)
 
-    def carried(self, latents: Latents, timestep: torch.Tensor, given: dict[str, Any]) -> tuple[Latents, Finish]:
-        return carried(latents, timestep, given)
+    def carried(self, latents: Latents, timestep: torch.Tensor, call: dict[str, Any]) -> tuple[Latents, Finish]:
+        return carried(latents, timestep, call)
 
 
 class _Forward(Forward):

@@ -86,13 +86,13 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`context` [B, T, caption_channels], and where the model knows them `resolution` [B, 2] and `aspect_ratio` [B, 1].
 
     All of the text is seen, as in the native model, which passes no mask on.
     """
-    tensors = {"context": text("PixArt", config["caption_channels"], given)}
-    return tensors | ({"resolution": given["c_size"], "aspect_ratio": given["c_ar"]} if _knows_sizes(config) else {})
+    tensors = {"context": text("PixArt", config["caption_channels"], call)}
+    return tensors | ({"resolution": call["c_size"], "aspect_ratio": call["c_ar"]} if _knows_sizes(config) else {})
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:

@@ -113,11 +113,11 @@ def _modulate_index(_index: None, step: StepInputs) -> torch.Tensor | None:
     return None if references is None else references[None]
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = {"context": text("Qwen-Image", config["joint_attention_dim"], given)}
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {"context": text("Qwen-Image", config["joint_attention_dim"], call)}
     method = "negative_index" if config["use_layer3d_rope"] else AT_ZERO if config["zero_cond_t"] else "index"
-    tensors |= reference_tensors(PATCHING, given, method, centred=True, methods=(*METHODS, AT_ZERO))
-    mask = given.get("attention_mask")
+    tensors |= reference_tensors(PATCHING, call, method, centred=True, methods=(*METHODS, AT_ZERO))
+    mask = call.get("attention_mask")
     return tensors if mask is None else tensors | {TEXT_MASK: mask.bool()}
 
 

@@ -38,16 +38,16 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """As wan.conditioning, with REFERENCES and REFERENCE_POSITIONS (frame, row, column, number of the source), and PICTURE
     if they are Fun Control's. Models without weights for that ignore it, as the native ones do."""
-    tensors, latents = wan.conditioning(config, given), given.get("context_latents")
-    picture = None if config["reference_channels"] is None else given.get("reference_latent")
+    tensors, latents = wan.conditioning(config, call), call.get("context_latents")
+    picture = None if config["reference_channels"] is None else call.get("reference_latent")
     if not latents and picture is None:
         return tensors
     if latents and picture is not None:
         raise ValueError("positive, negative: references in context and a reference picture cannot be forwarded at once.")
-    if given.get("denoise_mask") is not None:
+    if call.get("denoise_mask") is not None:
         raise ValueError("positive, negative: references cannot be forwarded together with a noise mask.")
     if picture is not None:
         packed, place = wan.packed(picture[:, :, None])
@@ -77,7 +77,7 @@ def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     # Of the first stage.
     references = {"references": step.tensors.get(REFERENCES), "own": PICTURE in step.tensors}
-    return wan.arguments(step, config) | {"positions": step.tensors.get(REFERENCE_POSITIONS), "embedded": references}
+    return wan.arguments(step, config) | {"positions": step.tensors.get(REFERENCE_POSITIONS), "patch_inputs": references}
 
 
 WAN = Family(

@@ -89,16 +89,16 @@ def _folder_source(config: Config, parameter: str) -> Source:
             return Source(parameter)
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """As Wan's and, where there are any, `pose` [B, 16, t, H, W] in whole patches, `faces` [B, 3, t, side, side]."""
-    tensors, side = wan.conditioning(config, given), config["motion_encoder_size"]
-    faces = given.get("face_pixel_values")
+    tensors, side = wan.conditioning(config, call), config["motion_encoder_size"]
+    faces = call.get("face_pixel_values")
     if faces is not None and tuple(faces.shape[-2:]) != (side, side):
         raise ValueError(
             f"positive, negative: the face video is {faces.shape[-1]} x {faces.shape[-2]}, this model needs {side} x "
             f"{side}. WanAnimateToVideo makes it so."
         )
-    found = {"pose": given.get("pose_latents"), "faces": faces}
+    found = {"pose": call.get("pose_latents"), "faces": faces}
     return tensors | {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
@@ -111,8 +111,8 @@ def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     return wan.arguments(step, config) | {
-        "embedded": {"pose": step.tensors.get("pose")},  # of the first stage
-        "given": {"faces": step.tensors.get("faces")},
+        "patch_inputs": {"pose": step.tensors.get("pose")},  # of the first stage
+        "block_inputs": {"faces": step.tensors.get("faces")},
     }
 
 

@@ -23,9 +23,9 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """As Wan's and, where there is one, `camera` [B, control_channels, T, 8 H, 8 W]."""
-    tensors, camera = wan.conditioning(config, given), given.get("camera_conditions")
+    tensors, camera = wan.conditioning(config, call), call.get("camera_conditions")
     return tensors if camera is None else tensors | {"camera": camera}
 
 
@@ -37,7 +37,7 @@ def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    return wan.arguments(step, config) | {"embedded": {"camera": step.tensors.get("camera")}}  # of the first stage
+    return wan.arguments(step, config) | {"patch_inputs": {"camera": step.tensors.get("camera")}}  # of the first stage
 
 
 WAN_CAMERA = replace(

@@ -45,10 +45,10 @@ def _folder_source(config: Config, parameter: str) -> Source:
             return Source(parameter)
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """As Wan's, `control` [B, vace_in_channels, T, H, W] and its `strength` [B]. ValueError for several at once."""
-    tensors = wan.conditioning(config, given)
-    controls, strengths = given["vace_context"], given["vace_strength"]  # ComfyUI makes empty ones where there are none
+    tensors = wan.conditioning(config, call)
+    controls, strengths = call["vace_context"], call["vace_strength"]  # ComfyUI makes empty ones where there are none
     if controls.shape[1] > 1:
         raise ValueError(
             f"positive, negative: {controls.shape[1]} VACE controls at once cannot be forwarded to Parallel DiT's ranks in "
@@ -65,8 +65,8 @@ def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     return wan.arguments(step, config) | {
-        "embedded": {"control": step.tensors.get("control")},  # of the first stage
-        "given": {"strength": step.tensors["strength"]},
+        "patch_inputs": {"control": step.tensors.get("control")},  # of the first stage
+        "block_inputs": {"strength": step.tensors["strength"]},
     }
 
 

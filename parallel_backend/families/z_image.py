@@ -13,21 +13,8 @@ from .base.blocks import IMAGE, JOINT, BlockList, Blocks
 from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts import next_dit
 from .parts.key_map import KeyMap
-from .parts.next_dit import (
-    ACCEPTS,
-    AXES_LENS,
-    CONTEXT,
-    IGNORED,
-    MAX_SETTINGS,
-    MODULATED,
-    REFINER,
-    WEIGHT,
-    blocks,
-    caption,
-    has_keys,
-    sizes,
-)
 
 MULTIPLE = 32
 MODULATION = "adaLN_modulation.0"
@@ -53,7 +40,7 @@ class _Inputs(Inputs):
 
 
 def _configure(shapes: Shapes) -> Config:
-    size = sizes(shapes)
+    size = next_dit.sizes(shapes)
     rows = size["head"] * 3 // 8 // 2 * 2  # rotary axes are (32, 48, 48) of a head's 128
     return {
         "in_channels": size["channels"],
@@ -64,7 +51,7 @@ def _configure(shapes: Shapes) -> Config:
         "n_kv_heads": size["key_heads"],
         "cap_feat_dim": size["caption"],
         "axes_dims": (size["head"] - 2 * rows, rows, rows),
-        "axes_lens": AXES_LENS,
+        "axes_lens": next_dit.AXES_LENS,
     }
 
 
@@ -72,13 +59,15 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys, width = KeyMap(), config["dim"]
     keys.copy(_OUTSIDE)
     keys.same("t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.1")
-    keys.same("cap_embedder.0", parameters=WEIGHT)
+    keys.same("cap_embedder.0", parameters=next_dit.WEIGHT)
     keys.tensor("x_pad_token")
     keys.tensor("cap_pad_token")
-    counts = {MODULATED: config["n_layers"]} | dict.fromkeys((REFINER, CONTEXT), config["n_refiner_layers"])
-    for name, block in blocks(keys, counts, "attention", width, width):
-        block.same(*_FEED_FORWARD, *_NORMS, parameters=WEIGHT)
-        if name != CONTEXT:
+    counts = {next_dit.MODULATED: config["n_layers"]} | dict.fromkeys(
+        (next_dit.REFINER, next_dit.CONTEXT), config["n_refiner_layers"]
+    )
+    for name, block in next_dit.blocks(keys, counts, "attention", width, width):
+        block.same(*_FEED_FORWARD, *_NORMS, parameters=next_dit.WEIGHT)
+        if name != next_dit.CONTEXT:
             block.same(MODULATION)
     return keys.sources
 
@@ -109,19 +98,19 @@ Z_IMAGE = Family(
     model_class="ZImageTransformer2DModel",
     native_classes=("ZImage",),
     file=FileLayout(
-        detect=lambda shapes: has_keys(shapes, MODULATION),
+        detect=lambda shapes: next_dit.has_keys(shapes, MODULATION),
         configure=_configure,
         key_map=_key_map,
-        ignored=IGNORED,
-        max_settings=MAX_SETTINGS,
+        ignored=next_dit.IGNORED,
+        max_settings=next_dit.MAX_SETTINGS,
     ),
     blocks=Blocks(
-        lists=(_joined(REFINER, IMAGE, prologue=True), _joined(MODULATED, JOINT)),
-        counts=lambda config: {MODULATED: config["n_layers"]},
-        prologue=("all_x_embedder", "cap_embedder", CONTEXT),
+        lists=(_joined(next_dit.REFINER, IMAGE, prologue=True), _joined(next_dit.MODULATED, JOINT)),
+        counts=lambda config: {next_dit.MODULATED: config["n_layers"]},
+        prologue=("all_x_embedder", "cap_embedder", next_dit.CONTEXT),
         epilogue=("all_final_layer",),
         text_first=False,
-        residuals={"noise_refiner": REFINER, "double_block": MODULATED},
+        residuals={"noise_refiner": next_dit.REFINER, "double_block": next_dit.MODULATED},
         native_patches=("noise_refiner", "double_block"),
     ),
     sizes=Sizes(
@@ -132,8 +121,8 @@ Z_IMAGE = Family(
         max_side=lambda config: min(config["axes_lens"][1:]),
     ),
     inputs=_Inputs(
-        conditioning=lambda config, given: caption("Z-Image", config, (config["axes_lens"][0] - 2) // 32 * 32, given),
-        accepts=ACCEPTS,
+        conditioning=lambda config, call: next_dit.caption("Z-Image", config, (config["axes_lens"][0] - 2) // 32 * 32, call),
+        accepts=next_dit.ACCEPTS,
         token_tensors=("context",),
         example=lambda config, tokens: {"context": torch.randn(1, tokens, config["cap_feat_dim"])},
     ),
@@ -146,8 +135,11 @@ Z_IMAGE = Family(
             "t_embedder": CacheScope.CALL,
             "*.adaLN_modulation": CacheScope.CALL,
             "cap_embedder": CacheScope.PROMPT,
-            f"{CONTEXT}.*": CacheScope.PROMPT,
+            f"{next_dit.CONTEXT}.*": CacheScope.PROMPT,
         },
     ),
-    tensor_plan={**dict.fromkeys((MODULATED, REFINER), _PLAN | {MODULATION: GATHER}), CONTEXT: _PLAN},
+    tensor_plan={
+        **dict.fromkeys((next_dit.MODULATED, next_dit.REFINER), _PLAN | {MODULATION: GATHER}),
+        next_dit.CONTEXT: _PLAN,
+    },
 )

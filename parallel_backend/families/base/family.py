@@ -204,11 +204,11 @@ class Inputs:
     options: tuple[str, ...] = ()
     """Entries of ComfyUI's transformer_options that `conditioning` and `carried` get too, where there are such."""
 
-    def references(self, given: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+    def references(self, call: Mapping[str, Any]) -> Sequence[torch.Tensor]:
         """Arguments of ComfyUI's model call -> the latents in them that become tokens of references (REFERENCES)."""
-        return given.get("ref_latents") or ()
+        return call.get("ref_latents") or ()
 
-    def carried(self, latents: Latents, timestep: torch.Tensor, given: dict[str, Any]) -> tuple[Latents, Finish]:
+    def carried(self, latents: Latents, timestep: torch.Tensor, call: dict[str, Any]) -> tuple[Latents, Finish]:
         """Where a sampler carries latents in another form than the model takes them: (a call's latents, its timestep, its
         arguments) -> latents as the model takes them, and what makes the sampler's outputs of the model's."""
         return latents, lambda outputs: outputs

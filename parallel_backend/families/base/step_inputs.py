@@ -148,10 +148,21 @@ class StepInputs:
 
     def text_tensor(self, name: str, width: int) -> torch.Tensor:
         """Token tensor `name` [b, T, width]. Zeros on stages that do not get it, which only look at its shape."""
-        given = self.tensors.get(name)
-        if given is not None:
-            return given
-        return self.timestep.new_zeros(len(self.timestep), self.text_tokens, width, dtype=self.dtype)
+        text = self.tensors.get(name)
+        return self.zeros(self.text_tokens, width) if text is None else text
+
+    def image_tensor(self) -> torch.Tensor:
+        """`x`, or zeros [b, n, 1] on stages without a prologue, for forwards that look at its shape and dtype."""
+        return self.zeros(len(self.image)) if self.x is None else self.x
+
+    def zeros(self, tokens: int, width: int = 1) -> torch.Tensor:
+        """[b, tokens, width] in the compute dtype."""
+        return self.timestep.new_zeros(len(self.timestep), tokens, width, dtype=self.dtype)
+
+    @property
+    def text_numbers(self) -> torch.Tensor:
+        """[t] float32: numbers of the rank's text tokens in the whole text."""
+        return torch.arange(self.text.start, self.text.stop, dtype=torch.float32, device=self.timestep.device)
 
 
 def kept_on(device: torch.device, kept: dict[Any, Any], name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:

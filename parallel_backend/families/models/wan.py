@@ -47,8 +47,8 @@ class WanVariant(diffusers.WanTransformer3DModel):
         encoder_hidden_states: torch.Tensor,
         encoder_hidden_states_image: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
-        embedded: dict[str, Any] | None = None,
-        given: dict[str, Any] | None = None,
+        patch_inputs: dict[str, Any] | None = None,
+        block_inputs: dict[str, Any] | None = None,
         away: torch.Tensor | None = None,
         normalized: torch.Tensor | None = None,
         rope: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
@@ -65,8 +65,8 @@ class WanVariant(diffusers.WanTransformer3DModel):
         batch, _, *sizes = hidden_states.shape
         frames, rows, columns = (size // side for size, side in zip(sizes, self.config.patch_size, strict=True))
         rotary_emb = self.rope(hidden_states, positions, *rope)
-        given = self.block_arguments(hidden_states, timestep, **(given or {}))
-        hidden_states = self.patch_embedding(hidden_states, **(embedded or {}))
+        block_arguments = self.block_arguments(hidden_states, timestep, **(block_inputs or {}))
+        hidden_states = self.patch_embedding(hidden_states, **(patch_inputs or {}))
         times = timestep.shape[1] if timestep.ndim == 2 else None
         if away is not None and away.shape[-1] == self.config.text_dim:
             # Before the text, whose embedding may be kept from a micro-step before.
@@ -80,7 +80,7 @@ class WanVariant(diffusers.WanTransformer3DModel):
         if away is not None:
             text = GuidedText(text, away, normalized)
         for block in self.blocks:
-            hidden_states = block(hidden_states, text, modulation, rotary_emb, **given)
+            hidden_states = block(hidden_states, text, modulation, rotary_emb, **block_arguments)
         hidden_states = hidden_states[:, : frames * rows * columns, : temb.shape[-1]]
         table = self.scale_shift_table if times is None else self.scale_shift_table[None]
         shift, scale = (table + temb.unsqueeze(-2)).unbind(-2)
@@ -90,9 +90,9 @@ class WanVariant(diffusers.WanTransformer3DModel):
         out = hidden_states.view(batch, frames, rows, columns, *self.config.patch_size, -1)
         return (out.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(batch, -1, *sizes),)
 
-    def block_arguments(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **given: Any) -> dict[str, Any]:
-        """What the blocks are given behind the arguments that all of Wan's have. `hidden_states`: the latent."""
-        return given
+    def block_arguments(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **block_inputs: Any) -> dict[str, Any]:
+        """Arguments of the blocks in addition to those that every Wan block has. `hidden_states`: the latent."""
+        return block_inputs
 
 
 class WanTransformer3DModel(WanVariant):

@@ -39,21 +39,21 @@ def rotary_table(positions: torch.Tensor, widths: Sequence[int], theta: float) -
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def text(model: str, width: int, given: dict[str, Any]) -> torch.Tensor:
+def text(model: str, width: int, call: dict[str, Any]) -> torch.Tensor:
     """`context` [B, T, width] of a model call; ValueError without one. `model`: its name for the user."""
-    context = given.get("context")
+    context = call.get("context")
     if context is None:
         raise ValueError(f"positive, negative: {model} needs text conditioning (a CLIP Text Encode node made for {model}).")
     _check_width("text", context, width)
     return context
 
 
-def text_and_pooled(model: str, loader: str, config: dict[str, Any], given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def text_and_pooled(model: str, loader: str, config: dict[str, Any], call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`context` [B, T, joint_attention_dim] and `pooled` [B, pooled_projection_dim] of a call; ValueError without them.
 
     `model`: its name for the user. `loader`: the node that loads its text encoders.
     """
-    context, pooled = text(model, config["joint_attention_dim"], given), given.get("y")
+    context, pooled = text(model, config["joint_attention_dim"], call), call.get("y")
     if pooled is None:
         raise ValueError(
             f"positive, negative: this conditioning has no pooled output, which {model} needs. Encode the prompt with a "
@@ -63,13 +63,13 @@ def text_and_pooled(model: str, loader: str, config: dict[str, Any], given: dict
     return {"context": context, "pooled": pooled}
 
 
-def embedded_guidance(config: dict[str, Any], given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def embedded_guidance(config: dict[str, Any], call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`guidance` [B] of a model call, if the model embeds it. ValueError if the call has none."""
     if not config["guidance_embeds"]:
         return {}
-    if given.get("guidance") is None:
+    if call.get("guidance") is None:
         raise ValueError("positive, negative: guidance is switched off, which this model's diffusers class cannot do.")
-    return {"guidance": given["guidance"]}
+    return {"guidance": call["guidance"]}
 
 
 def _check_width(name: str, tensor: torch.Tensor, width: int) -> None:

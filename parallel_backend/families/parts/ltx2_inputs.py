@@ -36,7 +36,7 @@ UNSEEN = -30000.0
 """Added to scores of a key that nothing may look at."""
 
 
-def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`context` [B, T, C] and `sound_context` [B, T, C'], `seconds` [B] per frame; where there are guides `keyframes`
     [B, 3, K, 2], pixels of the last K tokens, `guide_weights` [B, K], logarithms, `left_out` [B, K] bool; `voice` [B, R, c];
     `perturbed` [B, blocks] bool; `apart_video`, `apart_sound` [B, 1], if that stream does not look at the other.
@@ -44,19 +44,19 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
     ValueError for text that has not been through the model's connectors, and for guides that do not fit the latent.
     """
     widths = text_widths(config)
-    context = text("LTX-2", sum(widths), given)
+    context = text("LTX-2", sum(widths), call)
     batch = len(context)
     tensors = dict(zip(("context", "sound_context"), context.split(widths, dim=-1), strict=True))
-    tensors["seconds"] = torch.full((batch,), 1.0 / given.get("frame_rate", FRAME_RATE))
-    if (keyframes := given.get("keyframe_idxs")) is not None and keyframes.shape[2]:
+    tensors["seconds"] = torch.full((batch,), 1.0 / call.get("frame_rate", FRAME_RATE))
+    if (keyframes := call.get("keyframe_idxs")) is not None and keyframes.shape[2]:
         tensors["keyframes"] = keyframes
-        tensors |= _guides(keyframes.shape[2], batch, given)
-    if (voice := given.get("ref_audio")) is not None:
+        tensors |= _guides(keyframes.shape[2], batch, call)
+    if (voice := call.get("ref_audio")) is not None:
         tensors["voice"] = voice["tokens"].to(context).expand(batch, -1, -1)
-    if blocks := given.get(STG):
+    if blocks := call.get(STG):
         tensors["perturbed"] = torch.tensor([[index in blocks for index in range(config["num_layers"])]] * batch)
     apart = {"apart_video": TO_VIDEO, "apart_sound": TO_SOUND}
-    return tensors | {name: torch.ones(batch, 1) for name, option in apart.items() if not given.get(option, True)}
+    return tensors | {name: torch.ones(batch, 1) for name, option in apart.items() if not call.get(option, True)}
 
 
 def text_widths(config: Config) -> tuple[int, int]:
@@ -66,25 +66,25 @@ def text_widths(config: Config) -> tuple[int, int]:
     return config["cross_attention_dim"], config["audio_cross_attention_dim"]
 
 
-def _guides(tokens: int, batch: int, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _guides(tokens: int, batch: int, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """How much the guides' tokens are looked at, and which of them are left out: those with a mask below zero.
 
     ValueError for guides of another size than the latent, and for a latent without their mask.
     """
-    if given.get("denoise_mask") is None:
+    if call.get("denoise_mask") is None:
         raise ValueError(
             "latent_image: the conditioning has guides, and this latent is without the mask that belongs to them. Use the "
             "latent that LTXVAddGuide gives."
         )
-    if tokens % math.prod(given["grid"][1:]) or tokens > math.prod(given["grid"]):
+    if tokens % math.prod(call["grid"][1:]) or tokens > math.prod(call["grid"]):
         raise ValueError(
             f"positive, negative: the guides have {tokens} tokens, which is no whole number of frames of this latent_image. "
             "They are of another size: crop them with LTXVCropGuides before the latent is made larger, and add them anew."
         )
-    mask = given["denoise_mask"].expand(batch, -1, *given["denoise_mask"].shape[2:])
+    mask = call["denoise_mask"].expand(batch, -1, *call["denoise_mask"].shape[2:])
     left_out = (mask < 0).any(1).flatten(1)[:, -tokens:].cpu()
     weights, start = torch.ones(tokens), 0
-    for guide in given.get("guide_attention_entries") or ():
+    for guide in call.get("guide_attention_entries") or ():
         own = slice(start, start + guide["pre_filter_count"])
         kept = (~left_out[0, own]).nonzero()[:, 0] + start
         seen = (

@@ -26,19 +26,19 @@ VECTORS = ("shifts", "begins", "levels", "reference_sound", "text_kinds", "video
 """`Inputs.vector_tensors`."""
 
 
-def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`context` [B, T, text_dim], references, and what ranks place and time tokens by, see minimax_tokens.py."""
-    context, payload = text("MiniMax H3", config["text_dim"], given), given.get("minimax_payload") or {}
+    context, payload = text("MiniMax H3", config["text_dim"], call), call.get("minimax_payload") or {}
     clean_video, clean_sound = (
         float(payload.get(name, usual))
         for name, usual in (("visual_cond_noise_aug", VISUAL_TIME), ("audio_cond_noise_aug", SOUND_TIME))
     )
-    grid = given.get("grid", (1, 1, 1))
+    grid = call.get("grid", (1, 1, 1))
     found = References(4 * config["in_channels"], clean_video, clean_sound, int(payload.get("seed", 0)))
     begins = place_references(payload, context.shape[1], grid, found)
     # (0: video or 1: sound, share of the noise, a limit): see minimax_tokens.times
     levels = [(0, 1.0, VISUAL_TIME), (1, 1.0, SOUND_TIME), (0, 0.0, clean_video), (1, 0.0, clean_sound)]
-    tensors = {"shifts": torch.tensor([given.get(name, usual) for name, usual in SHIFTS.items()])}
+    tensors = {"shifts": torch.tensor([call.get(name, usual) for name, usual in SHIFTS.items()])}
     tensors["begins"] = torch.tensor([begins])
     if found.tokens:
         tensors[REFERENCES], tensors[REFERENCE_POSITIONS] = torch.cat(found.tokens), torch.cat(found.places)
@@ -46,8 +46,8 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
     if (tags := payload.get("text_token_tags")) is not None:
         tensors["text_kinds"] = _kinds(tags.flatten().long(), context.shape[1])
     for name, mask, stream, limit in (
-        ("video_levels", _video_mask(given.get("denoise_mask")), 0, VISUAL_TIME),
-        ("sound_levels", _sound_mask(given.get("audio_denoise_mask")), 1, SOUND_TIME),
+        ("video_levels", _video_mask(call.get("denoise_mask")), 0, VISUAL_TIME),
+        ("sound_levels", _sound_mask(call.get("audio_denoise_mask")), 1, SOUND_TIME),
     ):
         if mask is not None:
             shares, place = mask.unique(return_inverse=True)
@@ -57,9 +57,9 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
     return {"context": context} | {name: value.expand(len(context), *value.shape) for name, value in tensors.items()}
 
 
-def videos(given: Mapping[str, Any]) -> list[torch.Tensor]:
+def videos(call: Mapping[str, Any]) -> list[torch.Tensor]:
     """Latents of keyframes and references in ComfyUI's payload, without those of sound."""
-    payload = given.get("minimax_payload") or {}
+    payload = call.get("minimax_payload") or {}
     references = [block["latent"] for block in payload.get("refs") or () if block["kind"] != "audio"]
     frames = (frame.get("latent") for frame in payload.get("keyframes") or ())
     return references + [latent for latent in frames if latent is not None]
@@ -103,12 +103,12 @@ def sigma_of(timestep: torch.Tensor) -> torch.Tensor:
     return (timestep.flatten()[0] / STEPS).float().clamp(min=1e-6)
 
 
-def carried(latents: Latents, timestep: torch.Tensor, given: dict[str, Any]) -> tuple[Latents, Finish]:
+def carried(latents: Latents, timestep: torch.Tensor, call: dict[str, Any]) -> tuple[Latents, Finish]:
     """ComfyUI's samplers carry the sound on the video's schedule, scaled up (ModelSamplingAV)."""
-    scale = float((given.get("minimax_payload") or {}).get("audio_scale", 1.0))
+    scale = float((call.get("minimax_payload") or {}).get("audio_scale", 1.0))
     if scale == 1.0:
         return latents, lambda outputs: outputs
-    video_shift, sound_shift = (float(given.get(name, usual)) for name, usual in SHIFTS.items())
+    video_shift, sound_shift = (float(call.get(name, usual)) for name, usual in SHIFTS.items())
     sigma = sigma_of(timestep)
     sound_sigma = shifted(sigma, video_shift, sound_shift)
     sound = latents[1] * (sound_sigma / sigma).to(latents[1].dtype)

@@ -57,9 +57,9 @@ def blocks(
             yield name, block
 
 
-def caption(model: str, config: dict[str, Any], longest: int, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def caption(model: str, config: dict[str, Any], longest: int, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`context` [B, T, cap_feat_dim] of a model call; ValueError without one, or for T above `longest`."""
-    context = text(model, config["cap_feat_dim"], given)
+    context = text(model, config["cap_feat_dim"], call)
     if context.shape[1] > longest:
         raise ValueError(
             f"positive, negative: the prompt has {context.shape[1]} tokens, this model's positions end at {longest}. Use a "

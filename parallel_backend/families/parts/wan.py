@@ -142,7 +142,7 @@ def add_block(block: KeyMap, config: Config) -> None:
         attention.copy({"norm_added_k": "norm_k_img"}, ("weight",))
 
 
-def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """See Inputs.conditioning.
 
     `context` [B, T, text_dim] and, for models with layers for it, `picture` [B, P, image_dim]: CLIP's tokens. With
@@ -151,10 +151,10 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
 
     ValueError for text that the class cannot tell from the picture, and for CLIP output of another model.
     """
-    context, picture = text("Wan", config["text_dim"], given), given.get("clip_fea")
-    more = rope_tensors(given)
-    if TEXT_GUIDANCE in given:
-        away, settings = given[TEXT_GUIDANCE]
+    context, picture = text("Wan", config["text_dim"], call), call.get("clip_fea")
+    more = rope_tensors(call)
+    if TEXT_GUIDANCE in call:
+        away, settings = call[TEXT_GUIDANCE]
         width = (
             hidden(config) if away.shape[-1] == hidden(config) else config["text_dim"]
         )  # the native model has embedded it
