@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .base.blocks import BlockList
-from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
 from .base.step_inputs import Config, Shapes
 from .parts import flux_blocks
 from .parts.conditioning import count_blocks, text
@@ -86,11 +86,7 @@ CHROMA = Family(
         # `time_text_embed` computes in its argument's dtype, which must be the weights'. So its inner module, which only
         # makes sines and cosines, is handed the float32 timestep.
         time_embed=TimeEmbed("time_text_embed.time_proj", factor=1000.0),
-        cached_modules={
-            "pos_embed": CacheScope.BAND,
-            "time_text_embed": CacheScope.CALL,
-            "distilled_guidance_layer": CacheScope.CALL,
-        },
+        cached_modules=cached(call=("time_text_embed", "distilled_guidance_layer"), band=("pos_embed",)),
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan={flux_blocks.DOUBLE: flux_blocks.DOUBLE_PLAN, flux_blocks.SINGLE: flux_blocks.SINGLE_PLAN},

@@ -10,16 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from .base.blocks import JOINT, BlockList, Blocks
-from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS
 from .parts.conditioning import count_blocks, text
-from .parts.key_map import KeyMap
+from .parts.key_map import WEIGHT, KeyMap
 from .parts.rope import OPTION, rope_tensors
 
 BLOCKS = "layers"
-_WEIGHT = ("weight",)
 _PLAN = {
     **dict.fromkeys((f"self_attention.to_{part}" for part in "qkv"), COLUMN_BY_HEADS),
     "self_attention.to_out.0": ROW_BY_HEADS,
@@ -54,10 +53,9 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
     keys.same("x_embedder.proj", *_EMBEDDERS, "final_norm.linear", "final_linear")
     if config["text_in_dim"] != config["hidden_size"]:
-        keys.same("text_proj", parameters=_WEIGHT)
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{BLOCKS}.{index}.", f"{BLOCKS}.{index}.")
-        block.same(*_PLAN, *_NORMS, parameters=_WEIGHT)
+        keys.same("text_proj", parameters=WEIGHT)
+    for block in keys.each(BLOCKS, BLOCKS, config["num_layers"]):
+        block.same(*_PLAN, *_NORMS, parameters=WEIGHT)
     return keys.sources
 
 
@@ -101,8 +99,7 @@ ERNIE_IMAGE = Family(
     ),
     forward=Forward(
         arguments=_arguments,
-        cached_modules={"pos_embed": CacheScope.BAND}
-        | dict.fromkeys(("time_embedding", "adaLN_modulation", "final_norm.linear"), CacheScope.CALL),
+        cached_modules=cached(call=("time_embedding", "adaLN_modulation", "final_norm.linear"), band=("pos_embed",)),
     ),
     tensor_plan={BLOCKS: _PLAN},
     patching=Patching(side=1),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .base.blocks import BlockList
-from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import HEADS, ROW, WIDTH, CutKind, LayerCut
@@ -112,8 +112,7 @@ FLUX2 = Family(
     forward=Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("time_guidance_embed", factor=1000.0),
-        cached_modules={"pos_embed": CacheScope.BAND}
-        | dict.fromkeys(("time_guidance_embed", *_MODULATION, "norm_out.linear"), CacheScope.CALL),
+        cached_modules=cached(call=("time_guidance_embed", *_MODULATION, "norm_out.linear"), band=("pos_embed",)),
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan=_PLAN,

@@ -13,12 +13,12 @@ import torch
 from einops import rearrange
 
 from .base.blocks import JOINT, BlockList, Blocks, Values
-from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
 from .base.patching import Patching
 from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, NORM_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
 from .parts.conditioning import count_blocks, text_and_pooled
-from .parts.key_map import KeyMap
+from .parts.key_map import WEIGHT, KeyMap
 
 NAME = "HiDream"
 DOUBLE, SINGLE, PROJECTIONS = "double_stream_blocks", "single_stream_blocks", "caption_projection"
@@ -63,15 +63,15 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.same(*(f"t_embedder.timestep_embedder.linear_{index}" for index in (1, 2)))
     keys.same(*(f"p_embedder.pooled_embedder.linear_{index}" for index in (1, 2)))
     keys.same("x_embedder.proj", "final_layer.linear", "final_layer.adaLN_modulation.1")
-    keys.same(*(f"{PROJECTIONS}.{index}.linear" for index in range(total + 1)), parameters=("weight",))
+    keys.same(*(f"{PROJECTIONS}.{index}.linear" for index in range(total + 1)), parameters=WEIGHT)
     for name, ends in ((DOUBLE, ("", "_t")), (SINGLE, ("",))):
         for index in range(config["num_layers" if name == DOUBLE else "num_single_layers"]):
             block = keys.inside(f"{name}.{index}.block.", f"{name}.{index}.block.")
             block.same("adaLN_modulation.1", *(f"attn1.to_{part}{end}" for part in ("q", "k", "v", "out") for end in ends))
-            block.same(*(f"attn1.{part}_rms_norm{end}" for part in "qk" for end in ends), parameters=("weight",))
-            block.same("ff_i.gate", parameters=("weight",))
+            block.same(*(f"attn1.{part}_rms_norm{end}" for part in "qk" for end in ends), parameters=WEIGHT)
+            block.same("ff_i.gate", parameters=WEIGHT)
             groups = [f"ff_i.{expert}" for expert in _EXPERTS] + ["ff_t"] * (name == DOUBLE)
-            block.same(*(f"{group}.{layer}" for group in groups for layer in _FEED_FORWARD), parameters=("weight",))
+            block.same(*(f"{group}.{layer}" for group in groups for layer in _FEED_FORWARD), parameters=WEIGHT)
     return keys.sources
 
 
@@ -195,14 +195,11 @@ HIDREAM = Family(
         arguments=_arguments,
         time_embed=TimeEmbed("t_embedder"),
         output=lambda tokens: -rearrange(tokens, "b n (p c) -> b n (c p)", p=4),
-        cached_modules={
-            "t_embedder": CacheScope.CALL,
-            "p_embedder": CacheScope.PROMPT,
-            "pe_embedder": CacheScope.BAND,
-            f"{PROJECTIONS}.*": CacheScope.BAND,
-            "*.block.adaLN_modulation": CacheScope.CALL,
-            "final_layer.adaLN_modulation": CacheScope.CALL,
-        },
+        cached_modules=cached(
+            call=("t_embedder", "*.block.adaLN_modulation", "final_layer.adaLN_modulation"),
+            prompt=("p_embedder",),
+            band=("pe_embedder", f"{PROJECTIONS}.*"),
+        ),
     ),
     tensor_plan={
         DOUBLE: _plan(("", "_t"), (*_OF_IMAGE, "ff_t")),

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from .base.blocks import JOINT, BlockList, Blocks
-from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
 from .base.step_inputs import Config, Shapes, StepInputs, image_tables
 from .base.tensor_plan import GATHER
 from .parts.conditioning import check_learned_variance, count_blocks, rotary_table, text, without_variance
 from .parts.cross_attention import TEXT_KEYS, block_plan
-from .parts.key_map import KeyMap
+from .parts.key_map import WEIGHT, KeyMap
 
 TRAINED = 32
 """Token rows and columns of the 512 x 512 picture that positions are made for."""
@@ -75,9 +75,8 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.tensor("text_embedding_padding")
     keys.tensor("time_extra_emb.pooler.positional_embedding", "pooler.positional_embedding")
     if config["use_style_cond_and_image_meta_size"]:
-        keys.copy({"time_extra_emb.style_embedder": "style_embedder"}, ("weight",))
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"blocks.{index}.", f"blocks.{index}.")
+        keys.copy({"time_extra_emb.style_embedder": "style_embedder"}, WEIGHT)
+    for index, block in enumerate(keys.each("blocks", "blocks", config["num_layers"])):
         block.copy(_BLOCK)
         block.split("attn1.Wqkv", {f"attn1.to_{part}": width for part in "qkv"})
         block.split("attn2.kv_proj", {f"attn2.to_{part}": width for part in "kv"})
@@ -200,8 +199,7 @@ HUNYUAN_DIT = Family(
         whole_latent=True,
         time_embed=TimeEmbed("time_extra_emb"),
         output=without_variance,
-        cached_modules={"text_embedder": CacheScope.PROMPT}
-        | dict.fromkeys(("time_extra_emb", "*.norm1.linear", "norm_out.linear"), CacheScope.CALL)
+        cached_modules=cached(call=("time_extra_emb", "*.norm1.linear", "norm_out.linear"), prompt=("text_embedder",))
         | TEXT_KEYS,
     ),
     half_dtypes=lambda _config: ("fp16", "bf16"),

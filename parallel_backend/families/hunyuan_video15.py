@@ -14,7 +14,7 @@ from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, Tim
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts import flux_blocks, hunyuan
-from .parts.key_map import KeyMap
+from .parts.key_map import WEIGHT, KeyMap
 
 NAME = "HunyuanVideo 1.5"
 SUPER_RESOLUTION = 98
@@ -48,7 +48,7 @@ def _key_map(config: Config) -> dict[str, Source]:
     hunyuan.outside_keys(keys, config, {"time_embed.timestep_embedder": "time_in"})
     hunyuan.glyph_keys(keys)
     keys.inside("image_embedder.", "vision_in.").copy(_PICTURE)
-    keys.copy({"cond_type_embed": "cond_type_embedding"}, ("weight",))
+    keys.copy({"cond_type_embed": "cond_type_embedding"}, WEIGHT)
     flux_blocks.double_keys(keys, config, flux_blocks.FEED_FORWARD | flux_blocks.DOUBLE_MODULATION)
     return keys.sources
 

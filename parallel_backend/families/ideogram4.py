@@ -10,12 +10,12 @@ import torch
 from einops import rearrange
 
 from .base.blocks import JOINT, BlockList, Blocks
-from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
 from .base.patching import Patching
 from .base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from .parts.conditioning import count_blocks, hidden, text
-from .parts.key_map import KeyMap
+from .parts.key_map import WEIGHT, KeyMap
 
 LAYERS = "layers"
 _QKV = ("attention.to_q", "attention.to_k", "attention.to_v")
@@ -45,13 +45,12 @@ def _configure(shapes: Shapes) -> Config:
 def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
     keys.same("input_proj", "llm_cond_proj", "t_embedding.mlp_in", "t_embedding.mlp_out", "adaln_proj")
-    keys.same("llm_cond_norm", "embed_image_indicator", parameters=("weight",))
+    keys.same("llm_cond_norm", "embed_image_indicator", parameters=WEIGHT)
     keys.same("final_layer.linear", "final_layer.adaln_modulation")
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{LAYERS}.{index}.", f"{LAYERS}.{index}.")
-        block.split("attention.qkv", dict.fromkeys(_QKV, hidden(config)), ("weight",))
-        block.copy({"attention.to_out.0": "attention.o"}, ("weight",))
-        block.same(*_FEED_FORWARD, *_NORMS, parameters=("weight",))
+    for block in keys.each(LAYERS, LAYERS, config["num_layers"]):
+        block.split("attention.qkv", dict.fromkeys(_QKV, hidden(config)), WEIGHT)
+        block.copy({"attention.to_out.0": "attention.o"}, WEIGHT)
+        block.same(*_FEED_FORWARD, *_NORMS, parameters=WEIGHT)
         block.same("adaln_modulation")
     return keys.sources
 
@@ -116,12 +115,7 @@ IDEOGRAM4 = Family(
         arguments=_arguments,
         time_embed=TimeEmbed("t_embedding", model_time=lambda timestep: 1 - timestep),
         output=lambda tokens: -_channels(tokens, "b n (p c) -> b n (c p)"),
-        cached_modules={
-            "t_embedding": CacheScope.CALL,
-            "adaln_proj": CacheScope.CALL,
-            "*.adaln_modulation": CacheScope.CALL,
-            "final_layer.adaln_modulation": CacheScope.CALL,
-        },
+        cached_modules=cached(call=("t_embedding", "adaln_proj", "*.adaln_modulation", "final_layer.adaln_modulation")),
     ),
     tensor_plan={
         LAYERS: {

@@ -12,18 +12,19 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from .base.blocks import JOINT, BlockList, Blocks, Values
-from .base.family import CacheScope, Family, FileLayout, FolderLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, FileLayout, FolderLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from .parts.conditioning import count_blocks, text_and_pooled
-from .parts.key_map import KeyMap
+from .parts.key_map import WEIGHT, KeyMap
 from .parts.rope import OPTION, rope_tensors
 
 VISUAL, TEXT = "visual_transformer_blocks", "text_transformer_blocks"
 PRO_VIDEO, LARGE = 4096, 14080
 """Width of the Pro video model, and latent rows times columns from which on its positions lie closer together."""
 _QKV = ("to_query", "to_key", "to_value")
+_TEXT_KEYS = tuple(f"*.cross_attention.{layer}" for layer in ("to_key", "to_value", "key_norm"))
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -62,13 +63,12 @@ def _key_map(config: Config) -> dict[str, Source]:
         VISUAL: (config["num_visual_blocks"], "visual_modulation", ("self_attention", "cross_attention")),
     }
     for name, (count, modulation, attentions) in parts.items():
-        for index in range(count):
-            block = keys.inside(f"{name}.{index}.", f"{name}.{index}.")
+        for block in keys.each(name, name, count):
             block.same(f"{modulation}.out_layer")
-            block.same("feed_forward.in_layer", "feed_forward.out_layer", parameters=("weight",))
+            block.same("feed_forward.in_layer", "feed_forward.out_layer", parameters=WEIGHT)
             for attention in attentions:
                 block.same(*(f"{attention}.{layer}" for layer in (*_QKV, "out_layer")))
-                block.same(f"{attention}.query_norm", f"{attention}.key_norm", parameters=("weight",))
+                block.same(f"{attention}.query_norm", f"{attention}.key_norm", parameters=WEIGHT)
     return keys.sources
 
 
@@ -86,7 +86,6 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
     if "start" not in tensors:
         return
     frames, *sides = VIDEO_PATCHING.grid(tuple(tensors["start"].shape))
@@ -197,17 +196,10 @@ def _family(name: str, native: str, video: bool) -> Family:
         forward=Forward(
             arguments=_arguments,
             time_embed=TimeEmbed("time_embeddings"),
-            cached_modules={
-                "text_embeddings": CacheScope.PROMPT,
-                "pooled_text_embeddings": CacheScope.PROMPT,
-                "time_embeddings": CacheScope.CALL,
-                f"{TEXT}.*": CacheScope.CALL,
-                "*.visual_modulation": CacheScope.CALL,
-                "*.cross_attention.to_key": CacheScope.CALL,
-                "*.cross_attention.to_value": CacheScope.CALL,
-                "*.cross_attention.key_norm": CacheScope.CALL,
-                "out_layer.modulation": CacheScope.CALL,
-            },
+            cached_modules=cached(
+                call=("time_embeddings", f"{TEXT}.*", "*.visual_modulation", *_TEXT_KEYS, "out_layer.modulation"),
+                prompt=("text_embeddings", "pooled_text_embeddings"),
+            ),
         ),
         tensor_plan={
             VISUAL: _plan("visual_modulation", "self_attention", "cross_attention"),

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from .base.blocks import BlockList, Blocks
-from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
 from .base.patching import Patching
 from .base.step_inputs import REFERENCES_AT_ZERO, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
 from .parts.conditioning import count_blocks, text
-from .parts.key_map import KeyMap
+from .parts.key_map import WEIGHT, KeyMap
 from .parts.references import ACCEPTS, AT_ZERO, reference_tensors
 
 BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
-_WEIGHT, _SCALE = ("weight",), {"weight": "scale"}
+_SCALE = {"weight": "scale"}
 _LAYERWISE, _REFINERS = "layerwise_blocks", "refiner_blocks"
 _LAYERS = {  # diffusers layer <- original layer
     "attn.to_q": "attn.wq",
@@ -83,7 +83,7 @@ def _configure(shapes: Shapes) -> Config:
 def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
     keys.copy(_OUTSIDE)
-    keys.copy({"text_fusion.projector": "txtfusion.projector"}, _WEIGHT)
+    keys.copy({"text_fusion.projector": "txtfusion.projector"}, WEIGHT)
     keys.copy({"txt_in.norm": "txtmlp.0", "final_layer.norm": "last.norm"}, _SCALE)
     keys.tensor("final_layer.scale_shift_table", "last.modulation.lin")
     lists = {
@@ -92,9 +92,8 @@ def _key_map(config: Config) -> dict[str, Source]:
         (f"text_fusion.{_REFINERS}", f"txtfusion.{_REFINERS}"): config["num_refiner_text_blocks"],
     }
     for (ours, theirs), count in lists.items():
-        for index in range(count):
-            block = keys.inside(f"{ours}.{index}.", f"{theirs}.{index}.")
-            block.copy(_LAYERS, _WEIGHT)
+        for block in keys.each(ours, theirs, count):
+            block.copy(_LAYERS, WEIGHT)
             block.copy(_NORMS, _SCALE)
             if ours == BLOCKS:
                 block.tensor("scale_shift_table", "mod.lin", flat=True)
@@ -190,12 +189,7 @@ KREA2 = Family(
     ),
     forward=_Forward(
         arguments=_arguments,
-        cached_modules={
-            "rotary_emb": CacheScope.BAND,
-            "text_fusion": CacheScope.PROMPT,
-            "time_embed": CacheScope.CALL,
-            "time_mod_proj": CacheScope.CALL,
-        },
+        cached_modules=cached(call=("time_embed", "time_mod_proj"), prompt=("text_fusion",), band=("rotary_emb",)),
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan={BLOCKS: _PLAN},

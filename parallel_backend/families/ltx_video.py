@@ -11,13 +11,13 @@ import torch
 from parallel_backend.core.spans import Span
 
 from .base.blocks import Blocks
-from .base.family import CacheScope, Family, FileLayout, Forward, HeaderConfig, Inputs, Sizes, Source
+from .base.family import Family, FileLayout, Forward, HeaderConfig, Inputs, Sizes, Source, cached, header_arguments
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import TABLE_BY_HEADS
 from .parts.conditioning import count_blocks, text
 from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
-from .parts.key_map import KeyMap
+from .parts.key_map import WEIGHT, KeyMap
 from .parts.ltx_patchifier import Patchifier
 
 HEADS = 32
@@ -36,13 +36,9 @@ PATCHING = Patching(side=1, video=True)
 
 HEADER = HeaderConfig(  # what ComfyUI's LTXVModel reads, beside `settings`
     values={
+        **header_arguments("in_channels", "attention_head_dim", "cross_attention_dim", "caption_channels", "num_layers"),
         "image_model": lambda _config: ("ltxv",),
-        "in_channels": lambda config: (config["in_channels"],),
         "num_attention_heads": lambda _config: (HEADS,),
-        "attention_head_dim": lambda config: (config["attention_head_dim"],),
-        "cross_attention_dim": lambda config: (config["cross_attention_dim"],),
-        "caption_channels": lambda config: (config["caption_channels"],),
-        "num_layers": lambda config: (config["num_layers"],),
         "positional_embedding_theta": lambda _config: (10000.0,),
         "positional_embedding_max_pos": lambda _config: ((20, 2048, 2048),),
         "vae_scale_factors": lambda _config: (PIXELS,),
@@ -86,13 +82,12 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.copy(_OUTSIDE)
     keys.same("caption_projection.linear_1", "caption_projection.linear_2", "proj_out")
     keys.tensor("scale_shift_table")
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{BLOCKS}.{index}.", f"{BLOCKS}.{index}.")
+    for block in keys.each(BLOCKS, BLOCKS, config["num_layers"]):
         block.tensor("scale_shift_table")
         block.same("ff.net.0.proj", "ff.net.2")
         for attention in (block.inside("attn1.", "attn1."), block.inside("attn2.", "attn2.")):
             attention.same(*_SAME)
-            attention.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, ("weight",))
+            attention.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, WEIGHT)
     return keys.sources
 
 
@@ -125,7 +120,6 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    """See Inputs.example."""
     return {"context": torch.randn(1, text_tokens, config["caption_channels"]), "frame_rate": torch.full((1,), FRAME_RATE)}
 
 
@@ -198,7 +192,7 @@ LTX_VIDEO = Family(
     ),
     forward=Forward(
         arguments=_arguments,
-        cached_modules={"rope": CacheScope.BAND, "caption_projection": CacheScope.PROMPT} | TEXT_KEYS,
+        cached_modules=cached(prompt=("caption_projection",), band=("rope",)) | TEXT_KEYS,
     ),
     tensor_plan={BLOCKS: block_plan("ff"), "rope": {"": TABLE_BY_HEADS}},
     patching=PATCHING,

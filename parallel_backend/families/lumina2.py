@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from .base.blocks import IMAGE, JOINT, BlockList, Blocks
-from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
 from .base.step_inputs import Config, Shapes, StepInputs
-from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
 from .parts import next_dit
-from .parts.key_map import KeyMap
+from .parts.key_map import WEIGHT, KeyMap
 
 MODULATION = "norm1.linear"
 _OUTSIDE = {  # diffusers module <- original module
@@ -50,7 +50,7 @@ def _configure(shapes: Shapes) -> Config:
         "num_refiner_layers": size["refiners"],
         "num_attention_heads": size["heads"],
         "num_kv_heads": size["key_heads"],
-        # The feed-forward's width is 4 times the model's, rounded up to a multiple of this.
+        # The class rounds 4 times the model's width up to a multiple of this: with the width itself it rounds to that.
         "multiple_of": shapes["layers.0.feed_forward.w1.weight"][0],
         "axes_dim_rope": (size["head"] - 2 * sides, sides, sides),
         "axes_lens": next_dit.AXES_LENS,
@@ -61,13 +61,11 @@ def _configure(shapes: Shapes) -> Config:
 def _key_map(config: Config) -> dict[str, Source]:
     keys, width = KeyMap(), config["hidden_size"]
     keys.copy(_OUTSIDE)
-    keys.copy({"time_caption_embed.caption_embedder.0": "cap_embedder.0"}, next_dit.WEIGHT)
-    counts = {next_dit.MODULATED: config["num_layers"]} | dict.fromkeys(
-        (next_dit.REFINER, next_dit.CONTEXT), config["num_refiner_layers"]
-    )
+    keys.copy({"time_caption_embed.caption_embedder.0": "cap_embedder.0"}, WEIGHT)
     key_values = width // config["num_attention_heads"] * config["num_kv_heads"]
-    for name, block in next_dit.blocks(keys, counts, "attn", width, key_values):
-        block.copy(_BLOCK | {"norm1" if name == next_dit.CONTEXT else "norm1.norm": "attention_norm1"}, next_dit.WEIGHT)
+    layers, refiners = config["num_layers"], config["num_refiner_layers"]
+    for name, block in next_dit.block_keys(keys, layers, refiners, "attn", width, key_values):
+        block.copy(_BLOCK | {"norm1" if name == next_dit.CONTEXT else "norm1.norm": "attention_norm1"}, WEIGHT)
         if name != next_dit.CONTEXT:
             block.copy({MODULATION: "adaLN_modulation.1"})
     return keys.sources
@@ -130,15 +128,9 @@ LUMINA2 = Family(
         whole_latent=True,
         time_embed=TimeEmbed("time_caption_embed.time_proj", model_time=lambda timestep: 1 - timestep),
         output=lambda out: -out,
-        cached_modules={
-            "time_caption_embed": CacheScope.CALL,
-            "*.norm1.linear": CacheScope.CALL,
-            "norm_out.linear_1": CacheScope.CALL,
-            f"{next_dit.CONTEXT}.*": CacheScope.PROMPT,
-        },
+        cached_modules=cached(
+            call=("time_caption_embed", "*.norm1.linear", "norm_out.linear_1"), prompt=(f"{next_dit.CONTEXT}.*",)
+        ),
     ),
-    tensor_plan={
-        **dict.fromkeys((next_dit.MODULATED, next_dit.REFINER), _PLAN | {MODULATION: GATHER}),
-        next_dit.CONTEXT: _PLAN,
-    },
+    tensor_plan=next_dit.tensor_plan(_PLAN, MODULATION),
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from .base.blocks import Blocks
-from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
 from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs, image_tables
 from .parts import wan
 from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
@@ -20,7 +20,6 @@ VARIANTS = {  # see wan.kind: another class in ComfyUI, and another or none in d
     "wandancer": "WanDancer",
 }
 """Those that cannot run."""
-EMBEDDER = {"condition_embedder.text_embedder": CacheScope.CALL}
 PICTURE = "reference_picture"
 """Conditioning tensor [B, 2] int64: rows and columns, in latent pixels, of the picture that REFERENCES are of."""
 
@@ -69,7 +68,6 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
     if PICTURE in tensors:
         wan.check_sizes("the reference picture", (1, *grid[1:]), (1, *tensors[PICTURE][0].tolist()))
 
@@ -128,7 +126,7 @@ WAN = Family(
     forward=Forward(
         arguments=_arguments,
         whole_latent=True,
-        cached_modules={"rope": CacheScope.PROMPT, "condition_embedder": CacheScope.CALL} | EMBEDDER | TEXT_KEYS,
+        cached_modules=cached(call=("condition_embedder", "condition_embedder.text_embedder"), prompt=("rope",)) | TEXT_KEYS,
     ),
     half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={"blocks": block_plan("ffn")},

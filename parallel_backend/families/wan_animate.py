@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from .base.family import CacheScope, FolderLayout, Source
+from .base.family import FolderLayout, Source, cached
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN_BY_HEADS, ROW_BY_HEADS
 from .parts import wan
 from .parts.conditioning import count_blocks, hidden
 from .parts.cross_attention import block_plan
-from .parts.key_map import KeyMap
+from .parts.key_map import WEIGHT, KeyMap
 from .wan import WAN
 
 EVERY = 5
@@ -55,7 +55,7 @@ def _key_map(config: Config) -> dict[str, Source]:
         look = keys.inside(f"blocks.{index}.face.", f"face_adapter.fuser_blocks.{number}.")
         look.split("linear1_kv", {"to_k": width, "to_v": width})
         look.copy({"to_q": "linear1_q", "to_out": "linear2"})
-        look.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, ("weight",))
+        look.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, WEIGHT)
     return keys.sources
 
 
@@ -77,7 +77,6 @@ def _add_motion(motion: KeyMap, blocks: int) -> None:
 
 
 def _folder_source(config: Config, parameter: str) -> Source:
-    """See FolderLayout.source."""
     match parameter.split("."):
         case ["patch_embedding", stream, leaf]:
             return Source(f"{'pose_' if stream == 'pose' else ''}patch_embedding.{leaf}")
@@ -103,7 +102,6 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
     if "pose" in tensors:
         sizes = tensors["pose"].shape[2:]
         wan.check_sizes("the pose video", (sizes[0], *grid[1:]), sizes)
@@ -153,9 +151,13 @@ WAN_ANIMATE = replace(
     forward=replace(
         WAN.forward,
         arguments=_arguments,
-        cached_modules=WAN.forward.cached_modules
-        | {"faces": CacheScope.PROMPT, "patch_embedding.pose": CacheScope.PROMPT}
-        | dict.fromkeys(("*.face.to_k", "*.face.to_v", "*.face.norm_k", "*.face.pre_norm_kv"), CacheScope.CALL),
+        cached_modules={
+            **WAN.forward.cached_modules,
+            **cached(
+                call=("*.face.to_k", "*.face.to_v", "*.face.norm_k", "*.face.pre_norm_kv"),
+                prompt=("faces", "patch_embedding.pose"),
+            ),
+        },
     ),
     tensor_plan={"blocks": block_plan("ffn") | _LOOK_PLAN},
     native_values=wan.native_values,

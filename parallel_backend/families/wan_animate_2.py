@@ -41,7 +41,6 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
     if "pose" in tensors:
         frames, *sides = tensors["pose"].shape[2:]
         wan.check_sizes("the pose video, with a frame for the reference image,", grid, (frames + 1, *sides))
@@ -57,7 +56,6 @@ _OF_POSE = {"text": "context", "picture": "picture", "strength": "strength"}
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    """See Inputs.example."""
     tensors = wan.example(config, text_tokens)
     return tensors | {"pose_context": tensors["context"], "reference": torch.ones(1), "pose_strength": torch.ones(1)}
 

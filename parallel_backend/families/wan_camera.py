@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .base.family import CacheScope, Source
+from .base.family import Source, cached
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts import wan
 from .wan import WAN
@@ -30,7 +30,6 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
     if "camera" in tensors:
         frames, *sides = tensors["camera"].shape[2:]
         wan.check_sizes("the camera's path", grid, (frames, *(side / wan.PIXELS for side in sides)))
@@ -66,6 +65,6 @@ WAN_CAMERA = replace(
     forward=replace(
         WAN.forward,
         arguments=_arguments,
-        cached_modules=WAN.forward.cached_modules | {"patch_embedding.camera": CacheScope.PROMPT},
+        cached_modules={**WAN.forward.cached_modules, **cached(prompt=("patch_embedding.camera",))},
     ),
 )

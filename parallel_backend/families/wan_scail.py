@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .base.family import CacheScope, Source
+from .base.family import Source, cached
 from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
 from .parts import wan
 from .wan import WAN
@@ -69,12 +69,6 @@ def _reference(
     return packed, torch.cat((places + torch.tensor(shift), rest.expand(len(places), -1)), dim=1)
 
 
-def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
-    if "mask" in tensors:
-        wan.check_sizes("the mask of the characters", grid, tensors["mask"].shape[2:])
-
-
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     positions, kinds = step.tensors.get(REFERENCE_POSITIONS), None
     if positions is not None:
@@ -109,7 +103,7 @@ WAN_SCAIL = replace(
     inputs=replace(
         WAN.inputs,
         conditioning=_conditioning,
-        check_grid=_check_grid,
+        check_grid=wan.size_check("mask", "the mask of the characters"),
         accepts=(
             *wan.ACCEPTS,
             "reference_latent",
@@ -123,6 +117,6 @@ WAN_SCAIL = replace(
     forward=replace(
         WAN.forward,
         arguments=_arguments,
-        cached_modules=WAN.forward.cached_modules | {"patch_embedding.mask": CacheScope.PROMPT},
+        cached_modules={**WAN.forward.cached_modules, **cached(prompt=("patch_embedding.mask",))},
     ),
 )

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from .base.blocks import IMAGE, JOINT, BlockList, Blocks
-from .base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
 from .base.step_inputs import Config, Shapes, StepInputs
-from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS
 from .parts import next_dit
-from .parts.key_map import KeyMap
+from .parts.key_map import WEIGHT, KeyMap
 
 MULTIPLE = 32
 MODULATION = "adaLN_modulation.0"
@@ -59,14 +59,11 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys, width = KeyMap(), config["dim"]
     keys.copy(_OUTSIDE)
     keys.same("t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.1")
-    keys.same("cap_embedder.0", parameters=next_dit.WEIGHT)
+    keys.same("cap_embedder.0", parameters=WEIGHT)
     keys.tensor("x_pad_token")
     keys.tensor("cap_pad_token")
-    counts = {next_dit.MODULATED: config["n_layers"]} | dict.fromkeys(
-        (next_dit.REFINER, next_dit.CONTEXT), config["n_refiner_layers"]
-    )
-    for name, block in next_dit.blocks(keys, counts, "attention", width, width):
-        block.same(*_FEED_FORWARD, *_NORMS, parameters=next_dit.WEIGHT)
+    for name, block in next_dit.block_keys(keys, config["n_layers"], config["n_refiner_layers"], "attention", width, width):
+        block.same(*_FEED_FORWARD, *_NORMS, parameters=WEIGHT)
         if name != next_dit.CONTEXT:
             block.same(MODULATION)
     return keys.sources
@@ -131,15 +128,7 @@ Z_IMAGE = Family(
         whole_latent=True,
         time_embed=TimeEmbed("t_embedder", factor=1000.0, model_time=lambda timestep: 1 - timestep),
         output=lambda images: -torch.stack(images)[:, :, 0],
-        cached_modules={
-            "t_embedder": CacheScope.CALL,
-            "*.adaLN_modulation": CacheScope.CALL,
-            "cap_embedder": CacheScope.PROMPT,
-            f"{next_dit.CONTEXT}.*": CacheScope.PROMPT,
-        },
+        cached_modules=cached(call=("t_embedder", "*.adaLN_modulation"), prompt=("cap_embedder", f"{next_dit.CONTEXT}.*")),
     ),
-    tensor_plan={
-        **dict.fromkeys((next_dit.MODULATED, next_dit.REFINER), _PLAN | {MODULATION: GATHER}),
-        next_dit.CONTEXT: _PLAN,
-    },
+    tensor_plan=next_dit.tensor_plan(_PLAN, MODULATION),
 )

@@ -3,7 +3,7 @@
 import importlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar
@@ -65,6 +65,11 @@ class HeaderConfig:
 
     takes: Callable[[Mapping[str, Any]], bool] = lambda _header: True
     """Whether a file whose header says this is of the family, where several families have the same keys."""
+
+
+def header_arguments(*names: str) -> dict[str, Callable[[Config], tuple[Any, ...]]]:
+    """`HeaderConfig.values` for entries that have the name and the value of an argument of the class's constructor."""
+    return {name: lambda config, name=name: (config[name],) for name in names}
 
 
 @dataclass(frozen=True)
@@ -245,6 +250,12 @@ class CacheScope(Enum):
     CALL = "call"  # those of one timestep
     PROMPT = "prompt"  # all
     BAND = "band"  # those for the same tokens
+
+
+def cached(call: Iterable[str] = (), prompt: Iterable[str] = (), band: Iterable[str] = ()) -> dict[str, CacheScope]:
+    """`Forward.cached_modules`: names of submodules, by the scope of each."""
+    names = {CacheScope.CALL: call, CacheScope.PROMPT: prompt, CacheScope.BAND: band}
+    return {name: scope for scope, group in names.items() for name in group}
 
 
 @dataclass(frozen=True)

@@ -4,30 +4,22 @@ Parts are diffusers'. A variant replaces `patch_embedding`, `blocks` or both. Se
 one behind the other, so that all of them go wherever the token goes. Reference tokens come behind the video's.
 """
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import diffusers
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import register_to_config
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
 
+from .constructors import extends
 from .wan_rotary import RotaryProcessor
 from .wan_text import GuidedProcessor, GuidedText
 
-
-def register_variant(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorator of a variant's constructor `init(self, *, own arguments, **wan)`: register_to_config, for which Wan's
-    arguments are its own too."""
-    own = inspect.signature(init).parameters.values()
-    wan = inspect.signature(diffusers.WanTransformer3DModel.__init__).parameters.values()
-    init.__signature__ = inspect.Signature([*wan, *(each for each in own if each.kind is each.KEYWORD_ONLY)])
-    return register_to_config(init)
+register_variant = extends(diffusers.WanTransformer3DModel)
+"""Decorator of a variant's constructor."""
 
 
 class WanVariant(diffusers.WanTransformer3DModel):
@@ -39,6 +31,23 @@ class WanVariant(diffusers.WanTransformer3DModel):
         self.rope = Rope(self.config.attention_head_dim, self.config.patch_size, self.config.rope_max_seq_len)
         for block in self.blocks:
             block.attn1.processor, block.attn2.processor = RotaryProcessor(), GuidedProcessor()
+
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+        return self.config.num_attention_heads * self.config.attention_head_dim
+
+    @property
+    def block_settings(self) -> tuple[Any, ...]:
+        """Arguments of the constructor of diffusers' block."""
+        config = self.config
+        further = (config.qk_norm, config.cross_attn_norm, config.eps, config.added_kv_proj_dim)
+        return self.width, config.ffn_dim, config.num_attention_heads, *further
+
+    def patches(self, channels: int) -> nn.Conv3d:
+        """A patch embedding [b, channels, T, H, W] -> [b, width, frames, rows, columns]."""
+        patch = tuple(self.config.patch_size)
+        return nn.Conv3d(channels, self.width, kernel_size=patch, stride=patch)
 
     def forward(
         self,
@@ -104,8 +113,9 @@ class WanTransformer3DModel(WanVariant):
     @register_variant
     def __init__(self, *, reference_channels: int | None = None, **wan: Any):
         super().__init__(**wan)
-        width, patch = self.config.num_attention_heads * self.config.attention_head_dim, tuple(self.config.patch_size)
-        self.patch_embedding = Patches(self.config.in_channels, reference_channels, width, patch)
+        self.patch_embedding = Patches(
+            self.config.in_channels, reference_channels, self.width, tuple(self.config.patch_size)
+        )
 
 
 class Rope(WanRotaryPosEmbed):

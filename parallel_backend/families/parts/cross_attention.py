@@ -6,17 +6,17 @@ Their `attn1` is self-attention over the image's tokens, their `attn2` looks at 
 from typing import Any
 
 from parallel_backend.families.base.blocks import JOINT, BlockList
-from parallel_backend.families.base.family import CacheScope
+from parallel_backend.families.base.family import cached
 from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
 
 _COLUMNS = [f"{attention}.to_{part}" for attention in ("attn1", "attn2") for part in "qkv"]
 _NORMS = [f"{attention}.norm_{part}" for attention in ("attn1", "attn2") for part in "qk"]
 
-TEXT_KEYS = dict.fromkeys(
-    [f"*.attn2.{name}" for name in ("to_k", "to_v", "norm_k", "add_k_proj", "add_v_proj", "norm_added_k")], CacheScope.CALL
+TEXT_KEYS = cached(
+    call=[f"*.attn2.{name}" for name in ("to_k", "to_v", "norm_k", "add_k_proj", "add_v_proj", "norm_added_k")]
 )
-"""`Forward.cached_modules`: keys and values of the text, which are the same for every band. Not every class has them all.
-Those of all blocks at once are too much to keep for a whole run: 0.4 GB in a Wan of 14 B."""
+"""`Forward.cached_modules`: keys and values of the text, which every band shares. Not every class has all of these modules.
+Kept for a call, not for the whole run, since all blocks' together are large: 0.4 GB in a Wan of 14 B."""
 
 
 def block_list(name: str, **others: Any) -> BlockList:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope
+from parallel_backend.families.base.family import CacheScope, cached
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
 from parallel_backend.families.base.tensor_plan import (
     COLUMN,
@@ -92,7 +92,7 @@ BLOCKS = Blocks(
 def cached_modules(time_embed: str) -> dict[str, CacheScope]:
     """`Forward.cached_modules` of a class whose blocks have modulation layers. `time_embed`: its embedding of the time."""
     modulation = [f"*.{layer}" for layer in DOUBLE_MODULATION | SINGLE_MODULATION]
-    return {"pos_embed": CacheScope.BAND} | dict.fromkeys((time_embed, *modulation, "norm_out.linear"), CacheScope.CALL)
+    return cached(call=(time_embed, *modulation, "norm_out.linear"), band=("pos_embed",))
 
 
 def sizes(shapes: Shapes) -> Config:

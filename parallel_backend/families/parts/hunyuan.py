@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope
+from parallel_backend.families.base.family import CacheScope, cached
 from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
 
 from .conditioning import count_blocks, hidden, text
@@ -23,7 +23,7 @@ from .flux_blocks import (
     block_counts,
     embedder_keys,
 )
-from .key_map import KeyMap
+from .key_map import BOTH, KeyMap
 
 REFINER = "txt_in.individual_token_refiner.blocks"
 _REFINER = {
@@ -46,7 +46,7 @@ _TENCENT = {  # endings of module names: Tencent's -> ComfyUI's, as in its suppo
     ".modulation.linear": ".modulation.lin",
 }
 ALIASES = {
-    **{f"{theirs}.{name}": f"{ours}.{name}" for theirs, ours in _TENCENT.items() for name in ("weight", "bias")},
+    **{f"{theirs}.{name}": f"{ours}.{name}" for theirs, ours in _TENCENT.items() for name in BOTH},
     "_attn_q_norm.weight": "_attn.norm.query_norm.scale",
     "_attn_k_norm.weight": "_attn.norm.key_norm.scale",
     ".q_norm.weight": ".norm.query_norm.scale",
@@ -91,9 +91,8 @@ BLOCKS = Blocks(
 def cached_modules(time_embed: str) -> dict[str, CacheScope]:
     """`Forward.cached_modules`. `time_embed`: the class's name of its time embedding."""
     modulation = [f"*.{layer}" for layer in DOUBLE_MODULATION | SINGLE_MODULATION]
-    names = (time_embed, "context_embedder", "norm_out.linear", *modulation)
-    per_prompt = dict.fromkeys(("rope", "context_embedder_2", "image_embedder"), CacheScope.PROMPT)
-    return per_prompt | dict.fromkeys(names, CacheScope.CALL)
+    call = (time_embed, "context_embedder", "norm_out.linear", *modulation)
+    return cached(call, prompt=("rope", "context_embedder_2", "image_embedder"))
 
 
 def sizes(shapes: Shapes) -> Config:
