@@ -1,7 +1,7 @@
 """ERNIE-Image: single-stream blocks with one modulation for all of them, joint sequence [image, text].
 
-Tokens are single latent pixels. The picture's index is the text's length, as if it were its last word. ComfyUI's files have
-diffusers' key layout; the class is diffusers' with the batch first (models/ernie_image.py).
+Tokens are single latent pixels. On the axis on which text positions count words, the picture is at the text's length.
+ComfyUI's files have diffusers' key layout. The class is diffusers' with the batch first (models/ernie_image.py).
 """
 
 from typing import Any
@@ -60,15 +60,12 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    tokens = step.x
-    if tokens is None:
-        tokens = step.timestep.new_zeros(len(step.timestep), len(step.image), 1, dtype=step.dtype)
-    words = torch.arange(step.text.start, step.text.stop, dtype=torch.float32, device=step.timestep.device)
+    text_positions = F.pad(step.text_numbers[:, None], (0, 2))
     return {
-        "hidden_states": tokens,
+        "hidden_states": step.image_tensor(),
         "timestep": step.timestep,
         "encoder_hidden_states": step.text_tensor("context", config["text_in_dim"]),
-        "position_ids": torch.cat((step.positions(front=step.text_tokens), F.pad(words[:, None], (0, 2)))),
+        "position_ids": torch.cat((step.positions(front=step.text_tokens), text_positions)),
     }
 
 

@@ -22,7 +22,8 @@ _QKV = ("attention.to_q", "attention.to_k", "attention.to_v")
 _NORMS = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2", "attention.norm_q", "attention.norm_k")
 _FEED_FORWARD = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 SECTIONS = (24, 20, 20)
-"""Pairs of channels that count (frames), rows and columns, of a head's 128. The weights do not show them."""
+"""Pairs of channels of a head, of 128 in all, that frames (always 0), rows and columns rotate. The weights do not show
+them."""
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -56,7 +57,7 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """See Inputs.conditioning. Without text `context` is [B, 0, llm_features_dim]."""
+    """`context` [B, T, llm_features_dim], T = 0 in a call without text, and TEXT_MASK where some of it is masked."""
     width = config["llm_features_dim"]
     if call.get("context") is None:
         return {"context": torch.zeros(call["latent"][0], 0, width)}
@@ -66,24 +67,19 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
     return tensors
 
 
-def _channels(tokens: torch.Tensor, pattern: str) -> torch.Tensor:
-    """Tokens of a latent whose channels are pixels of 2 x 2, which the model counts before the channels, or back."""
-    return rearrange(tokens, pattern, p=4)
-
-
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    words, tokens, text_tokens = step.tensors.get("context"), step.x, len(step.text)
-    absent = step.timestep.new_zeros(len(step.timestep), 1, 1, dtype=step.dtype)  # later stages look at shapes alone
-    if words is None:
-        words = absent.expand(-1, text_tokens, config["llm_features_dim"])
+    context, tokens = step.tensors.get("context"), step.x
+    if context is None:  # later stages look at shapes alone
+        context = step.zeros(1).expand(-1, len(step.text), config["llm_features_dim"])
     if tokens is None:
-        tokens = absent.expand(-1, len(step.image), config["in_channels"])
+        tokens = step.zeros(1).expand(-1, len(step.image), config["in_channels"])
     return {
-        "hidden_states": _channels(tokens, "b n (c p) -> b n (p c)"),
+        # A latent's channels are those of 2 x 2 pixels. ComfyUI counts the pixels last, the model counts them first.
+        "hidden_states": rearrange(tokens, "b n (c p) -> b n (p c)", p=4),
         "timestep": 1 - step.timestep,
-        "encoder_hidden_states": words,
+        "encoder_hidden_states": context,
         "image_positions": step.positions()[:, 1:],
-        "text_positions": torch.arange(text_tokens, device=step.timestep.device) + float(step.text.start),
+        "text_positions": step.text_numbers,
     }
 
 
@@ -114,7 +110,7 @@ IDEOGRAM4 = Family(
     forward=Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("t_embedding", model_time=lambda timestep: 1 - timestep),
-        output=lambda tokens: -_channels(tokens, "b n (p c) -> b n (c p)"),
+        output=lambda tokens: -rearrange(tokens, "b n (p c) -> b n (c p)", p=4),
         cached_modules=cached(call=("t_embedding", "adaln_proj", "*.adaln_modulation", "final_layer.adaln_modulation")),
     ),
     tensor_plan={

@@ -125,13 +125,10 @@ def _modulation(modulation: torch.Tensor, step: StepInputs) -> torch.Tensor:
 
 
 def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
-    def empty(tokens: int) -> torch.Tensor:  # this forward looks at its inputs' shape before it embeds them
-        return step.timestep.new_zeros(len(step.timestep), tokens, 1, dtype=step.dtype)
-
     positions = step.positions()
     return {
-        "hidden_states": empty(len(step.image)) if step.x is None else step.x,
-        "encoder_hidden_states": empty(len(step.text)),
+        "hidden_states": step.image_tensor(),
+        "encoder_hidden_states": step.zeros(len(step.text)),  # `prepare` has the text; the forward reads its length
         "timestep": step.times,
         "position_ids": torch.cat((positions.new_zeros(len(step.text), 3), positions)),
     }

@@ -32,7 +32,8 @@ VECTORS = (
 )
 EXACT = ("seconds", "keyframes", "guide_weights", "left_out")
 UNSEEN = -30000.0
-"""Added to the attention scores of a key that is left out. Finite, so that a row without other keys stays a number."""
+"""Added to the attention scores of a key that is left out. Finite in fp16 too, so that a row without other keys gives
+numbers."""
 
 
 class Times(NamedTuple):
