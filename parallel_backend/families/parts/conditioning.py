@@ -1,4 +1,4 @@
-"""Conditioning that several families have in common (text and pooled text), and small functions of theirs."""
+"""Conditioning that several families share (text and pooled text), and small functions for their rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from parallel_backend.families.base.step_inputs import Shapes
 
 
 def hidden(config: dict[str, Any]) -> int:
-    """Channels of a token, as Sizes.hidden without a value of its own."""
+    """Channels of a token: the default of Sizes.hidden."""
     return config["num_attention_heads"] * config["attention_head_dim"]
 
 
@@ -19,28 +19,29 @@ def count_blocks(shapes: Shapes, prefix: str) -> int:
 
 
 def without_variance(out: torch.Tensor) -> torch.Tensor:
-    """The prediction [b, 2 c, ...] of a model that learned its variance, without that: [b, c, ...]."""
+    """The output [b, 2 c, ...] of a model that also predicts a variance -> the prediction [b, c, ...] alone."""
     return out.chunk(2, dim=1)[0]
 
 
 def check_learned_variance(model: str, learned: bool) -> None:
-    """ValueError for a model that predicts no variance, unlike ComfyUI's native one. `model`: its name for the user."""
+    """ValueError for a model without a predicted variance, which ComfyUI's class expects. `model`: its name for the user."""
     if not learned:
         raise ValueError(f"model_name: this {model} predicts no variance, as ComfyUI's does. Use another {model} file.")
 
 
 def rotary_table(positions: torch.Tensor, widths: Sequence[int], theta: float) -> torch.Tensor:
     """Rotary embedding of positions [n, axes]: complex64 [n, sum(widths) / 2]. Axis i rotates `widths[i]` channels."""
-    angles = [
+    axes = [
         torch.outer(axis, 1 / theta ** (torch.arange(0, width, 2, device=positions.device) / width))
         for axis, width in zip(positions.T, widths, strict=True)
     ]
-    angles = torch.cat(angles, dim=1)
+    angles = torch.cat(axes, dim=1)
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def text(model: str, width: int, call: dict[str, Any]) -> torch.Tensor:
-    """`context` [B, T, width] of a model call; ValueError without one. `model`: its name for the user."""
+    """`context` [B, T, width] of a model call. ValueError if it is missing or of another width. `model`: its name for the
+    user."""
     context = call.get("context")
     if context is None:
         raise ValueError(f"positive, negative: {model} needs text conditioning (a CLIP Text Encode node made for {model}).")
@@ -49,7 +50,7 @@ def text(model: str, width: int, call: dict[str, Any]) -> torch.Tensor:
 
 
 def text_and_pooled(model: str, loader: str, config: dict[str, Any], call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """`context` [B, T, joint_attention_dim] and `pooled` [B, pooled_projection_dim] of a call; ValueError without them.
+    """`context` [B, T, joint_attention_dim] and `pooled` [B, pooled_projection_dim] of a call. ValueError as for `text`.
 
     `model`: its name for the user. `loader`: the node that loads its text encoders.
     """
@@ -64,7 +65,7 @@ def text_and_pooled(model: str, loader: str, config: dict[str, Any], call: dict[
 
 
 def embedded_guidance(config: dict[str, Any], call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """`guidance` [B] of a model call, if the model embeds it. ValueError if the call has none."""
+    """`guidance` [B] of a model call if the model embeds it, else nothing. ValueError if the call lacks it."""
     if not config["guidance_embeds"]:
         return {}
     if call.get("guidance") is None:

@@ -20,14 +20,14 @@ Kept for a call, not for the whole run, since all blocks' together are large: 0.
 
 
 def block_list(name: str, **others: Any) -> BlockList:
-    """A list of such blocks. `others`: further fields of BlockList."""
+    """A list of blocks with cross-attention. `others`: further fields of BlockList."""
     return BlockList(name, returns=("image",), attention={"attn1": JOINT}, **others)
 
 
 def block_plan(feed_forward: str, norms: bool = True) -> dict[str, LayerCut]:
-    """Tensor plan of such a block. `feed_forward`: its name in the block.
+    """Tensor plan of a block with cross-attention. `feed_forward`: name of that module in the block.
 
-    `norms`: the norms of queries and keys, if the class has any, are over all heads at once.
+    `norms`: whether norms of queries and keys, if there are any, are taken over all heads together.
     """
     return {
         **dict.fromkeys([*_COLUMNS, "attn2.add_k_proj", "attn2.add_v_proj"], COLUMN_BY_HEADS),

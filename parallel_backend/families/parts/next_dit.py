@@ -17,7 +17,7 @@ ACCEPTS = ("num_tokens", "attention_mask", "clip_text_pooled")
 IGNORED = (r"norm_final\.weight",)
 """`FileLayout.ignored`: a norm that the original code never applies."""
 AXES_LENS = (4096, 512, 512)
-"""Positions that the class has tables for, by axis: the caption with the image behind it, token rows, token columns."""
+"""Positions in the class's tables, by axis: the caption's and then the image's index, token rows, token columns."""
 MAX_SETTINGS = {"axes_lens": 1 << 16}
 
 

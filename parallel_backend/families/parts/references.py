@@ -1,4 +1,4 @@
-"""Reference pictures (Flux Kontext, Qwen-Image-Edit and others): their tokens and positions from ComfyUI's `ref_latents`."""
+"""Tokens and positions of reference pictures (Flux Kontext, Qwen-Image-Edit and others) from ComfyUI's `ref_latents`."""
 
 import math
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ ACCEPTS = ("ref_latents", "ref_latents_method")
 """`Inputs.accepts`: arguments of ComfyUI's model call that `reference_tensors` reads."""
 METHODS = ("index", "offset", "negative_index")
 AT_ZERO = "index_timestep_zero"
-"""As "index", with the pictures at time 0."""
+"""Method that is "index" with the pictures at time 0."""
 
 
 def reference_tokens(family: Family, call: Mapping[str, Any]) -> int:
-    """Tokens of references in the arguments of ComfyUI's model call, as far as `Inputs.references` knows them."""
+    """Number of reference tokens in the arguments of ComfyUI's model call: those of `Inputs.references`."""
     latents, patching = family.inputs.references(call), family.patching
     videos = (latent.unsqueeze(2) if patching.video and latent.ndim == 4 else latent for latent in latents)
     return sum(math.prod(patching.grid(tuple(latent.shape))) for latent in videos)
@@ -35,13 +35,13 @@ def reference_tensors(
     methods: tuple[str, ...] = METHODS,
     usual: Shift = NO_SHIFT,
 ) -> dict[str, torch.Tensor]:
-    """Conditioning tensors of a call's reference pictures, one behind the other. Empty if it has none.
+    """Conditioning tensors of a call's reference pictures, concatenated. Empty if it has none. ValueError for other methods.
 
-    Positions are (index, row, column), as ComfyUI's native models count them (comfy/ldm/flux/model.py). With 'index' and
-    'negative_index' each picture has an index of its own, `step` apart; with 'offset' all have index 1 and lie beside each
-    other. `method`: used where the call names none. `centred`: rows and columns count from the middle. `methods`: those that
-    the family has, AT_ZERO perhaps among them. `usual`: added to every position, unless the call's rope options name another
-    shift; their scale multiplies a picture's rows and columns. ValueError for other methods.
+    Positions are (index, row, column), as in ComfyUI's native models (comfy/ldm/flux/model.py). With 'index' and
+    'negative_index' picture i has the index i * `step` or its negative. With 'offset' all have index 1 and lie side by side.
+    `method`: used where the call names none. `centred`: rows and columns count from the middle. `methods`: those that the
+    family has. `usual`: added to every position, unless the call's rope options name another shift. Their scale multiplies
+    rows and columns.
     """
     pictures = call.get("ref_latents")
     if not pictures:
@@ -62,6 +62,7 @@ def reference_tensors(
             index = -index
         elif method == "offset":
             index = 1
+            # As ComfyUI: the picture goes to the side on which the longest side of all pictures grows less.
             if picture.shape[-2] + height > picture.shape[-1] + width:
                 right = width
             else:
