@@ -53,15 +53,19 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
     return flux_blocks.token_arguments(step) | vectors
 
 
+def _widths(config: Config) -> tuple[int, int]:
+    return config["joint_attention_dim"], config["pooled_projection_dim"]
+
+
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", config, call)
+    tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", _widths(config), call)
     references = reference_tensors(Patching(), call, method="offset")
     return tensors | references | rope_tensors(call) | embedded_guidance(config, call)
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
     guidance = {"guidance": torch.full((1,), 3.5)} if config["guidance_embeds"] else {}
-    return example(config, text_tokens) | guidance
+    return example(_widths(config), text_tokens) | guidance
 
 
 FILL_CHANNELS = 384

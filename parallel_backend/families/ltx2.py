@@ -30,7 +30,7 @@ from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_B
 from .parts import ltx2_inputs, ltx2_text
 from .parts.conditioning import count_blocks
 from .parts.key_map import BOTH, WEIGHT, KeyMap
-from .parts.ltx_patchifier import Patchifier
+from .parts.ltx import FRAME_RATE, PIXELS, TIME, Patchifier
 
 HEADS = 32
 """Attention heads of both streams in every LTX-2. Nothing in the weights shows it."""
@@ -73,8 +73,8 @@ HEADER = HeaderConfig(  # what ComfyUI's LTXAVModel reads
         "audio_positional_embedding_max_pos": lambda _config: ((20,),),
         "causal_temporal_positioning": lambda _config: (True,),
         "use_middle_indices_grid": lambda _config: (True,),
-        "vae_scale_factors": lambda _config: (ltx2_inputs.PIXELS,),
-        "timestep_scale_multiplier": lambda _config: (ltx2_inputs.TIME,),
+        "vae_scale_factors": lambda _config: (PIXELS,),
+        "timestep_scale_multiplier": lambda _config: (TIME,),
         "av_ca_timestep_scale_multiplier": lambda _config: (1.0, 1000.0),
         "rope_type": lambda _config: ("split", "interleaved"),
         "frequencies_precision": lambda _config: ("float64", "float32"),
@@ -179,7 +179,7 @@ class _Sizes(Sizes):
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
     widths = zip(("context", "sound_context"), ltx2_inputs.text_widths(config), strict=True)
     return {name: torch.randn(1, text_tokens, width) for name, width in widths} | {
-        "seconds": torch.full((1,), 1.0 / ltx2_inputs.FRAME_RATE)
+        "seconds": torch.full((1,), 1.0 / FRAME_RATE)
     }
 
 
@@ -232,10 +232,7 @@ LTX2 = Family(
             band=ROPES,
         ),
     ),
-    tensor_plan={
-        BLOCKS: _plan(),
-        **{name: {"": TABLE_BY_HEADS} for name in ROPES},
-    },
+    tensor_plan={BLOCKS: _plan(), **{name: {"": TABLE_BY_HEADS} for name in ROPES}},
     patching=PATCHING,
     text_model=TextModel(ltx2_text.PREFIXES, ltx2_text.through_connectors),
     native_values=lambda _config: {"patchifier": Patchifier(PATCHING), "a_patchifier": Patchifier(SOUND)},

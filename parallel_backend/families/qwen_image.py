@@ -124,12 +124,7 @@ QWEN_IMAGE = Family(
     name="qwen-image",
     model_class="QwenImageTransformer2DModel",
     native_classes=("QwenImage",),
-    file=FileLayout(
-        detect=_detect,
-        configure=_configure,
-        key_map=_key_map,
-        ignored=(EDIT_2511,),
-    ),
+    file=FileLayout(detect=_detect, configure=_configure, key_map=_key_map, ignored=(EDIT_2511,)),
     blocks=Blocks(
         lists=(BlockList(BLOCKS, by_token={"modulate_index": _modulate_index}),),
         counts=lambda config: {BLOCKS: config["num_layers"]},

@@ -1,4 +1,4 @@
-"""Cosmos Predict2's forward: diffusers' CosmosTransformer3DModel without torchvision, by which it fits a padding mask."""
+"""Cosmos Predict2's transformer: diffusers' class without torchvision, with which it resizes a padding mask."""
 
 import functools
 
@@ -13,7 +13,7 @@ from .dispatched_attention import DispatchedAttention, Rotary
 
 
 class Processor(DispatchedAttention):
-    """Of an attention module, in the place of diffusers', which torch cannot trace in one graph."""
+    """Attention processor in place of diffusers', which torch.compile cannot trace in one graph."""
 
     def __call__(
         self,
@@ -23,7 +23,7 @@ class Processor(DispatchedAttention):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Rotary | None = None,
     ) -> torch.Tensor:
-        """[b, n, width], and the text [b, t, w] if the layer looks at that -> [b, n, width]."""
+        """[b, n, width], and in cross-attention the text [b, t, w] -> [b, n, width]."""
         assert attention_mask is None
         others = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query = attn.norm_q(attn.to_q(hidden_states).unflatten(2, (attn.heads, -1)))
@@ -36,7 +36,7 @@ class Processor(DispatchedAttention):
 
 
 class CosmosTransformer3DModel(diffusers.CosmosTransformer3DModel):
-    """Nothing of a latent is padding, so the channel that would say so is zero."""
+    """The class without a padding mask. A latent has no padding here, so the mask's channel is zero."""
 
     @functools.wraps(diffusers.CosmosTransformer3DModel.__init__)  # the class's arguments are read from it
     def __init__(self, *arguments, **named):

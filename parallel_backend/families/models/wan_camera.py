@@ -1,4 +1,4 @@
-"""Wan with camera control (ComfyUI's CameraWanModel): rays of a camera's path are added to the video's tokens."""
+"""Wan with camera control (ComfyUI's CameraWanModel): embedded rays of the camera's path are added to the video's tokens."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .wan import WanVariant, register_variant, tokens
 
 
 class WanCamera(WanVariant):
-    """`control_channels`: of the camera's rays."""
+    """`control_channels`: channels of the camera's rays."""
 
     @register_variant
     def __init__(self, *, control_channels: int = 24, **wan: Any):
@@ -22,7 +22,7 @@ class WanCamera(WanVariant):
 
 
 class GuidedPatches(nn.Module):
-    """Patch embedding of the video and, added to it, of the camera's rays."""
+    """Patch embedding of the video plus that of the camera's rays."""
 
     def __init__(self, video: nn.Conv3d, camera: "CameraAdapter"):
         super().__init__()
@@ -35,7 +35,7 @@ class GuidedPatches(nn.Module):
 
 
 class CameraAdapter(nn.Module):
-    """Each frame's rays -> its patches."""
+    """Embeds each frame's rays in the patches of the latent."""
 
     def __init__(self, channels: int, width: int, patch: tuple[int, int]):
         super().__init__()

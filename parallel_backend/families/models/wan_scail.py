@@ -1,4 +1,4 @@
-"""SCAIL and SCAIL-2 (ComfyUI's SCAILWanModel): pictures of a character and a pose video are tokens behind the video's."""
+"""SCAIL and SCAIL-2 (ComfyUI's SCAILWanModel): pictures of a character and a pose video are tokens after the video's."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .wan import WanVariant, of_packed, register_variant, tokens
 
 
 class WanSCAIL(WanVariant):
-    """`mask_channels`: of the masks that tell several characters apart, which SCAIL-2 has. None: it has none."""
+    """`mask_channels`: channels of SCAIL-2's masks, which tell several characters apart. None: SCAIL, without masks."""
 
     @register_variant
     def __init__(self, *, mask_channels: int | None = None, **wan: Any):
@@ -19,7 +19,7 @@ class WanSCAIL(WanVariant):
 
 
 class CharacterPatches(nn.Module):
-    """Patch embedding of the video and pictures by the same weights, of the pose by others; masks are added."""
+    """Patch embedding: video and pictures share weights, the pose has others, and embedded masks are added."""
 
     def __init__(self, video: nn.Conv3d, pose: nn.Conv3d, mask: nn.Conv3d | None):
         super().__init__()
@@ -34,8 +34,8 @@ class CharacterPatches(nn.Module):
     ) -> torch.Tensor:
         """[b, C, T, H, W], its `mask` [b, mask channels, T, H, W] -> [b, n + R, width].
 
-        `references` [b, R, values]: patches of a latent, behind them those of its mask if the model has masks. `kinds`
-        [b, R, 2]: 1 where they are of the pose; 1 where they have a mask.
+        `references` [b, R, values]: patches of a latent, then patches of its mask if the model has masks. `kinds` [b, R, 2]:
+        1 for tokens of the pose; 1 for tokens with a mask.
         """
         embedded = self.video(video)
         embedded = tokens(embedded if mask is None else embedded + self.mask(mask))

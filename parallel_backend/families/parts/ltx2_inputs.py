@@ -12,14 +12,10 @@ import torch.nn.functional as F
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.step_inputs import Config, StepInputs
-from parallel_backend.families.parts.conditioning import text
 
-PIXELS = (8, 32, 32)
-"""Frames, rows and columns of pixels that a video token stands for."""
-FRAME_RATE = 25.0
-"""Frames per second, ComfyUI's own, if the conditioning names none."""
-TIME = 1000.0
-"""Factor between ComfyUI's sigma and the model's timestep."""
+from .conditioning import text
+from .ltx import FRAME_RATE, PIXELS, TIME
+
 SOUND = (4, 160, 16000)
 """Spectrogram columns of a sound token, samples between two columns, samples per second."""
 STG, TO_VIDEO, TO_SOUND = OPTIONS = ("stg_self_attn_blocks", "a2v_cross_attn", "v2a_cross_attn")

@@ -2,7 +2,7 @@
 
 A position is (time, row, column), as in ComfyUI's native model (comfy/ldm/minimax/model.py). In time, words come first, one
 each, then references, each for its duration, then video and sound at once. Rows and columns span a square of 32 with the
-picture's area. Computed in float64, where thirds of a frame add up exactly enough, and rounded to float32 at the end.
+picture's area. Computed in float64 and rounded to float32 at the end.
 """
 
 import math

@@ -62,7 +62,7 @@ def reference_tensors(
             index = -index
         elif method == "offset":
             index = 1
-            # As ComfyUI: the picture goes to the side on which the longest side of all pictures grows less.
+            # As in ComfyUI: to the right of the pictures before it, where below them it would reach further.
             if picture.shape[-2] + height > picture.shape[-1] + width:
                 right = width
             else:

@@ -1,5 +1,4 @@
-"""Stand-in for the patchifiers of ComfyUI's native LTX models, with which ComfyUI's BaseModel makes a time for each
-token."""
+"""What LTX-Video and LTX-2 share."""
 
 from dataclasses import dataclass
 
@@ -7,10 +6,18 @@ import torch
 
 from parallel_backend.families.base.patching import Companion, Patching
 
+PIXELS = (8, 32, 32)
+"""Frames, rows and columns of pixels that a video token stands for."""
+FRAME_RATE = 25.0
+"""Frames per second, as in ComfyUI, if the conditioning names none."""
+TIME = 1000.0
+"""Factor between ComfyUI's sigma and the model's timestep."""
+
 
 @dataclass(frozen=True)
 class Patchifier:
-    """Patchifier of the video's latent or of the sound's."""
+    """Stand-in for an attribute of ComfyUI's native models, with which its BaseModel makes a time for each token of a
+    latent."""
 
     patching: Patching | Companion
 
