@@ -1,8 +1,8 @@
-"""LTX-2, 2.3 and 2.5: text and pictures to video with sound. Two streams of tokens look at each other in every block.
+"""LTX-2, 2.3 and 2.5: text and pictures to video with sound. Two streams of tokens attend to each other in every block.
 
-The sound is the video's companion latent (base/patching.Companion), and the blocks' text stream. Prompts are read by cross
-attention, behind connectors that ComfyUI's process runs once for a prompt (parts/ltx2_text.py). Key layouts: that of
-Lightricks, which ComfyUI's files have, and diffusers' LTX2VideoTransformer3DModel.
+The sound is the video's companion latent (base/patching.Companion), and takes the place of the blocks' text stream. Prompts
+are read by cross-attention after connectors, which ComfyUI's process runs once for a prompt (parts/ltx2_text.py). Key
+layouts: Lightricks' (which ComfyUI's files use) and diffusers' LTX2VideoTransformer3DModel.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ HEADS = 32
 """Attention heads of both streams in every LTX-2. Nothing in the weights shows it."""
 BLOCKS = "transformer_blocks"
 NEEDED = ("rope_type", "causal_temporal_positioning", "use_middle_indices_grid")
-"""What a header must say. ComfyUI takes something else for granted that no LTX-2 was trained with."""
+"""Entries that a header must have. ComfyUI's defaults for them are values that no LTX-2 was trained with."""
 ROPES = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
 ATTENTIONS = {
     "attn1": IMAGE,
@@ -45,7 +45,7 @@ ATTENTIONS = {
     "video_to_audio_attn": TEXT_TO_IMAGE,
 }
 _CROSS = ("attn2", "audio_attn2")
-_TIMES = {  # diffusers module <- original module: an embedding of the time, each with a large layer behind it
+_TIMES = {  # diffusers module <- original module: embeddings of the time, each with a large layer at its end
     "time_embed": "adaln_single",
     "audio_time_embed": "audio_adaln_single",
     "av_cross_attn_video_scale_shift": "av_ca_video_scale_shift_adaln_single",
@@ -120,18 +120,18 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _stated(said: Mapping[str, Any]) -> Config:
-    missing = next((entry for entry in NEEDED if entry not in said), None)
+def _stated(header: Mapping[str, Any]) -> Config:
+    missing = next((entry for entry in NEEDED if entry not in header), None)
     if missing is not None:
         raise ValueError(
             f"model_name: the header of this LTX-2 file does not say its {missing}, as Lightricks' own files do. Whoever "
             "wrote the file lost it: even ComfyUI would compute something else than the model. Get it from another source."
         )
     return {
-        "rope_type": said["rope_type"],
-        "rope_double_precision": said.get("frequencies_precision", "float32") == "float64",
-        "cross_attn_timestep_scale_multiplier": said.get("av_ca_timestep_scale_multiplier", 1.0),
-        "caption_channels": said.get("caption_channels", 3840),
+        "rope_type": header["rope_type"],
+        "rope_double_precision": header.get("frequencies_precision", "float32") == "float64",
+        "cross_attn_timestep_scale_multiplier": header.get("av_ca_timestep_scale_multiplier", 1.0),
+        "caption_channels": header.get("caption_channels", 3840),
     }
 
 
@@ -172,7 +172,7 @@ def _block_keys(block: KeyMap, config: Config) -> None:
 
 class _Sizes(Sizes):
     def text_hidden(self, config: Config) -> int:
-        """Of the sound, which is the text stream."""
+        """Channels of the sound, which is the text stream."""
         return config["audio_num_attention_heads"] * config["audio_attention_head_dim"]
 
 

@@ -1,4 +1,4 @@
-"""LTX-Video 0.9 to 0.9.8, 2B and 13B: text and pictures to video, with keyframes behind the video's own frames.
+"""LTX-Video 0.9 to 0.9.8, 2B and 13B: text and pictures to video, with keyframes after the video's frames.
 
 Text is read by cross-attention and is no part of the sequence. The class takes tokens and their coordinates in pixels.
 Key layouts: Lightricks' (which ComfyUI's files use) and diffusers' LTXVideoTransformer3DModel.
@@ -28,7 +28,7 @@ BLOCKS = "transformer_blocks"
 
 PATCHING = Patching(side=1, video=True)
 
-HEADER = HeaderConfig(  # what ComfyUI's LTXVModel reads, beside `settings`
+HEADER = HeaderConfig(  # what ComfyUI's LTXVModel reads, without `settings`
     values={
         **header_arguments("in_channels", "attention_head_dim", "cross_attention_dim", "caption_channels", "num_layers"),
         "image_model": lambda _config: ("ltxv",),

@@ -50,7 +50,7 @@ def _configure(shapes: Shapes) -> Config:
         "num_refiner_layers": size["refiners"],
         "num_attention_heads": size["heads"],
         "num_kv_heads": size["key_heads"],
-        # The class rounds 4 times the model's width up to a multiple of this: with the width itself it rounds to that.
+        # The class rounds 4 times the model's width up to a multiple of this, which gives the feed-forward's width again.
         "multiple_of": shapes["layers.0.feed_forward.w1.weight"][0],
         "axes_dim_rope": (size["head"] - 2 * sides, sides, sides),
         "axes_lens": next_dit.AXES_LENS,

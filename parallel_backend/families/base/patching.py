@@ -106,7 +106,7 @@ class Patching:
     """Axis that bands cut: "rows", or "frames" of a video."""
 
     companion: Companion | None = None
-    """The latent that a call may have beside the picture's."""
+    """The second latent of a call. None: the family has none."""
 
     def __post_init__(self):
         assert self.along in ("rows", "frames")

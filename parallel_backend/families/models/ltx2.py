@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers import transformer_ltx2 as original
 
-from parallel_backend.families.parts.ltx2_inputs import UNSEEN, Times
-
+from ..parts.ltx2_inputs import UNSEEN, Times
 from .dispatched_attention import Rotary
 
 QUERY_KEY_EPS = 1e-5

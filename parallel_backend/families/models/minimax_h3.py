@@ -11,8 +11,7 @@ from diffusers import MiniMaxH3Transformer3DModel as Published
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3TransformerBlock
 from torch import nn
 
-from parallel_backend.families.parts.minimax_conditioning import KINDS
-
+from ..parts.minimax_conditioning import KINDS
 from .constructors import extends
 
 

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel_backend.families.parts.wan import PIXELS
-
+from ..parts.wan import PIXELS
 from .wan import WanVariant, register_variant, tokens
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.step_inputs import Shapes
+from ..base.step_inputs import Shapes
 
 
 def hidden(config: dict[str, Any]) -> int:

@@ -9,22 +9,10 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, cached
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import (
-    COLUMN,
-    COLUMN_BY_HEADS,
-    GATHER,
-    HEADS,
-    ROW,
-    ROW_BY_HEADS,
-    WIDTH,
-    CutKind,
-    LayerCut,
-    LayerCuts,
-)
-
+from ..base.blocks import BlockList, Blocks
+from ..base.family import CacheScope, cached
+from ..base.step_inputs import Config, Shapes, StepInputs
+from ..base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, HEADS, ROW, ROW_BY_HEADS, WIDTH, CutKind, LayerCut, LayerCuts
 from .conditioning import count_blocks, hidden
 from .key_map import BOTH, KeyMap, Parameters
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel_backend.families.base.patching import Companion, Patching
+from ..base.patching import Companion, Patching
 
 PIXELS = (8, 32, 32)
 """Frames, rows and columns of pixels that a video token stands for."""

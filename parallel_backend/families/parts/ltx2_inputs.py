@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.step_inputs import Config, StepInputs
 
+from ..base.step_inputs import Config, StepInputs
 from .conditioning import text
 from .ltx import FRAME_RATE, PIXELS, TIME
 

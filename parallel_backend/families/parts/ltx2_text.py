@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.step_inputs import Config
+from ..base.step_inputs import Config
 
 STREAMS = ("video", "audio")
 PREFIXES = tuple(f"{stream}_embeddings_connector." for stream in STREAMS)

@@ -7,13 +7,13 @@ picture's area. Computed in float64 and rounded to float32 at the end.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from einops import rearrange
 
-from parallel_backend.families.base.patching import Companion, Patching
+from ..base.patching import Companion, Patching
 
 FRAMES = (1, 4, 4, 4, 4)
 """Pictures in each of a video's latent frames. The pattern repeats."""
@@ -82,11 +82,9 @@ class References:
     visual_time: float
     sound_time: float
     seed: int
-
-    def __post_init__(self):
-        self.tokens: list[torch.Tensor] = []
-        self.places: list[torch.Tensor] = []
-        self.sound: list[torch.Tensor] = []
+    tokens: list[torch.Tensor] = field(default_factory=list)
+    places: list[torch.Tensor] = field(default_factory=list)
+    sound: list[torch.Tensor] = field(default_factory=list)
 
     def add_video(self, latent: torch.Tensor, start: float) -> None:
         """Latent [1, C, T, H, W]. ValueError for other channels, and for sides that are no whole number of tokens."""

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import Family
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
-
+from ..base.family import Family
+from ..base.patching import Patching
+from ..base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
 from .rope import NO_SHIFT, Shift, scale_and_shift
 
 ACCEPTS = ("ref_latents", "ref_latents_method")

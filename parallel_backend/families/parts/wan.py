@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import HeaderConfig, header_arguments
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import (
+from ..base.family import HeaderConfig, header_arguments
+from ..base.patching import Patching
+from ..base.step_inputs import (
     REFERENCE_POSITIONS,
     REFERENCES,
     ROPE,
@@ -22,9 +22,9 @@ from parallel_backend.families.base.step_inputs import (
     StepInputs,
     image_tables,
 )
-from parallel_backend.families.parts.conditioning import count_blocks, hidden, text
-from parallel_backend.families.parts.key_map import WEIGHT, KeyMap
-from parallel_backend.families.parts.rope import FREQUENCY, OPTION, rope_tensors
+from .conditioning import count_blocks, hidden, text
+from .key_map import WEIGHT, KeyMap
+from .rope import FREQUENCY, OPTION, rope_tensors
 
 PATCHING = Patching(video=True)
 HEAD = 128
