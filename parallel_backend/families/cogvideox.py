@@ -106,7 +106,7 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     return {
-        "hidden_states": step.x.transpose(1, 2),
+        "hidden_states": step.image_tensor().transpose(1, 2),
         "encoder_hidden_states": step.text_tensor("context", config["text_embed_dim"]),
         "timestep": step.timestep,
         "ofs": step.tensors.get("ofs"),

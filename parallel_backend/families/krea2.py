@@ -8,7 +8,6 @@ Keys and values have fewer heads than queries. All blocks share one modulation, 
 from typing import Any
 
 import torch
-from torch import nn
 
 from .base.blocks import BlockList, Blocks
 from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
@@ -101,7 +100,7 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 class _Forward(Forward):
-    def prepare(self, model: nn.Module, step: StepInputs) -> None:
+    def prepare(self, model: Any, step: StepInputs) -> None:
         """Replaces forwards: the whole text is fused on each rank that has it, and then cut to the rank's tokens; the last
         layer gets the modulation for the sampler's time, without that for time 0."""
         fusion, project, last = model.text_fusion, model.txt_in, model.final_layer

@@ -26,7 +26,7 @@ from .base.family import (
 )
 from .base.patching import Companion, Patching
 from .base.step_inputs import Config, Shapes
-from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, TABLE_BY_HEADS
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, TABLE_BY_HEADS, LayerCut
 from .parts import ltx2_inputs, ltx2_text
 from .parts.conditioning import count_blocks
 from .parts.key_map import BOTH, WEIGHT, KeyMap
@@ -183,8 +183,8 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _plan() -> dict[str, Any]:
-    plan = {}
+def _plan() -> dict[str, LayerCut]:
+    plan: dict[str, LayerCut] = {}
     for name in (*ATTENTIONS, *_CROSS):
         plan |= dict.fromkeys([f"{name}.{layer}" for layer in ("to_q", "to_k", "to_v", "to_gate_logits")], COLUMN_BY_HEADS)
         plan |= {f"{name}.norm_q": NORM_BY_HEADS, f"{name}.norm_k": NORM_BY_HEADS, f"{name}.to_out.0": ROW_BY_HEADS}

@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
 
 from .base.blocks import BlockList, Blocks
 from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
@@ -70,7 +69,7 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 class _Forward(Forward):
-    def prepare(self, model: nn.Module, step: StepInputs) -> None:
+    def prepare(self, model: Any, step: StepInputs) -> None:
         """Gives the model rotary tables of the rank's tokens, and blocks the mode of references at time 0.
 
         Row 0 of an odd grid is at -(rows // 2), as in ComfyUI; diffusers puts it one further away.

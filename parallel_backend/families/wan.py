@@ -25,7 +25,7 @@ PICTURE = "reference_picture"
 
 
 def _configure(shapes: Shapes) -> Config:
-    if name := VARIANTS.get(wan.kind(shapes)):
+    if name := VARIANTS.get(wan.kind(shapes) or ""):
         raise ValueError(f"model_name: this is {name}, which this version cannot run. Use a Wan T2V or I2V model.")
     return wan.configure(shapes) | {"reference_channels": shapes.get("ref_conv.weight", (None, None))[1]}
 
@@ -54,7 +54,7 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
         tensors[PICTURE] = torch.tensor(picture.shape[-2:]).expand(len(packed), -1)
         return tensors | wan.references([packed], [position])
     tokens, positions = [], []
-    for number, latent in enumerate(latents, 1):
+    for number, latent in enumerate(latents or (), 1):
         if latent.shape[1] != config["in_channels"]:
             raise ValueError(
                 f"positive, negative: a reference in context has {latent.shape[1]} channels, this model needs "

@@ -47,7 +47,7 @@ def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    block_inputs = {"reference": step.tensors["reference"]}
+    block_inputs: dict[str, Any] = {"reference": step.tensors["reference"]}
     block_inputs |= {name: step.tensors.get(f"pose_{theirs}") for name, theirs in _OF_POSE.items()}
     return wan.arguments(step, config) | {"patch_inputs": {"pose": step.tensors.get("pose")}, "block_inputs": block_inputs}
 

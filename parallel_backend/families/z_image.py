@@ -74,7 +74,7 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     # The image's padding counts as text of the stream, but is no part of the caption: the class adds it itself.
     words = replace(step, text_tokens=step.text_tokens - Z_IMAGE.image_padding(step.grid))
     return {
-        "x": list(step.x.unsqueeze(2).unbind()),
+        "x": list(step.image_tensor().unsqueeze(2).unbind()),
         "t": step.timestep,
         "cap_feats": list(words.text_tensor("context", config["cap_feat_dim"]).unbind()),
     }

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -69,7 +69,11 @@ class HeaderConfig:
 
 def header_arguments(*names: str) -> dict[str, Callable[[Config], tuple[Any, ...]]]:
     """`HeaderConfig.values` for entries that have the name and the value of an argument of the class's constructor."""
-    return {name: lambda config, name=name: (config[name],) for name in names}
+
+    def argument(name: str) -> Callable[[Config], tuple[Any, ...]]:
+        return lambda config: (config[name],)
+
+    return {name: argument(name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -292,7 +296,7 @@ class Forward:
     time_embed: TimeEmbed | None = None
     """None: the class does not round the timestep."""
 
-    output: Callable[[torch.Tensor], torch.Tensor] = lambda out: out
+    output: Callable[[Any], torch.Tensor] = lambda out: out
     """The forward's output -> tokens [b, n, c], or a latent if `whole_latent`."""
 
     cached_modules: Mapping[str, CacheScope] = field(default_factory=dict)
@@ -383,7 +387,7 @@ class Family:
         if self.forward.whole_latent:
             step = replace(step, x=self._whole(model, step))
         self.forward.prepare(model, step)
-        outputs = model(**self.forward.arguments(step, model.config), return_dict=False)
+        outputs = model(**self.forward.arguments(step, cast(Config, model.config)), return_dict=False)
         out, shard = self.forward.output(outputs[0]), step.token_order.images(step.image)
         if self.forward.whole_latent:
             out = self.patching.cut(step.token_order.along).pack(out)[:, shard.slice]
@@ -396,7 +400,9 @@ class Family:
         batch, shard = len(step.timestep), step.token_order.images(step.image)
         sizes = self.patching.whole(step.grid)
         if step.x is None:
-            return step.timestep.new_zeros(batch, self.sizes.latent_channels(model.config), *sizes, dtype=step.dtype)
+            return step.timestep.new_zeros(
+                batch, self.sizes.latent_channels(cast(Config, model.config)), *sizes, dtype=step.dtype
+            )
         packed = step.x
         if len(shard) < step.token_order.image:
             packed = step.x.new_zeros(batch, step.token_order.image, step.x.shape[-1])

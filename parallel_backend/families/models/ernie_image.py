@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import diffusers
 import torch
 from diffusers.models.transformers import transformer_ernie_image as original
 
@@ -27,15 +26,15 @@ class _PatchEmbed(original.ErnieImagePatchEmbedDynamic):
 
 
 class _Block(original.ErnieImageSharedAdaLNBlock):
-    def forward(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor, temb: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor, temb: Any) -> torch.Tensor:
         """[b, n, hidden] -> the same shape. `temb`: six of [1, b, hidden]. diffusers' block takes [n, b, hidden]."""
         return super().forward(x.transpose(0, 1), rotary_pos_emb, temb).transpose(0, 1)
 
 
-class ErnieImageTransformer2DModel(diffusers.ErnieImageTransformer2DModel):
+class ErnieImageTransformer2DModel(original.ErnieImageTransformer2DModel):
     """Joint sequence [image, text], without a text mask."""
 
-    @functools.wraps(diffusers.ErnieImageTransformer2DModel.__init__)
+    @functools.wraps(original.ErnieImageTransformer2DModel.__init__)
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         self.x_embedder.__class__, self.pos_embed.__class__ = _PatchEmbed, _Positions

@@ -4,12 +4,12 @@ diffusers' forward pads a latent that is not square to the largest picture, and 
 takes any number of tokens with their positions, as ComfyUI's does (comfy/ldm/hidream).
 """
 
-import diffusers
 import torch
 import torch.nn.functional as F
+from diffusers.models.transformers import transformer_hidream_image as original
 
 
-class HiDreamImageTransformer2DModel(diffusers.HiDreamImageTransformer2DModel):
+class HiDreamImageTransformer2DModel(original.HiDreamImageTransformer2DModel):
     """diffusers' class on tokens. Llama's tokens are the end of the text, which each block replaces by those of another
     layer."""
 
@@ -27,7 +27,7 @@ class HiDreamImageTransformer2DModel(diffusers.HiDreamImageTransformer2DModel):
         """Picture [b, n, 4 C], channels last; time [b]; pooled text [b, p]; tokens of T5 [b, t, w], of Llama's last layer
         [b, s, w], and of all its layers [b, layers, u, w]; rows and columns [n, 2] float32 -> [b, n, 4 C].
         """
-        layers = self.config.llama_layers
+        layers = self.config["llama_layers"]
         temb = self.t_embedder(timesteps, pooled_embeds.dtype) + self.p_embedder(pooled_embeds)
         *projections, last, of_t5 = self.caption_projection
         projections.append(last)

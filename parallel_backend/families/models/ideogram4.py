@@ -125,12 +125,12 @@ class Ideogram4Transformer2DModel(ModelMixin, ConfigMixin):
         Each pair of channels rotates by one axis. Pairs 1, 4, 7 ... take axis 1 and pairs 2, 5, 8 ... axis 2, within the
         length of the axis's section; all others take axis 0.
         """
-        size, device = self.config.attention_head_dim, positions.device
+        size, device = self.config["attention_head_dim"], positions.device
         pairs = torch.arange(size // 2, device=device)
-        rates = 1 / self.config.rope_theta ** (2.0 * pairs / size)  # as in ComfyUI: at such positions another rounding shows
+        rates = 1 / self.config["rope_theta"] ** (2.0 * pairs / size)  # as in ComfyUI: at such positions rounding shows
         angles = positions[:, :1] * rates
         for axis in (1, 2):
-            counts = (pairs % 3 == axis) & (pairs < 3 * self.config.mrope_section[axis])
+            counts = (pairs % 3 == axis) & (pairs < 3 * self.config["mrope_section"][axis])
             angles = torch.where(counts, positions[:, axis, None] * rates, angles)
         return angles.cos(), angles.sin()
 

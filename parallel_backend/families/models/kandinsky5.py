@@ -182,10 +182,10 @@ class Kandinsky5Transformer3DModel(ModelMixin, ConfigMixin):
         text = self.text_embeddings(encoder_hidden_states)
         temb = self.time_embeddings(timestep) + self.pooled_text_embeddings(pooled_projections)
         text_positions = torch.arange(text.shape[1], device=device)[:, None]
-        rotary = rotary_pairs(text_positions * rates(sum(self.config.axes_dims) // 2, device))
+        rotary = rotary_pairs(text_positions * rates(sum(self.config["axes_dims"]) // 2, device))
         for block in self.text_transformer_blocks:
             text = block(text, temb, rotary)
-        axes = zip(positions.T, self.config.axes_dims, strict=True)
+        axes = zip(positions.T, self.config["axes_dims"], strict=True)
         angles = [axis[:, None] * rates(width // 2, device) for axis, width in axes]
         rotary = rotary_pairs(torch.cat(angles, dim=-1))
         hidden_states = self.visual_embeddings(hidden_states)

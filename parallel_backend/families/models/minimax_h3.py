@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import MiniMaxH3Transformer3DModel as Published
-from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3TransformerBlock
+from diffusers.models.transformers import transformer_minimax_h3 as original
 from torch import nn
 
 from ..parts.minimax_conditioning import KINDS
 from .constructors import extends
 
 
-class Block(MiniMaxH3TransformerBlock):
+class Block(original.MiniMaxH3TransformerBlock):
     """diffusers' block with a modulation for each time and kind of tokens, computed in the dtype of its layer."""
 
     def forward(
@@ -43,7 +42,7 @@ class Block(MiniMaxH3TransformerBlock):
 class OutputNorm(nn.Module):
     """The last norm, whose modulation depends on time and not on the kind of token."""
 
-    def __init__(self, published: nn.Module):
+    def __init__(self, published: original.MiniMaxH3AdaLayerNormOut):
         super().__init__()
         self.norm, self.linear = published.norm, published.linear
 
@@ -53,16 +52,16 @@ class OutputNorm(nn.Module):
         return self.norm(hidden_states) * (1 + scale[levels]) + shift[levels]
 
 
-class MiniMaxH3Transformer3DModel(Published):
+class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
     """Constructor arguments as diffusers' class, and `adaln_curve_grid`: rows of a pruned file's table, None for other
     files."""
 
-    @extends(Published)
+    @extends(original.MiniMaxH3Transformer3DModel)
     def __init__(self, *, adaln_curve_grid: int | None = None, **published: Any):
         super().__init__(**published)
         if adaln_curve_grid is not None:
             del self.time_embedder
-            self.adaln_t_table = nn.Parameter(torch.zeros(adaln_curve_grid, self.config.time_embed_dim))
+            self.adaln_t_table = nn.Parameter(torch.zeros(adaln_curve_grid, self.config["time_embed_dim"]))
         for block in self.transformer_blocks:
             block.__class__ = Block
         self.norm_out = OutputNorm(self.norm_out)
@@ -94,7 +93,7 @@ class MiniMaxH3Transformer3DModel(Published):
         """
         rotary_emb, times = self.rope(position_ids), self._times(timestep, dtype)
         if hidden_states is None:
-            x = times.new_zeros(1, len(levels), self.config.hidden_size, dtype=dtype)
+            x = times.new_zeros(1, len(levels), self.config["hidden_size"], dtype=dtype)
         else:
             tokens = self._embed(hidden_states, audio_hidden_states, encoder_hidden_states, text_span, sound_references)
             x = torch.cat([part.to(dtype) for part in tokens], dim=1)
@@ -116,7 +115,7 @@ class MiniMaxH3Transformer3DModel(Published):
 
     def _embed(self, video, sound, text, text_span, sound_references) -> list[torch.Tensor]:
         """Embedded tokens of sound, text and video, [b, ., hidden] each, in the dtype of each layer."""
-        width, dtype = self.config.audio_in_channels, self.audio_proj_in.weight.dtype
+        width, dtype = self.config["audio_in_channels"], self.audio_proj_in.weight.dtype
         parts = [self.audio_proj_in(sound[..., :width].to(dtype))]
         if text is not None and text.shape[1]:
             parts.append(self.token_refiner(self.context_embedder(text))[:, text_span])

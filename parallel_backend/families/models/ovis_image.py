@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import diffusers
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers import transformer_ovis_image as original
@@ -47,10 +46,10 @@ class _SingleBlock(original.OvisImageSingleTransformerBlock):
         return x[:, :text_tokens], x[:, text_tokens:]
 
 
-class OvisImageTransformer2DModel(diffusers.OvisImageTransformer2DModel):
+class OvisImageTransformer2DModel(original.OvisImageTransformer2DModel):
     """diffusers' class with other modules `ff` and `ff_context` in double blocks, and _SingleBlock."""
 
-    @functools.wraps(diffusers.OvisImageTransformer2DModel.__init__)
+    @functools.wraps(original.OvisImageTransformer2DModel.__init__)
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         for block in self.transformer_blocks:

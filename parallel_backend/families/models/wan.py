@@ -7,9 +7,9 @@ video's.
 
 from typing import Any
 
-import diffusers
 import torch
 import torch.nn.functional as F
+from diffusers.models.transformers import transformer_wan as original
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import nn
 
@@ -19,35 +19,37 @@ from .constructors import extends
 from .wan_rotary import RotaryProcessor
 from .wan_text import GuidedProcessor, GuidedText
 
-register_variant = extends(diffusers.WanTransformer3DModel)
+register_variant = extends(original.WanTransformer3DModel)
 """Decorator of a variant's constructor."""
 
 
-class WanVariant(diffusers.WanTransformer3DModel):
+class WanVariant(original.WanTransformer3DModel):
     """diffusers' class with positions of reference tokens and further arguments of `patch_embedding` and the blocks."""
+
+    patch_embedding: Any  # variants embed further videos
 
     @register_variant
     def __init__(self, **wan: Any):
         super().__init__(**wan)
-        self.rope = Rope(self.config.attention_head_dim, self.config.patch_size, self.config.rope_max_seq_len)
+        self.rope = Rope(self.config["attention_head_dim"], self.config["patch_size"], self.config["rope_max_seq_len"])
         for block in self.blocks:
             block.attn1.processor, block.attn2.processor = RotaryProcessor(), GuidedProcessor()
 
     @property
     def width(self) -> int:
         """Channels of a token."""
-        return self.config.num_attention_heads * self.config.attention_head_dim
+        return self.config["num_attention_heads"] * self.config["attention_head_dim"]
 
     @property
     def block_settings(self) -> tuple[Any, ...]:
         """Arguments of the constructor of diffusers' block."""
         config = self.config
-        further = (config.qk_norm, config.cross_attn_norm, config.eps, config.added_kv_proj_dim)
-        return self.width, config.ffn_dim, config.num_attention_heads, *further
+        further = (config["qk_norm"], config["cross_attn_norm"], config["eps"], config["added_kv_proj_dim"])
+        return self.width, config["ffn_dim"], config["num_attention_heads"], *further
 
     def patches(self, channels: int) -> nn.Conv3d:
         """A patch embedding [b, channels, T, H, W] -> [b, width, frames, rows, columns]."""
-        patch = tuple(self.config.patch_size)
+        patch = self.config["patch_size"]
         return nn.Conv3d(channels, self.width, kernel_size=patch, stride=patch)
 
     def forward(
@@ -73,12 +75,12 @@ class WanVariant(diffusers.WanTransformer3DModel):
         """
         assert not return_dict
         batch, _, *sizes = hidden_states.shape
-        frames, rows, columns = (size // side for size, side in zip(sizes, self.config.patch_size, strict=True))
+        frames, rows, columns = (size // side for size, side in zip(sizes, self.config["patch_size"], strict=True))
         rotary_emb = self.rope(hidden_states, positions, *rope)
         block_arguments = self.block_arguments(hidden_states, timestep, **(block_inputs or {}))
         hidden_states = self.patch_embedding(hidden_states, **(patch_inputs or {}))
         times = timestep.shape[1] if timestep.ndim == 2 else None
-        if away is not None and away.shape[-1] == self.config.text_dim:
+        if away is not None and away.shape[-1] == self.config["text_dim"]:
             # First: the module cache tells a module's outputs apart by the order of its calls in a micro-step, and a cached
             # `condition_embedder` does not call this module.
             away = self.condition_embedder.text_embedder(away)
@@ -88,7 +90,7 @@ class WanVariant(diffusers.WanTransformer3DModel):
         modulation = modulation.unflatten(-1, (6, -1))
         if picture is not None:
             text = torch.cat((picture, text), dim=1)
-        if away is not None:
+        if away is not None and normalized is not None:
             text = GuidedText(text, away, normalized)
         for block in self.blocks:
             hidden_states = block(hidden_states, text, modulation, rotary_emb, **block_arguments)
@@ -98,7 +100,7 @@ class WanVariant(diffusers.WanTransformer3DModel):
         if times is None:
             shift, scale = shift[:, None], scale[:, None]
         hidden_states = self.proj_out((self.norm_out(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states))
-        out = hidden_states.view(batch, frames, rows, columns, *self.config.patch_size, -1)
+        out = hidden_states.view(batch, frames, rows, columns, *self.config["patch_size"], -1)
         return (out.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(batch, -1, *sizes),)
 
     def block_arguments(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **block_inputs: Any) -> dict[str, Any]:
@@ -115,9 +117,8 @@ class WanTransformer3DModel(WanVariant):
     @register_variant
     def __init__(self, *, reference_channels: int | None = None, **wan: Any):
         super().__init__(**wan)
-        self.patch_embedding = Patches(
-            self.config.in_channels, reference_channels, self.width, tuple(self.config.patch_size)
-        )
+        config = self.config
+        self.patch_embedding = Patches(config["in_channels"], reference_channels, self.width, config["patch_size"])
 
 
 class Rope(WanRotaryPosEmbed):
@@ -172,7 +173,7 @@ def _frequencies(width: int, device: torch.device) -> torch.Tensor:
 class Patches(nn.Conv3d):
     """Patch embedding of the latent, and of references by the same weights or by `reference`."""
 
-    def __init__(self, channels: int, reference_channels: int | None, width: int, patch: tuple[int, ...]):
+    def __init__(self, channels: int, reference_channels: int | None, width: int, patch: tuple[int, int, int]):
         super().__init__(channels, width, kernel_size=patch, stride=patch)
         self.reference = None
         if reference_channels is not None:
@@ -186,7 +187,8 @@ class Patches(nn.Conv3d):
         embedded = tokens(super().forward(video))
         if references is None:
             return embedded
-        return torch.cat((embedded, of_packed(self.reference if separate else self, references)), dim=1)
+        patches = self.reference if separate and self.reference is not None else self
+        return torch.cat((embedded, of_packed(patches, references)), dim=1)
 
 
 def of_packed(patches: nn.Conv2d | nn.Conv3d, packed: torch.Tensor) -> torch.Tensor:

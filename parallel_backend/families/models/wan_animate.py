@@ -42,7 +42,7 @@ class WanAnimateTransformer3DModel(WanVariant):
     ):
         super().__init__(**wan)
         config = self.config
-        self.patch_embedding = PosedPatches(self.patches(config.in_channels), self.patches(latent_channels))
+        self.patch_embedding = PosedPatches(self.patches(config["in_channels"]), self.patches(latent_channels))
         self.faces = FaceMotion(
             WanAnimateMotionEncoder(
                 motion_encoder_size, motion_style_dim, motion_dim, motion_encoder_dim, channels=motion_encoder_channel_sizes
@@ -52,7 +52,7 @@ class WanAnimateTransformer3DModel(WanVariant):
         )
         self.blocks = nn.ModuleList(
             AnimateBlock(*self.block_settings, face=index % inject_face_latents_blocks == 0)
-            for index in range(config.num_layers)
+            for index in range(config["num_layers"])
         )
 
     def block_arguments(
@@ -62,7 +62,7 @@ class WanAnimateTransformer3DModel(WanVariant):
         if faces is None:
             return {}
         frames, rows, columns = (
-            size // side for size, side in zip(hidden_states.shape[2:], self.config.patch_size, strict=True)
+            size // side for size, side in zip(hidden_states.shape[2:], self.config["patch_size"], strict=True)
         )
         motion = self.faces(faces)
         motion = F.pad(motion, (0, 0, 0, 0, 1, max(frames - 1 - motion.shape[1], 0)))[:, :frames]
@@ -139,6 +139,6 @@ class FaceProcessor:
         motion = attn.pre_norm_kv(motion)
         query, key, value = attn.to_q(attn.pre_norm_q(hidden_states)), attn.to_k(motion), attn.to_v(motion)
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
-        heads = (x.transpose(1, 2) for x in (attn.norm_q(query), attn.norm_k(key), value))
-        out = F.scaled_dot_product_attention(*heads, attn_mask=seen)
+        query, key, value = (x.transpose(1, 2) for x in (attn.norm_q(query), attn.norm_k(key), value))
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         return attn.to_out(out.transpose(1, 2).flatten(2).type_as(hidden_states))

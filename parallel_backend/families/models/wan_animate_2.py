@@ -25,8 +25,8 @@ class WanAnimate2(WanVariant):
     @register_variant
     def __init__(self, **wan: Any):
         super().__init__(**wan)
-        self.patch_embedding = PosePatches(self.patches(self.config.in_channels))
-        self.blocks = nn.ModuleList(Animate2Block(*self.block_settings) for _ in range(self.config.num_layers))
+        self.patch_embedding = PosePatches(self.patches(self.config["in_channels"]))
+        self.blocks = nn.ModuleList(Animate2Block(*self.block_settings) for _ in range(self.config["num_layers"]))
 
     def block_arguments(
         self,
@@ -40,7 +40,7 @@ class WanAnimate2(WanVariant):
         """`reference` [b]: strength of frame 0. `text`, CLIP's `picture` and `strength` [b] are the pose's; None without a
         pose."""
         _, _, frames, rows, columns = hidden_states.shape
-        _, down, right = self.config.patch_size
+        _, down, right = self.config["patch_size"]
         token_strength = torch.ones(len(timestep), frames, rows // down * (columns // right), device=reference.device)
         token_strength[:, 0] = reference[:, None]
         arguments = {"reference": token_strength.flatten(1), "frames": frames}
@@ -116,8 +116,9 @@ class Animate2Block(WanTransformerBlock):
         if strength is None:
             pose_tokens = PoseTokens(*rotary_emb, reference, None, frames)
             return torch.cat((super().forward(video, encoder_hidden_states, temb, pose_tokens), pose), dim=-1)
-        tables = (
-            torch.cat([each.expand(len(video), -1, -1, -1) for each in pair])
+        assert pose_text is not None and pose_temb is not None and pose_rotary_emb is not None
+        cos, sin = (
+            torch.cat([table.expand(len(video), -1, -1, -1) for table in pair])
             for pair in zip(rotary_emb, pose_rotary_emb, strict=True)
         )
         values = torch.cat((reference, strength[:, None].expand_as(reference)))
@@ -125,7 +126,7 @@ class Animate2Block(WanTransformerBlock):
             torch.cat((video, pose)),
             torch.cat((encoder_hidden_states, pose_text)),
             torch.cat((temb, pose_temb)),
-            PoseTokens(*tables, values, strength, frames),
+            PoseTokens(cos, sin, values, strength, frames),
         )
         return torch.cat(out.chunk(2), dim=-1)
 
@@ -144,13 +145,14 @@ class PairedProcessor:
         query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key), value))
         query, key = (_rotated(x, pose_tokens) for x in (query, key))
-        heads = [query, key, value * pose_tokens.values[..., None, None].to(value.dtype)]
+        value = value * pose_tokens.values[..., None, None].to(value.dtype)
         if pose_tokens.strength is not None:
-            heads = [torch.cat(x.chunk(2), dim=-1) for x in heads]
-        if self._parallel_config is None and pose_tokens.strength is not None:
-            out = paired_attention(*heads, pose_tokens.frames)
+            query, key, value = (torch.cat(x.chunk(2), dim=-1) for x in (query, key, value))
+        backend, parallel = self._attention_backend, self._parallel_config
+        if parallel is None and pose_tokens.strength is not None:
+            out = paired_attention(query, key, value, pose_tokens.frames)
         else:
-            out = dispatch_attention_fn(*heads, backend=self._attention_backend, parallel_config=self._parallel_config)
+            out = dispatch_attention_fn(query, key, value, backend=backend, parallel_config=parallel)
         if pose_tokens.strength is not None:
             video, pose = out.chunk(2, dim=-1)
             out = torch.cat((video, pose / pose_tokens.strength[:, None, None, None].to(pose.dtype)))

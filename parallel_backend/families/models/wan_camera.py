@@ -16,8 +16,8 @@ class WanCamera(WanVariant):
     @register_variant
     def __init__(self, *, control_channels: int = 24, **wan: Any):
         super().__init__(**wan)
-        adapter = CameraAdapter(control_channels, self.width, tuple(self.config.patch_size)[1:])
-        self.patch_embedding = GuidedPatches(self.patches(self.config.in_channels), adapter)
+        adapter = CameraAdapter(control_channels, self.width, self.config["patch_size"][1:])
+        self.patch_embedding = GuidedPatches(self.patches(self.config["in_channels"]), adapter)
 
 
 class GuidedPatches(nn.Module):

@@ -14,7 +14,7 @@ class WanSCAIL(WanVariant):
     @register_variant
     def __init__(self, *, mask_channels: int | None = None, **wan: Any):
         super().__init__(**wan)
-        video, pose = (self.patches(self.config.in_channels) for _ in range(2))
+        video, pose = (self.patches(self.config["in_channels"]) for _ in range(2))
         self.patch_embedding = CharacterPatches(video, pose, None if mask_channels is None else self.patches(mask_channels))
 
 
@@ -38,8 +38,8 @@ class CharacterPatches(nn.Module):
         1 for tokens of the pose; 1 for tokens with a mask.
         """
         embedded = self.video(video)
-        embedded = tokens(embedded if mask is None else embedded + self.mask(mask))
-        if references is None:
+        embedded = tokens(embedded if mask is None or self.mask is None else embedded + self.mask(mask))
+        if references is None or kinds is None:
             return embedded
         latent = references[..., : self.video.weight[0].numel()]
         posed, masked = kinds.to(embedded.dtype).split(1, dim=-1)

@@ -29,10 +29,10 @@ class WanVACETransformer3DModel(WanVariant):
         **wan: Any,
     ):
         super().__init__(**wan)
-        self.patch_embedding = ControlledPatches(self.patches(self.config.in_channels), self.patches(vace_in_channels))
+        self.patch_embedding = ControlledPatches(self.patches(self.config["in_channels"]), self.patches(vace_in_channels))
         self.blocks = nn.ModuleList(
             VaceBlock(*self.block_settings, control=index in vace_layers, first=index == 0)
-            for index in range(self.config.num_layers)
+            for index in range(self.config["num_layers"])
         )
 
 
@@ -53,12 +53,12 @@ class ControlledPatches(nn.Module):
 class VaceBlock(WanTransformerBlock):
     """Wan's block and, with `control`, the control block after it."""
 
-    def __init__(self, *block: object, control: bool, first: bool):
+    def __init__(self, *block: Any, control: bool, first: bool):
         super().__init__(*block)
-        kinds = {"apply_input_projection": first, "apply_output_projection": True}
-        self.vace = WanVACETransformerBlock(*block, **kinds) if control else None
         self.attn1.processor, self.attn2.processor = RotaryProcessor(), GuidedProcessor()
+        self.vace = None
         if control:
+            self.vace = WanVACETransformerBlock(*block, apply_input_projection=first, apply_output_projection=True)
             self.vace.attn1.processor = RotaryProcessor()
 
     def forward(

@@ -130,7 +130,7 @@ def double_keys(
     `parameters`: those of the layers. `norms`: those of the norms of queries and keys.
     """
     for block in keys.each(DOUBLE, "double_blocks", config["num_layers"]):
-        block.copy(PROJECTIONS | layers, parameters)
+        block.copy({**PROJECTIONS, **layers}, parameters)
         block.copy(DOUBLE_NORMS, norms)
         block.split("img_attn.qkv", dict.fromkeys(QKV, hidden(config)), parameters)
         block.split("txt_attn.qkv", dict.fromkeys(ADDED_QKV, hidden(config)), parameters)

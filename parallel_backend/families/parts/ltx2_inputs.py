@@ -131,7 +131,7 @@ def arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     """Arguments of LTX2VideoTransformer3DModel.forward."""
     tensors, batch = step.tensors, len(step.timestep)
     x, sound, voice = step.x, step.x_companion, tensors.get("voice")
-    if x is None:  # only the number of tokens counts
+    if x is None or sound is None:  # only the number of tokens counts
         x, sound = (step.timestep.new_zeros(1, 1, 1).expand(batch, len(span), 1) for span in (step.image, step.text))
     else:
         sound = sound[..., : config["audio_in_channels"]]

@@ -59,7 +59,7 @@ def frame_times(count: int) -> torch.Tensor:
     return spans.cumsum(0)
 
 
-def video_places(start: float, grid: tuple[int, int, int]) -> torch.Tensor:
+def video_places(start: float, grid: tuple[int, ...]) -> torch.Tensor:
     """Positions [frames * rows * columns, 3] of a video that begins at time `start`, in this order."""
     frames, rows, columns = grid
     down, right = frame_sides(rows, columns)
@@ -117,7 +117,7 @@ class References:
         self.sound.append(torch.full((len(rows),), sound))
 
 
-def place_references(payload: Mapping[str, Any], words: int, grid: tuple[int, int, int], references: References) -> int:
+def place_references(payload: Mapping[str, Any], words: int, grid: tuple[int, ...], references: References) -> int:
     """Adds the payload's references and keyframes to `references`. Returns the video's start, in thirds of a unit of
     time."""
     now, columns = 3 * words, frame_sides(*grid[1:])[1]

@@ -191,7 +191,7 @@ def references(tokens: list[torch.Tensor], positions: list[torch.Tensor]) -> dic
     return {REFERENCES: packed, REFERENCE_POSITIONS: torch.cat(positions).expand(len(packed), -1, -1).to(packed.device)}
 
 
-def check_sizes(what: str, grid: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+def check_sizes(what: str, grid: tuple[int, ...], sizes: tuple[float, ...]) -> None:
     """ValueError if a video of these frames, rows and columns, called `what`, does not have the latent's whole patches."""
     frames, rows, columns = grid
     needed = (frames, 2 * rows, 2 * columns)
