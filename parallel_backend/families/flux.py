@@ -13,7 +13,7 @@ from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, Tim
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts import flux_blocks
-from .parts.conditioning import embedded_guidance, example, text_and_pooled
+from .parts.conditioning import embedded_guidance, example, joint_widths, text_and_pooled
 from .parts.key_map import KeyMap
 from .parts.references import ACCEPTS, reference_tensors
 from .parts.rope import OPTION, rope_tensors
@@ -53,19 +53,15 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
     return flux_blocks.token_arguments(step) | vectors
 
 
-def _widths(config: Config) -> tuple[int, int]:
-    return config["joint_attention_dim"], config["pooled_projection_dim"]
-
-
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", _widths(config), call)
+    tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", joint_widths(config), call)
     references = reference_tensors(Patching(), call, method="offset")
     return tensors | references | rope_tensors(call) | embedded_guidance(config, call)
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
     guidance = {"guidance": torch.full((1,), 3.5)} if config["guidance_embeds"] else {}
-    return example(_widths(config), text_tokens) | guidance
+    return example(joint_widths(config), text_tokens) | guidance
 
 
 FILL_CHANNELS = 384

@@ -174,12 +174,7 @@ HUNYUAN_DIT = Family(
     ),
     blocks=Blocks(
         lists=(
-            _BlockList(
-                "blocks",
-                returns=("image",),
-                attention={"attn1": JOINT},
-                cuts={"image_rotary_emb": image_tables(0)},
-            ),
+            _BlockList("blocks", returns=("image",), attention={"attn1": JOINT}, cuts={"image_rotary_emb": image_tables(0)}),
         ),
         counts=lambda config: {"blocks": config["num_layers"]},
         # No prologue: the forward reads the patch size from the patch embedding on every stage.

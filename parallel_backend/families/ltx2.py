@@ -12,18 +12,7 @@ from typing import Any
 import torch
 
 from .base.blocks import IMAGE, IMAGE_TO_TEXT, TEXT, TEXT_TO_IMAGE, BlockList, Blocks
-from .base.family import (
-    Family,
-    FileLayout,
-    Forward,
-    HeaderConfig,
-    Inputs,
-    Sizes,
-    Source,
-    TextModel,
-    cached,
-    header_arguments,
-)
+from .base.family import Family, FileLayout, Forward, HeaderConfig, Inputs, Sizes, Source, cached, header_arguments
 from .base.patching import Companion, Patching
 from .base.step_inputs import Config, Shapes
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, TABLE_BY_HEADS, LayerCut
@@ -234,6 +223,6 @@ LTX2 = Family(
     ),
     tensor_plan={BLOCKS: _plan(), **{name: {"": TABLE_BY_HEADS} for name in ROPES}},
     patching=PATCHING,
-    text_model=TextModel(ltx2_text.PREFIXES, ltx2_text.through_connectors),
+    text_model=ltx2_text.TEXT_MODEL,
     native_values=lambda _config: {"patchifier": Patchifier(PATCHING), "a_patchifier": Patchifier(SOUND)},
 )

@@ -10,7 +10,7 @@ from .base.blocks import IMAGE, JOINT, BlockList, Blocks
 from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from .parts.conditioning import count_blocks, example, hidden, text_and_pooled
+from .parts.conditioning import count_blocks, example, hidden, joint_widths, text_and_pooled
 from .parts.key_map import WEIGHT, KeyMap
 
 HEAD = 64
@@ -91,10 +91,6 @@ def _attention(
     keys.copy({f"{name}.{out}": f"{name}.proj"} if out else {})
 
 
-def _widths(config: Config) -> tuple[int, int]:
-    return config["joint_attention_dim"], config["pooled_projection_dim"]
-
-
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     return {
         "hidden_states": step.x,
@@ -128,10 +124,10 @@ SD3 = Family(
         max_side=lambda config: config["pos_embed_max_size"],
     ),
     inputs=Inputs(
-        conditioning=lambda config, call: text_and_pooled("SD3", _LOADER, _widths(config), call),
+        conditioning=lambda config, call: text_and_pooled("SD3", _LOADER, joint_widths(config), call),
         token_tensors=("context",),
         vector_tensors=("pooled",),
-        example=lambda config, tokens: example(_widths(config), tokens),
+        example=lambda config, tokens: example(joint_widths(config), tokens),
     ),
     forward=Forward(
         arguments=_arguments,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from .base.blocks import Blocks
 from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
-from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
+from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, ArgumentCut, Config, Shapes, StepInputs, image_tables
 from .parts import wan
 from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
 
@@ -22,6 +22,13 @@ VARIANTS = {  # wan.kind -> name
 """Variants that cannot run: they are other classes in ComfyUI, and have other classes or none in diffusers."""
 PICTURE = "reference_picture"
 """Conditioning tensor [B, 2] int64: latent rows and columns of Fun Control's picture, if REFERENCES are its tokens."""
+
+CUTS: dict[str, ArgumentCut] = {
+    "rotary_emb": image_tables(1),
+    # [b, 6, hidden], or with a time for each token [b, n, 6, hidden]
+    "temb": lambda temb, rows: rows.of_image(temb, 1) if temb.ndim == 4 else temb,
+}
+"""`BlockList.cuts` of every variant."""
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -92,7 +99,7 @@ WAN = Family(
         max_settings={"rope_max_seq_len": 1 << 16},
     ),
     blocks=Blocks(
-        lists=(block_list("blocks", cuts=wan.CUTS),),
+        lists=(block_list("blocks", cuts=CUTS),),
         counts=lambda config: {"blocks": config["num_layers"]},
         prologue=("patch_embedding",),
         epilogue=("norm_out", "proj_out"),

@@ -12,7 +12,7 @@ from .parts import wan
 from .parts.conditioning import count_blocks, hidden
 from .parts.cross_attention import block_list, block_plan
 from .parts.key_map import WEIGHT, KeyMap
-from .wan import WAN
+from .wan import CUTS, WAN
 
 EVERY = 5
 """Blocks from one face adapter to the next. No file says it."""
@@ -133,7 +133,7 @@ WAN_ANIMATE = replace(
     ),
     blocks=replace(
         WAN.blocks,
-        lists=(block_list("blocks", cuts=wan.CUTS | {"seen": lambda seen, rows: rows.of_image(seen, 0)}),),
+        lists=(block_list("blocks", cuts=CUTS | {"seen": lambda seen, rows: rows.of_image(seen, 0)}),),
         native=None,  # a replaced block would skip the face adapter too
     ),
     inputs=replace(

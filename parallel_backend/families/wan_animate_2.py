@@ -11,7 +11,7 @@ from .base.family import Source
 from .base.step_inputs import Config, StepInputs, image_tables
 from .parts import wan
 from .parts.conditioning import hidden
-from .wan import WAN
+from .wan import CUTS, WAN
 
 KIND = "animate2"
 
@@ -80,8 +80,7 @@ WAN_ANIMATE_2 = replace(
                 WAN.blocks.lists[0],
                 attention={"attn1": PAIRED},
                 values=None,
-                cuts=wan.CUTS
-                | {"pose_rotary_emb": image_tables(1), "reference": lambda table, rows: rows.of_image(table, 1)},
+                cuts=CUTS | {"pose_rotary_emb": image_tables(1), "reference": lambda table, rows: rows.of_image(table, 1)},
             ),
         ),
         native=None,  # a replaced block would skip the pose too
@@ -91,14 +90,7 @@ WAN_ANIMATE_2 = replace(
         WAN.inputs,
         conditioning=_conditioning,
         check_grid=_check_grid,
-        accepts=(
-            *wan.ACCEPTS,
-            "pose_latents",
-            "context_pose",
-            "clip_fea_pose",
-            "pose_strength",
-            "reference_strength",
-        ),
+        accepts=(*wan.ACCEPTS, "pose_latents", "context_pose", "clip_fea_pose", "pose_strength", "reference_strength"),
         options=(),
         vector_tensors=(*WAN.inputs.vector_tensors, "reference", *(f"pose_{theirs}" for theirs in _OF_POSE.values())),
         example=_example,

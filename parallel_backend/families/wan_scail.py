@@ -104,14 +104,7 @@ WAN_SCAIL = replace(
         WAN.inputs,
         conditioning=_conditioning,
         check_grid=wan.size_check("mask", "the mask of the characters"),
-        accepts=(
-            *wan.ACCEPTS,
-            "reference_latent",
-            "pose_latents",
-            "ref_mask_latents",
-            "sam_latents",
-            "ref_mask_flag",
-        ),
+        accepts=(*wan.ACCEPTS, "reference_latent", "pose_latents", "ref_mask_latents", "sam_latents", "ref_mask_flag"),
         options=(),  # ComfyUI's class scales the positions of references in another way
     ),
     forward=replace(

@@ -64,6 +64,11 @@ def text_and_pooled(model: str, loader: str, widths: tuple[int, int], call: dict
     return {"context": context, "pooled": pooled}
 
 
+def joint_widths(config: dict[str, Any]) -> tuple[int, int]:
+    """Widths of text and pooled text for `text_and_pooled` under diffusers' usual names."""
+    return config["joint_attention_dim"], config["pooled_projection_dim"]
+
+
 def embedded_guidance(config: dict[str, Any], call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`guidance` [B] of a model call if the model embeds it, else nothing. ValueError if the call lacks it."""
     if not config["guidance_embeds"]:

@@ -62,7 +62,6 @@ MODULATED_PLAN: LayerCuts = {
 
 
 def block_counts(config: Config) -> dict[str, int]:
-    """See Blocks.counts."""
     return {DOUBLE: config["num_layers"], SINGLE: config["num_single_layers"]}
 
 

@@ -11,17 +11,7 @@ import torch
 
 from ..base.family import HeaderConfig, header_arguments
 from ..base.patching import Patching
-from ..base.step_inputs import (
-    REFERENCE_POSITIONS,
-    REFERENCES,
-    ROPE,
-    ROPE_FREQUENCY,
-    ArgumentCut,
-    Config,
-    Shapes,
-    StepInputs,
-    image_tables,
-)
+from ..base.step_inputs import REFERENCE_POSITIONS, REFERENCES, ROPE, ROPE_FREQUENCY, Config, Shapes, StepInputs
 from .conditioning import count_blocks, hidden, text
 from .key_map import WEIGHT, KeyMap
 from .rope import FREQUENCY, OPTION, rope_tensors
@@ -37,12 +27,6 @@ ACCEPTS = ("clip_fea", "denoise_mask")
 """`Inputs.accepts`: arguments that `conditioning` knows. ComfyUI has already made the frames' timesteps from the mask."""
 TEXT_GUIDANCE = "text_guidance"
 """Entry of ComfyUI's transformer_options: (text [B, U, text_dim], settings [B, 3]) of normalized attention guidance."""
-CUTS: dict[str, ArgumentCut] = {
-    "rotary_emb": image_tables(1),
-    # [b, 6, hidden], or with a time for each token [b, n, 6, hidden]
-    "temb": lambda temb, rows: rows.of_image(temb, 1) if temb.ndim == 4 else temb,
-}
-"""`BlockList.cuts` of every variant."""
 OPTIONS = (OPTION, FREQUENCY)
 """`Inputs.options` of variants whose native class scales all positions in the same way."""
 MARKS = {  # a variant's name -> a key that only it has, in the order in which ComfyUI looks for them
