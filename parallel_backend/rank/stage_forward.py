@@ -77,7 +77,7 @@ class StageForward:
             stale=step.stale,
             overlap=step.overlap,
             text_first=self._family.blocks.text_first,
-            text_mask=None if text_mask is None else text_mask[step.entries.slice],
+            text_mask_BT=None if text_mask is None else text_mask[step.entries.slice],
             image_padding=self._family.image_padding(conditioning.grid),
             frames=self._frame_rows(conditioning),
             guidance=conditioning.changes.guidance,

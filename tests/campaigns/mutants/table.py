@@ -230,14 +230,14 @@ RANK_MUTANTS = (
     Mutant(
         "masked calls go to a kernel that takes no mask",
         RANK + "attention/kernel_choice.py",
-        "if mask is not None and not self.kernel.masks:",
+        "if mask_BK is not None and not self.kernel.masks:",
         "if False:",
         ("tests/rank/test_foreign_kernels.py",),
     ),
     Mutant(
         "a kernel that writes to its keys passes its trial",
         RANK + "attention/kernel_choice.py",
-        "unchanged = torch.equal(here, rows.to(device, dtype))",
+        "unchanged = torch.equal(tried_K3BHD, rows_K3BHD.to(device, dtype))",
         "unchanged = True",
         ("tests/rank/test_foreign_kernels.py",),
     ),
@@ -258,8 +258,8 @@ RANK_MUTANTS = (
     Mutant(
         "ulysses sends heads to the wrong ranks",
         RANK + "attention/ulysses.py",
-        "for span, part in zip(spans, flat.split(send), strict=True):",
-        "for span, part in zip(reversed(spans), flat.split(send), strict=True):",
+        "for span, part_n in zip(spans, flat_N.split(send), strict=True):",
+        "for span, part_n in zip(reversed(spans), flat_N.split(send), strict=True):",
         ("tests/system/test_exactness.py", "-k", "one_call and (ulysses2 or ulysses_2 or ulysses)"),
     ),
     Mutant(
