@@ -12,6 +12,7 @@ Names of tensors here and in rank/comm end with the tensor's shape, one letter f
     N, n     values in one dimension; n: a part of N
     G, g     groups of neighbouring values; g: values of a group
     Y, y     bytes that values are packed into; y: a part of Y
+    e        values packed into one byte
     R        ranks
     1, 2, .. axes of that size. The first 2 of 2BsHD: keys, values
 """

@@ -325,8 +325,8 @@ RANK_MUTANTS = (
     Mutant(
         "own bytes counted as sent",
         RANK + "comm/collectives.py",
-        "(sum(send) - send[axis.index]) * x.element_size()",
-        "sum(send) * x.element_size()",
+        "(sum(send) - send[axis.index]) * x_N.element_size()",
+        "sum(send) * x_N.element_size()",
         ("tests/rank/test_collectives.py",),
         ("tests/rank/test_transfers.py", "-k", "ulysses"),
     ),
@@ -340,8 +340,8 @@ RANK_MUTANTS = (
     Mutant(
         "the sender of changes does not add what it sent",
         RANK + "comm/change_codec.py",
-        "self.codec.add(packed, mine.view(-1), size)",
-        "mine.copy_(own)",
+        "self.codec.add(packed_y, local.view(-1), size)",
+        "local.copy_(values)",
         ("tests/rank/test_change_codec.py", "-k", "hold_the_same_parts"),
     ),
     Mutant(
@@ -384,7 +384,7 @@ RANK_MUTANTS = (
         "a self-test that does not look at what arrives",
         RANK + "comm/self_test.py",
         "    if wrong:",
-        "    if wrong > len(expected):",
+        "    if wrong > len(expected_N):",
         ("tests/rank/test_self_test.py",),
     ),
     Mutant(
