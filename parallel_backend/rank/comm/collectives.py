@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .mesh import Axis
-from .staging import from_staging, host_buffer, staged, to_staging
+from .staging import from_staging, receivable, sendable
 from .transfers import Traffic, Transfer
 
 Parts = Iterable[tuple[int, torch.Tensor]]
@@ -32,7 +32,7 @@ def _start_swap(receives: Parts, sends: Parts, axis: Axis, traffic: Traffic) -> 
 
 @dataclass
 class Exchange:
-    """An all-to-all under way. `wait` returns the values received, [sum(receive)]."""
+    """A transfer under way to this rank's `target`. `wait` returns it on `device`."""
 
     source: torch.Tensor  # kept alive: the transfer reads it until `wait`
     target: torch.Tensor
@@ -49,9 +49,7 @@ def start_all_to_all(
     x_N: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic
 ) -> Exchange:
     """[sum(send)] -> [sum(receive)]: send[i] values go to rank i of the axis, receive[i] values come from it."""
-    on_host = staged(x_N, axis.group)
-    source = to_staging(x_N) if on_host else x_N
-    target = host_buffer((sum(receive),), x_N.dtype, x_N.device) if on_host else x_N.new_empty(sum(receive))
+    source, target = sendable(x_N, axis.group), receivable((sum(receive),), x_N, axis.group)
     # Gloo's all-to-all issues sends before receives: over a slow link it takes nearly twice as long as _start_swap, but
     # within a machine it takes less of the cores.
     if target.is_cuda or not axis.far:
@@ -76,7 +74,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
     """
     traffic.bytes_sent[axis.name] += 2 * (axis.size - 1) * x.nbytes // axis.size
     x = x.contiguous()
-    target = to_staging(x) if staged(x, axis.group) else x
+    target = sendable(x, axis.group)
     traffic.start(lambda: dist.all_reduce(target, group=axis.group, async_op=True)).wait()
     return target if target is x else x.copy_(target)
 
@@ -86,6 +84,7 @@ class Gathering:
     """An all-gather under way: `wait` returns every rank's part, by index on the axis."""
 
     parts: list[torch.Tensor]
+    source: torch.Tensor  # kept alive: the transfer reads it until `wait`
     device: torch.device
     transfer: Transfer | None
 
@@ -106,46 +105,24 @@ def start_gather(part: torch.Tensor, lengths: Sequence[int], dim: int, axis: Axi
     Each rank sends to each other rank: an all-gather of NCCL or Gloo would need parts of equal size.
     """
     part = part.contiguous()
-    on_host = staged(part, axis.group)
-    source = to_staging(part) if on_host else part
-    parts = []
-    for index, length in enumerate(lengths):
-        if index == axis.index:
-            parts.append(part)
-            continue
-        shape = list(part.shape)
-        shape[dim] = length
-        parts.append(host_buffer(shape, part.dtype, part.device) if on_host else part.new_empty(shape))
+    source = sendable(part, axis.group)
+    parts = [
+        part if index == axis.index else receivable(_resized(part, dim, length), part, axis.group)
+        for index, length in enumerate(lengths)
+    ]
     others = [index for index in range(len(lengths)) if index != axis.index]
     receives, sends = [(index, parts[index]) for index in others], [(index, source) for index in others]
-    transfer = _start_swap(receives, sends, axis, traffic)
-    return Gathering(parts, part.device, transfer)
+    return Gathering(parts, source, part.device, _start_swap(receives, sends, axis, traffic))
 
 
-@dataclass
-class Shift:
-    """One step around the axis under way: `wait` returns the tensor of the rank before."""
-
-    sent: torch.Tensor  # kept alive: the transfer reads it until `wait`
-    received: torch.Tensor
-    device: torch.device
-    transfer: Transfer | None
-
-    def wait(self) -> torch.Tensor:
-        if self.transfer is not None:
-            self.transfer.wait()
-            self.transfer = None
-        return from_staging(self.received, self.device)
-
-
-def start_shift(x: torch.Tensor, length: int, dim: int, axis: Axis, traffic: Traffic) -> Shift:
+def start_shift(x: torch.Tensor, length: int, dim: int, axis: Axis, traffic: Traffic) -> Exchange:
     """Start sending `x` to the next rank of the axis, and receiving the previous rank's, which has `length` along `dim`."""
     x = x.contiguous()
-    on_host = staged(x, axis.group)
-    source = to_staging(x) if on_host else x
-    shape = list(x.shape)
-    shape[dim] = length
-    received = host_buffer(shape, x.dtype, x.device) if on_host else x.new_empty(shape)
+    source, target = sendable(x, axis.group), receivable(_resized(x, dim, length), x, axis.group)
     before, behind = (axis.index - 1) % axis.size, (axis.index + 1) % axis.size
-    transfer = _start_swap([(before, received)], [(behind, source)], axis, traffic)
-    return Shift(source, received, x.device, transfer)
+    return Exchange(source, target, x.device, _start_swap([(before, target)], [(behind, source)], axis, traffic))
+
+
+def _resized(x: torch.Tensor, dim: int, length: int) -> list[int]:
+    """Shape of `x` with `length` along `dim`."""
+    return [*x.shape[:dim], length, *x.shape[dim + 1 :]]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from parallel_backend.core.devices import in_its_process
 from parallel_backend.wire.messages import LinksProbed
 
-from .staging import from_staging, host_buffer, staged, to_staging
+from .staging import from_staging, receivable, sendable
 
 WARM_UP, ROUND_TRIPS = 2, 5
 
@@ -47,19 +47,16 @@ def probe_links(rank: int, devices: tuple[str, ...], sizes: tuple[int, ...]) -> 
 def _to_and_fro(size: int, peer: int, first: bool, device: torch.device) -> tuple[int, float]:
     """(bytes, seconds one way): half the fastest round trip of a tensor of `size` bytes."""
     sent_Y = torch.zeros(size, dtype=torch.uint8, device=device)
-    on_host = staged(sent_Y, None)
+    received_Y = receivable(sent_Y.shape, sent_Y, None)
     best = float("inf")
     for trip in range(WARM_UP + ROUND_TRIPS):
         started = _now(device)
         for sending in (first, not first):
             if sending:
-                _transfer(dist.isend, to_staging(sent_Y) if on_host else sent_Y, peer)
-            elif on_host:
-                received_Y = host_buffer(sent_Y.shape, sent_Y.dtype, device)
-                _transfer(dist.irecv, received_Y, peer)
-                sent_Y = from_staging(received_Y, device)
+                _transfer(dist.isend, sendable(sent_Y, None), peer)
             else:
-                _transfer(dist.irecv, sent_Y, peer)
+                _transfer(dist.irecv, received_Y, peer)
+                from_staging(received_Y, device)
         seconds = _now(device) - started
         if trip >= WARM_UP:
             best = min(best, seconds)
@@ -79,20 +76,19 @@ def _all_at_once(size: int, rank: int, world: int, device: torch.device) -> floa
         return 0.0
     others = [other for other in range(world) if other != rank]
     sent_Y = torch.zeros(len(others) * size, dtype=torch.uint8, device=device)
-    received_Y = torch.empty_like(sent_Y)
-    on_host = staged(sent_Y, None)
+    received_Y = receivable(sent_Y.shape, sent_Y, None)
     best = float("inf")
     for trip in range(WARM_UP + ROUND_TRIPS):
         started = _now(device)
-        source = to_staging(sent_Y) if on_host else sent_Y
-        target = host_buffer(sent_Y.shape, sent_Y.dtype, device) if on_host else received_Y
+        source = sendable(sent_Y, None)
         # Receives first, for both directions of a link at once: see collectives._start_swap.
-        operations = [dist.P2POp(dist.irecv, part, other) for other, part in zip(others, target.split(size), strict=True)]
+        operations = [
+            dist.P2POp(dist.irecv, part, other) for other, part in zip(others, received_Y.split(size), strict=True)
+        ]
         operations += [dist.P2POp(dist.isend, part, other) for other, part in zip(others, source.split(size), strict=True)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        if on_host:
-            received_Y = from_staging(target, device)
+        from_staging(received_Y, device)
         seconds = _now(device) - started
         if trip >= WARM_UP:
             best = min(best, seconds)

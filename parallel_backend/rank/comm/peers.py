@@ -16,7 +16,7 @@ from .mesh import Axis, Mesh, close_mesh, make_mesh
 from .process_group import backend_for, is_far, join
 from .rendezvous import Rendezvous
 from .self_test import LinkError, try_axis, try_link
-from .transfers import PeerError, is_of_a_transfer, is_out_of_memory
+from .transfers import is_out_of_memory, peer_errors
 
 
 class Peers:
@@ -89,12 +89,9 @@ class Peers:
         if world > 1:
             with self.blocked():
                 numbers_RN = numbers_RN.to(self._device)
-                try:
-                    dist.all_reduce(numbers_RN)  # a sum: each row is zero on all ranks but its own
-                except RuntimeError as error:
-                    if not is_of_a_transfer(error):
-                        raise
-                    raise PeerError(str(error)) from error
+                with peer_errors():
+                    dist.all_reduce(numbers_RN)  # a sum: row r is zero on all ranks but rank r
+                numbers_RN = numbers_RN.cpu()
         return numbers_RN.tolist()
 
     def blocked(self) -> AbstractContextManager[None]:

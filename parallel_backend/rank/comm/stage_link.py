@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from .mesh import LinkEnd
-from .staging import from_staging, host_buffer, staged, to_staging, transfer_device
+from .staging import from_staging, receivable, sendable
 from .transfers import Traffic, Transfer
 
 PIPE = "pipe"
@@ -33,10 +33,7 @@ class StageLink:
         """Start receiving the next tensor. No handshake: the micro-step determines the shape on both ends."""
         link = self.before
         assert link is not None
-        if transfer_device(self.device, link.group) == self.device:
-            buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        else:
-            buffer = host_buffer(shape, dtype, self.device)
+        buffer = receivable(shape, torch.empty(0, dtype=dtype, device=self.device), link.group)
         transfer = self.traffic.start(lambda: dist.irecv(buffer, link.peer, group=link.group))
         self._posted.append((buffer, transfer))
 
@@ -50,10 +47,9 @@ class StageLink:
     def send(self, tensor: torch.Tensor, overlap: bool) -> None:
         """Start sending to the next stage. At most two sends are under way, which bounds the memory of their tensors."""
         self.await_sends(keep=1)
-        link, tensor = self.after, tensor.contiguous()
+        link = self.after
         assert link is not None
-        if staged(tensor, link.group):
-            tensor = to_staging(tensor)
+        tensor = sendable(tensor.contiguous(), link.group)
         self._sent.append((tensor, self.traffic.start(lambda: dist.isend(tensor, link.peer, group=link.group))))
         self.traffic.bytes_sent[PIPE] += tensor.nbytes
         if not overlap:

@@ -32,6 +32,16 @@ def to_staging(tensor: torch.Tensor) -> torch.Tensor:
     return host_buffer(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
 
+def sendable(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """What a transfer of `tensor` in `group` reads: `tensor` itself, or its copy on the host."""
+    return to_staging(tensor) if staged(tensor, group) else tensor
+
+
+def receivable(shape: Sequence[int], like: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """An uninitialised tensor that `group` can receive into, for the device and dtype of `like`."""
+    return host_buffer(shape, like.dtype, like.device) if staged(like, group) else like.new_empty(shape)
+
+
 def from_staging(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A received tensor, on `device`."""
     # The host does not wait for a copy from page-locked memory. torch reuses that memory only after the copy.

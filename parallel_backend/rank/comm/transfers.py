@@ -1,10 +1,11 @@
 """Accounts of a rank's transfers: bytes, time under way, and time that the rank waited."""
 
+import contextlib
 import functools
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,17 @@ def is_of_a_transfer(error: RuntimeError) -> bool:
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether this rank's device had too little memory, also for a communicator."""
     return isinstance(error, torch.OutOfMemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
+
+
+@contextlib.contextmanager
+def peer_errors() -> Iterator[None]:
+    """Around calls of torch.distributed: raises PeerError where another rank may have caused the error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_of_a_transfer(error):
+            raise
+        raise PeerError(str(error)) from error
 
 
 class Clock:
@@ -113,12 +125,8 @@ class Traffic:
     def start(self, operation: Callable[[], list[dist.Work] | dist.Work | None]) -> "Transfer":
         """`operation` starts the transfer. PeerError if it cannot be started."""
         started = self.clock.now()
-        try:
+        with peer_errors():
             works = operation()
-        except RuntimeError as error:
-            if not is_of_a_transfer(error):
-                raise
-            raise PeerError(str(error)) from error
         assert works is not None, "a transfer in a group that this rank is not in"
         return Transfer(self, works if isinstance(works, list) else [works], started)
 
@@ -141,13 +149,9 @@ class Transfer:
         self._traffic.mark(waiting, waiting=True)
         heartbeat = self._traffic.heartbeat
         heartbeat.waiting = True
-        try:
+        with peer_errors():
             for work in self._works:
                 work.wait()
-        except RuntimeError as error:
-            if not is_of_a_transfer(error):
-                raise
-            raise PeerError(str(error)) from error
         heartbeat.waiting = False
         heartbeat.done()
         done = self._traffic.clock.now()
