@@ -279,8 +279,8 @@ RANK_MUTANTS = (
     Mutant(
         "timestep rounded to the compute dtype",
         RANK + "stage/build.py",
-        "given[names[0]] = embedding.model_time(timestep) * embedding.factor",
-        "given[names[0]] = (embedding.model_time(timestep) * embedding.factor).to(dtype)",
+        "values[names[0]] = embedding.model_time(timestep) * embedding.factor",
+        "values[names[0]] = (embedding.model_time(timestep) * embedding.factor).to(dtype)",
         ("tests/families/test_families.py", "-k", "bf16_rounds and flux"),
     ),
     Mutant(
