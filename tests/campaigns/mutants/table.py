@@ -279,8 +279,8 @@ RANK_MUTANTS = (
     Mutant(
         "timestep rounded to the compute dtype",
         RANK + "stage/build.py",
-        "given[names[0]] = embedding.model_time(timestep) * embedding.factor",
-        "given[names[0]] = (embedding.model_time(timestep) * embedding.factor).to(dtype)",
+        "values[names[0]] = embedding.model_time(timestep) * embedding.factor",
+        "values[names[0]] = (embedding.model_time(timestep) * embedding.factor).to(dtype)",
         ("tests/families/test_families.py", "-k", "bf16_rounds and flux"),
     ),
     Mutant(
@@ -412,8 +412,8 @@ RANK_MUTANTS = (
     Mutant(
         "halo of the row behind",
         RANK + "vae/halo.py",
-        "part = x.narrow(dim, *own).contiguous()",
-        "part = x.narrow(dim, (own[0] + 1) % length, own[1]).contiguous()",
+        "part = x.narrow(dim, *rows).contiguous()",
+        "part = x.narrow(dim, (rows[0] + 1) % length, rows[1]).contiguous()",
         ("tests/rank/test_vae.py", "-k", "equal or whole or halo"),
         tier="default",
     ),
