@@ -1,4 +1,4 @@
-"""Changes of one widget that make a run fit, by the same memory model that found it too large."""
+"""Changes of one widget that make a run fit, by the memory model that says that it does not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,9 +8,9 @@ from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import factors
 
-from .balance import cut_blocks, stages_by_size
-from .memory_model import Request, bytes_by_block, memory_of
-from .model_sizes import ModelSizes, model_sizes, rank_weights
+from .balance import equally_full, stage_ranks, stages_by_size
+from .memory_model import Request, bytes_by_block, memory_by_rank
+from .model_sizes import ModelSizes, model_sizes, weights_by_rank
 
 RANKS_TRIED = 16
 WAYS = 2
@@ -22,7 +22,7 @@ class Capacity:
     """Bytes that ranks may fill, weights included.
 
     `by_rank`: on each rank's device, in their order. Further devices count as the smallest of them. `together`: all ranks
-    share one memory, and these are equal shares of it. `streams`: weights may be in host memory, as far as they can.
+    share one memory, and `by_rank` are equal shares of it. `streams`: blocks may be streamed from host memory.
     """
 
     by_rank: tuple[float, ...]
@@ -48,9 +48,9 @@ def changes(
     capacity: Capacity,
     devices: int,
 ) -> list[str]:
-    """Each change in the words of its widget; empty if no single one helps.
+    """Each change, as the widget's name and value; empty if no single change helps.
 
-    `spans`: the blocks of each stage at present. `devices`: how many there are.
+    `spans`: the blocks of each stage at present. `devices`: number of devices of this machine.
     """
     if not capacity.by_rank:
         return []
@@ -91,11 +91,10 @@ def fits(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...], capacity: Capacity
 ) -> bool:
     """Whether all ranks fit, with these stages."""
-    needs = []
-    for rank in range(degrees.world):
-        weights = rank_weights(sizes, degrees.tensor, spans[degrees.coordinate(rank).pipe])
-        spared = weights.total - weights.least if capacity.streams else 0
-        needs.append(memory_of(sizes, degrees, spans, rank, requests).total - spared)
+    needs = [need.total for need in memory_by_rank(sizes, degrees, spans, requests)]
+    if capacity.streams:
+        weights = weights_by_rank(sizes, degrees, spans)
+        needs = [need - (one.total - one.least) for need, one in zip(needs, weights, strict=True)]
     return capacity.holds(needs)
 
 
@@ -110,10 +109,9 @@ def _degrees(
     fitting = []
     for world in range(1, min(devices, RANKS_TRIED) + 1):
         for parts in factors(world, len(AXES)):
-            named = dict(zip(AXES, parts, strict=True))
-            if named["patch"] > 1 or parts == degrees.sizes:
+            if parts[AXES.index("patch")] > 1 or parts == degrees.sizes:
                 continue
-            other = Degrees(**named)
+            other = Degrees(*parts)
             try:
                 sizes.check(other)
             except ValueError:
@@ -130,18 +128,12 @@ def _degrees(
 def _stages_that_fit(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...], capacity: Capacity
 ) -> tuple[Span, ...] | None:
-    """Other stages of the same degrees that fit: each as full as the others. None if there are none."""
+    """Other stages of the same degrees, each as full as the others. None if they do not fit either."""
     if capacity.together or degrees.pipe == 1 or len(capacity.by_rank) != degrees.world:
         return None
-    stage_of = [degrees.coordinate(rank).pipe for rank in range(degrees.world)]
-    limits = [
-        min(limit for limit, own in zip(capacity.by_rank, stage_of, strict=True) if own == stage)
-        for stage in range(degrees.pipe)
-    ]
-    blocks = bytes_by_block(sizes, degrees, requests)
-    fullness = [[size / max(1.0, limit) for size in blocks] for limit in limits]
-    found = cut_blocks(fullness, blocks, [None] * degrees.pipe)
-    return found if found != spans and fits(sizes, degrees, found, requests, capacity) else None
+    limits = [min(capacity.by_rank[rank] for rank in ranks) for ranks in stage_ranks(degrees)]
+    other_spans = equally_full(limits, bytes_by_block(sizes, degrees, requests))
+    return other_spans if other_spans != spans and fits(sizes, degrees, other_spans, requests, capacity) else None
 
 
 def _changed(one: Degrees, two: Degrees) -> int:
@@ -149,7 +141,7 @@ def _changed(one: Degrees, two: Degrees) -> int:
 
 
 def _largest(below: int, fits: Callable[[int], bool]) -> int:
-    """The largest number under `below` that fits, if smaller ones do too; 0 if none does."""
+    """The largest number under `below` that fits, if all smaller ones do too; 0 if none does."""
     low, high = 0, below - 1
     while low < high:
         middle = (low + high + 1) // 2
