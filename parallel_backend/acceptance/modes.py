@@ -7,8 +7,8 @@ import torch
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import sample_in_bands
-from parallel_backend.core.degrees import AXES, Degrees
-from parallel_backend.core.validate import factors
+from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.validate import all_degrees
 from parallel_backend.quickstart.model import WEIGHTS
 
 from . import tiny_flux
@@ -25,13 +25,8 @@ CLOSE = 30.0
 
 
 def products(world: int) -> list[Degrees]:
-    """All degrees whose product is `world`; patches displaced. Single modes first."""
-    found = [
-        Degrees(*sizes, patch_mode="displaced" if sizes[AXES.index("patch")] > 1 else "none")
-        for sizes in factors(world, len(AXES))
-        if 1 in (sizes[AXES.index("pipe")], sizes[AXES.index("patch")])
-    ]
-    return sorted(found, key=lambda degrees: sum(size > 1 for size in degrees.sizes))
+    """All degrees of `world` ranks. Single modes first."""
+    return sorted(all_degrees(world), key=lambda degrees: sum(size > 1 for size in degrees.sizes))
 
 
 def look_at_modes(session: SelfTestSession, findings: Findings) -> None:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import AXES, Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
-from parallel_backend.core.validate import factors
+from parallel_backend.core.validate import all_degrees
 
 from .balance import equally_full, stage_ranks, stages_by_size
 from .memory_model import Request, bytes_by_block, memory_by_rank
@@ -39,10 +40,8 @@ class Capacity:
 
 def changes(
     checkpoint: Checkpoint,
-    dtype: str,
-    device: str,
+    setup: Setup,
     sizes: ModelSizes,
-    degrees: Degrees,
     spans: tuple[Span, ...],
     requests: tuple[Request, ...],
     capacity: Capacity,
@@ -54,6 +53,7 @@ def changes(
     """
     if not capacity.by_rank:
         return []
+    degrees = setup.degrees
 
     def fit(changed: tuple[Request, ...]) -> bool:
         return fits(sizes, degrees, spans, changed, capacity)
@@ -61,8 +61,8 @@ def changes(
     ways = [str(other) for other in _degrees(sizes, degrees, requests, capacity, devices)]
     if (split := _stages_that_fit(sizes, degrees, spans, requests, capacity)) is not None:
         ways.append(f"stage_split {','.join(str(len(span)) for span in split)}")
-    if not dtype.startswith("fp8"):
-        packed = model_sizes(checkpoint, "fp8_e4m3fn", device)
+    if not setup.dtype.startswith("fp8"):
+        packed = model_sizes(checkpoint, "fp8_e4m3fn", setup.devices[0])
         if fits(packed, degrees, spans, requests, capacity) and not fit(requests):
             ways.append("weight_dtype fp8_e4m3fn")
     if not requests:
@@ -99,19 +99,14 @@ def fits(
 
 
 def _degrees(
-    sizes: ModelSizes,
-    degrees: Degrees,
-    requests: tuple[Request, ...],
-    capacity: Capacity,
-    devices: int,
+    sizes: ModelSizes, degrees: Degrees, requests: tuple[Request, ...], capacity: Capacity, devices: int
 ) -> list[Degrees]:
     """Degrees that fit, nearest to the present ones first: few widgets to change, few devices, stages before the rest."""
     fitting = []
     for world in range(1, min(devices, RANKS_TRIED) + 1):
-        for parts in factors(world, len(AXES)):
-            if parts[AXES.index("patch")] > 1 or parts == degrees.sizes:
+        for other in all_degrees(world):
+            if other.patch > 1 or other.sizes == degrees.sizes:
                 continue
-            other = Degrees(*parts)
             try:
                 sizes.check(other)
             except ValueError:

@@ -57,7 +57,7 @@ class MemoryCheck:
         return self.offload.streams and memory.streams
 
     def missing(self, requests: tuple[Request, ...], memory: DeviceMemory, resident: Sequence[int] | None) -> int:
-        """Bytes that a device lacks for all weights of its ranks, by the whole estimate and with `offload`'s bytes left free.
+        """Bytes that a device lacks for all weights of its ranks and the whole estimate, with `offload`'s bytes left free.
 
         0 where it lacks none, or its free bytes are unknown.
         `resident`: bytes of weights that each rank has on its device now. None: the model is not loaded, and takes the place
@@ -212,17 +212,7 @@ class MemoryCheck:
         shares = tuple(limit / len(memory.ranks) for memory, limit in limits for _ in memory.ranks)
         memories = [memory for memory, _ in limits]
         capacity = Capacity(shares, len(memories) == 1 and not memories[0].of_gpu, all(map(self.streams, memories)))
-        ways = changes(
-            self.checkpoint,
-            self.setup.dtype,
-            self.setup.devices[0],
-            self.sizes,
-            self.degrees,
-            self.spans,
-            requests,
-            capacity,
-            self.device_count,
-        )
+        ways = changes(self.checkpoint, self.setup, self.sizes, self.spans, requests, capacity, self.device_count)
         if not capacity.streams and all(memory.streams for memory in memories):
             streaming = replace(capacity, streams=True)
             if fits(self.sizes, self.degrees, self.spans, requests, streaming):

@@ -5,6 +5,7 @@ Weights and K/V buffers are counted exactly. Activations and libraries (gpu_over
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from parallel_backend.core.communicators import communicators
@@ -185,13 +186,17 @@ def bytes_outside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) 
 
 def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
     """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates."""
-    tokens = {JOINT: request.image + request.text, IMAGE: request.image + request.padding}
-    tokens |= {TEXT: request.text, IMAGE_TO_TEXT: request.text, TEXT_TO_IMAGE: request.image}
     layers = [over for block in sizes.attention[span.slice] for over in block]
     layers += sizes.prologue if span.start == 0 else ()
-    of_text = dict.fromkeys((TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE), sizes.text_head_size or sizes.head_size)
-    values = sum(tokens[over] * of_text.get(over, sizes.head_size) for over in layers)
+    values = int(head_values(sizes, layers, request.image, request.text, request.padding))
     return 2 * request.kept * request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at) * values * sizes.itemsize
+
+
+def head_values(sizes: ModelSizes, layers: Iterable[str], image: float, text: int, padding: int) -> float:
+    """Values of one head's keys in these attention layers. `layers`: the tokens that each one is over."""
+    tokens = {JOINT: image + text, IMAGE: image + padding, TEXT: text, IMAGE_TO_TEXT: text, TEXT_TO_IMAGE: image}
+    of_text = dict.fromkeys((TEXT, IMAGE_TO_TEXT, TEXT_TO_IMAGE), sizes.text_head_size or sizes.head_size)
+    return sum(tokens[over] * of_text.get(over, sizes.head_size) for over in layers)
 
 
 def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
