@@ -201,7 +201,7 @@ class Quantised(Packing):
         raise AssertionError(self.layer.format)
 
     def _scale_factors(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """The factors of the values, applied one after the other: float32 [rows or 1, n] each, where n divides the columns."""
+        """The factors of the values, applied one after the other: float32 [rows or 1, n] each; n divides the columns."""
         match self.layer.format:
             case "nvfp4":
                 blocks = untiled(self.scales["weight_scale"].view(torch.float8_e4m3fn), rows, columns // self.layer.block)

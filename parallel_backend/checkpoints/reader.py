@@ -132,7 +132,7 @@ class Reader:
         return parts
 
     def _scale(self, entry: Entry, target: str, shard: Shard | None, device: torch.device) -> torch.Tensor:
-        """The scale, stored in `entry`, of the part `shard` of a weight in fp8: float32 [1, 1], or [rows, 1] of its rows."""
+        """The scale, stored in `entry`, of the part `shard` of a weight in fp8: float32 [1, 1], or [rows, 1]."""
         scale = self.tensor(entry).float().view(-1, 1)
         if len(scale) > 1:
             dim, spans, rows = self._cut(target, shard)
@@ -153,7 +153,7 @@ class Reader:
         return self.checkpoint.entries[self.checkpoint.key_map[target].key]
 
     def _copy(self, entry: Entry, dim: int, spans: list[Span], rows: Span, out: torch.Tensor) -> None:
-        """Copy the spans of a stored tensor (see `_cut`) into `out`, next to each other along `dim`. uint8 gets its bytes."""
+        """Copy the spans of a stored tensor (see `_cut`) into `out`, in a row along `dim`. If `out` is uint8, as bytes."""
         stored = self.tensor(entry)
         for span, place in zip(spans, out.split([len(span) for span in spans], dim=dim), strict=True):
             part = stored[span.slice] if dim == 0 else stored[rows.slice, span.slice]
