@@ -1,4 +1,4 @@
-"""Checks that a rank which is killed, runs out of memory or hangs gives the right error in time, and that the next call works."""
+"""Checks of ranks that are killed, run out of memory or hang: the error, its delay, and that the next call works."""
 
 import functools
 import os

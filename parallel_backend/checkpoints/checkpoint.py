@@ -7,6 +7,7 @@ the storage formats.
 
 import inspect
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -87,7 +88,7 @@ class Checkpoint:
         examples: dict[tuple[str, bool], Entry] = {}
         for entry in self.entries.values():
             storage = entry.dtype, entry.scale is not None
-            sizes[storage] += _numel(entry.shape)
+            sizes[storage] += math.prod(entry.shape)
             examples.setdefault(storage, entry)
         return examples[max(sizes, key=lambda storage: sizes[storage])]
 
@@ -96,7 +97,7 @@ class Checkpoint:
         """Key in the family's original layout -> shape, for files of every layout. ComfyUI detects models by shapes."""
         original: dict[str, list[int]] = {}
         for target, source in self.family.file.key_map(self.config).items():
-            shape = [_numel(self.shape(target))] if source.flat else list(self.shape(target))
+            shape = [math.prod(self.shape(target))] if source.flat else list(self.shape(target))
             if source.key in original and source.rows is not None:
                 original[source.key][0] += shape[0]
             else:
@@ -181,14 +182,14 @@ class Checkpoint:
         storage = self.storage(target, dtype_name) if len(shape) == 2 else None
         if storage in GGUF_BLOCKS:
             values, size = GGUF_BLOCKS[storage]
-            return _numel(shape) // values * size
+            return math.prod(shape) // values * size
         if storage in HALF_KINDS:
-            return _numel(shape) * 2
+            return math.prod(shape) * 2
         if storage in KEPT:
             entry = self.entries[self.key_map[target].key]
             scales = {leaf: tensor.shape for leaf, tensor in entry.scales.items()}
             return quantised_bytes(storage, shape, entry.shape, scales)
-        return _numel(shape) * (
+        return math.prod(shape) * (
             1 if storage else self.compute_dtype(target, TORCH_DTYPES[compute_name(dtype_name)]).itemsize
         )
 
@@ -281,7 +282,8 @@ def _open_folder(path: Path) -> Checkpoint:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"model_name: the folder {path.name} has no readable config.json of a diffusers model.") from error
     kind = config.get("_class_name") if isinstance(config, dict) else None
-    family = next((family for family in FAMILIES.values() if _made_for(family, kind, config)), None)
+    of_class = (family for family in FAMILIES.values() if kind in (family.model_class, family.file.folder.older_class))
+    family = next((family for family in of_class if family.file.folder.takes(config)), None)
     if family is None:
         raise ValueError(f"model_name: {path.name} is a {kind}, which this version does not know.")
     entries: dict[str, Entry] = {}
@@ -298,11 +300,6 @@ def _open_folder(path: Path) -> Checkpoint:
     config = _constructor_arguments(path.name, family, config, len(entries))
     key_map = {target: family.file.folder.source(config, target) for target in family.file.key_map(config)}
     return _checked(Checkpoint(path, family, config, key_map, entries))
-
-
-def _made_for(family: Family, kind: str | None, config: dict[str, Any]) -> bool:
-    """Whether a folder of class `kind` with this config.json is of the family."""
-    return kind in (family.model_class, family.file.folder.older_class) and family.file.folder.takes(config)
 
 
 def _read_config(path: Path) -> Any:
@@ -361,7 +358,3 @@ def to_original(family: Family, config: dict[str, Any], state: dict[str, torch.T
         key: torch.cat([tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0].start if piece[0] else 0)])
         for key, pieces in parts.items()
     }
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

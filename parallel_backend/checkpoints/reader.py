@@ -162,7 +162,8 @@ class Reader:
     def tensor(self, entry: Entry) -> torch.Tensor:
         """As stored: a view of the mapped file, all of which stays open with it."""
         if entry.file not in self._files:
-            self._files[entry.file] = self._stack.enter_context(open_file(entry.file))
+            self._files[entry.file] = opened = open_file(entry.file)
+            self._stack.enter_context(opened)
         return self._files[entry.file].get_tensor(entry.key)
 
 

@@ -113,7 +113,8 @@ def _degrees(
                 continue
             if fits(sizes, other, stages_by_size(bytes_by_block(sizes, other, requests), other.pipe), requests, capacity):
                 fitting.append(other)
-    fitting.sort(key=lambda other: (_changed(degrees, other), other.world, -other.pipe, -other.ulysses))
+    changed = lambda other: sum(one != two for one, two in zip(other.sizes, degrees.sizes, strict=True))  # noqa: E731
+    fitting.sort(key=lambda other: (changed(other), other.world, -other.pipe, -other.ulysses))
     chosen: dict[tuple[str, ...], Degrees] = {}
     for other in fitting:  # one for each set of widgets is enough
         chosen.setdefault(tuple(axis for axis in AXES if getattr(other, axis) > getattr(degrees, axis)), other)
@@ -129,10 +130,6 @@ def _stages_that_fit(
     limits = [min(capacity.by_rank[rank] for rank in ranks) for ranks in stage_ranks(degrees)]
     other_spans = equally_full(limits, bytes_by_block(sizes, degrees, requests))
     return other_spans if other_spans != spans and fits(sizes, degrees, other_spans, requests, capacity) else None
-
-
-def _changed(one: Degrees, two: Degrees) -> int:
-    return sum(getattr(one, axis) != getattr(two, axis) for axis in AXES)
 
 
 def _largest(below: int, fits: Callable[[int], bool]) -> int:

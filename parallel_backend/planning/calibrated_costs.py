@@ -166,7 +166,7 @@ class CalibratedCosts:
         degrees, count, sizes = mode.stage_degrees, getattr(mode.degrees, axis), self.workload.sizes
         if axis == "tensor":
             size = entries * sum(self._tokens(mode, kind)) * sizes.token_bytes / degrees.sequence
-            return 2 * self._sums(block) * size * (count - 1) / count
+            return 2 * self.workload.sums.get(block, SUMS) * size * (count - 1) / count
         if axis == "ulysses":
             # Keys and values travel repeated, once for each query head, as the class has them. Queries and results are as
             # many bytes: layers in which one stream attends to the other come in pairs.
@@ -196,9 +196,6 @@ class CalibratedCosts:
         """
         return self.workload.sizes.attention[self.workload.blocks.index(block)] or (IMAGE,)
 
-    def _sums(self, block: str) -> float:
-        return self.workload.sums.get(block, SUMS)
-
     def _transfers(
         self, mode: Mode, members: list[int], block: str, kind: StepKind, entries: int, attention: float
     ) -> tuple[float, float]:
@@ -221,7 +218,7 @@ class CalibratedCosts:
             waits += steps * (latency + max(0.0, shift - latency - computing))
         if degrees.tensor > 1:
             size = entries * sum(self._tokens(mode, kind)) * self.workload.sizes.token_bytes / degrees.sequence
-            waits += self._sums(block) * links.all_reduce(_groups(mode, "tensor", members), size)
+            waits += self.workload.sums.get(block, SUMS) * links.all_reduce(_groups(mode, "tensor", members), size)
         if degrees.patch > 1:
             seconds = links.exchange(_groups(mode, "patch", members), self._bytes(mode, "patch", block, kind, entries))
             waits, overlapped = (waits + seconds, 0.0) if kind is StepKind.EXACT else (waits, seconds)

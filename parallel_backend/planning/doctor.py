@@ -7,7 +7,6 @@ from dataclasses import replace
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.measurements import measured_links
 from parallel_backend.core.setup import ALLOWED, Offload
-from parallel_backend.placement.balance import ALIKE
 from parallel_backend.placement.links import SIZES
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
@@ -69,16 +68,10 @@ def measure(
 
     advance()
     for kinds in groups:
-        uneven = kinds[0].degrees.patch > 1 and _uneven(costs)
+        uneven = kinds[0].degrees.patch > 1 and costs.uneven
         rehearsed = dict(costs.rehearsed)
         for kind, call in rehearse(pool, checkpoint, workload, kinds, attention, uneven, poll, advance).items():
             rehearsed[kind] = rehearsed[kind].quicker(call) if kind in rehearsed else call
         costs = replace(costs, rehearsed=rehearsed)
     wait_for(pool.ask(Unload(), Unloaded), poll)
     return costs
-
-
-def _uneven(costs: RehearsedCosts) -> bool:
-    """Whether the devices' speeds differ by more than noise."""
-    totals = [sum(times.values()) for times in costs.block_seconds()]
-    return max(totals) > ALIKE * min(totals)

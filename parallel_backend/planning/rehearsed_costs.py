@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.placement.balance import Balance
+from parallel_backend.placement.balance import ALIKE, Balance
 
 from .machine import Machine
 from .modes import Mode
@@ -28,6 +28,12 @@ class RehearsedCosts:
         """By rank: seconds of one block of each kind, for the whole picture, while all ranks compute."""
         cost = self.rehearsed[ALL_AT_WORK].first
         return [{name: times[rank] for name, times in cost.blocks.items()} for rank in range(len(cost.around))]
+
+    @property
+    def uneven(self) -> bool:
+        """The devices' speeds differ by more than noise."""
+        totals = [sum(times.values()) for times in self.block_seconds()]
+        return max(totals) > ALIKE * min(totals)
 
     def by_device(self, mode: Mode) -> StepCost:
         if mode.device is not None:
