@@ -634,8 +634,8 @@ PLANNING_MUTANTS = (
     Mutant(
         "the slowest mode advised",
         PLANNING + "planner.py",
-        "limit = AS_GOOD * min(found.seconds for found in fitting)",
-        "limit = AS_GOOD * max(found.seconds for found in fitting)",
+        "limit = AS_GOOD * min(prediction.seconds for prediction in fitting)",
+        "limit = AS_GOOD * max(prediction.seconds for prediction in fitting)",
         ("tests/planning",),
     ),
     Mutant(
