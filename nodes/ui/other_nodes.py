@@ -1,6 +1,7 @@
 """Which node, of ComfyUI or of another pack, a function or a call comes from: what is refused is refused by that name."""
 
 import functools
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-import nodes as comfyui  # not the pack's own: ComfyUI's module, which has the nodes of all packs
-
+COMFYUI = importlib.import_module("nodes")
+"""ComfyUI's module `nodes`, with its nodes and the tables of all packs' nodes."""
 SAMPLING = ("comfy.sample", "comfy.samplers")
 """Modules that call what nodes have put on a MODEL. Whoever called them is not to blame for what these do."""
 OURS = __name__.removesuffix(".nodes.ui.other_nodes")
@@ -107,13 +108,13 @@ def named(found: list[OtherNode]) -> str:
 
 def _kinds() -> Iterator[tuple[str, type]]:
     """The nodes that are not our own, by id."""
-    kinds = comfyui.NODE_CLASS_MAPPINGS.items()
+    kinds = COMFYUI.NODE_CLASS_MAPPINGS.items()
     return ((name, kind) for name, kind in kinds if isinstance(kind, type) and not kind.__module__.startswith(f"{OURS}."))
 
 
 def _node(name: str, kind: type) -> OtherNode:
     parent, _, pack = getattr(kind, "RELATIVE_PYTHON_MODULE", "").partition(".")
-    return OtherNode(name, comfyui.NODE_DISPLAY_NAME_MAPPINGS.get(name) or name, pack if parent == "custom_nodes" else "")
+    return OtherNode(name, COMFYUI.NODE_DISPLAY_NAME_MAPPINGS.get(name) or name, pack if parent == "custom_nodes" else "")
 
 
 def _pack(module: str) -> str:
