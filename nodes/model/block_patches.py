@@ -73,7 +73,7 @@ def _skipped(family: Family, config: Config, replaced: dict[str, dict]) -> tuple
 
 
 def _normalized(function: Callable[..., Any], prompts: list[int] | None, entries: int) -> NormalizedGuidance | None:
-    """NAG's settings. None for a call without both prompts (they have different lengths, say), which the node leaves alone."""
+    """NAG's settings. None for a call without both prompts, which the node leaves alone (prompts of different lengths)."""
     if not prompts or POSITIVE not in prompts or NEGATIVE not in prompts:
         return None
     settings = inspect.getclosurevars(function).nonlocals

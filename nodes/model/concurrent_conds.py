@@ -1,8 +1,8 @@
 """Evaluates the conditionings of a step concurrently where ComfyUI cannot join them to one model call.
 
-ComfyUI makes one model call after the other for conditionings that it cannot join (prompts of different length, areas).
-A CALC_COND_BATCH wrapper splits them into parts and has ComfyUI evaluate each part by itself. A part's model call is sent to
-the ranks; before it waits for the answer, it starts the next part. So one thread keeps all replicas and pipeline stages busy.
+ComfyUI makes one model call after the other for conditionings that it cannot join (prompts of different length, areas). A
+CALC_COND_BATCH wrapper splits them into parts and has ComfyUI evaluate each part by itself. A part's model call goes to the
+ranks; before it waits for the answer, it starts the next part. So one thread keeps all replicas and pipeline stages busy.
 Model calls are the same as without the wrapper, and so is the result.
 """
 
@@ -153,26 +153,28 @@ def independent_parts(calls: list[list[int]], count: int) -> list[set[int]]:
 def tell_if_together(stub) -> None:
     """Tell the user, once in a sampling run, that NAG needs both prompts on one replica, so that the others are idle."""
     replicas = stub.setup.degrees.batch
-    if stub.idle is None and replicas > 1:
-        stub.idle = (
+    if stub.run.idle is None and replicas > 1:
+        _tell(
+            stub,
             f"split_batch_degree {replicas}, but NAG looks at both prompts at once, so 1 of {replicas} copies of the model "
-            "computes them. Share out one picture: pipefusion_degree or ulysses_degree in its place."
+            "computes them. Share out one picture: pipefusion_degree or ulysses_degree in its place.",
         )
-        log.warning("Parallel DiT: %s", stub.idle)
-        say(f"Parallel DiT: {stub.idle}")
 
 
 def tell_if_idle(stub, busy: int, reason: str | None) -> None:
     """Tell the user, once in a sampling run, that a step has work for only `busy` of the replicas."""
     replicas = stub.setup.degrees.batch
-    if stub.idle is not None or not 0 < busy < replicas:
+    if stub.run.idle is not None or not 0 < busy < replicas:
         return
-    stub.idle = (
-        f"split_batch_degree {replicas}, but there is work for only {busy} of {replicas} copies of the model at a time"
-    )
+    text = f"split_batch_degree {replicas}, but there is work for only {busy} of {replicas} copies of the model at a time"
     if reason is None:
-        stub.idle += ". Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place."
+        text += ". Raise batch_size, or share out one picture: pipefusion_degree or ulysses_degree in its place."
     else:
-        stub.idle += f", since {reason}."
-    log.warning("Parallel DiT: %s", stub.idle)
-    say(f"Parallel DiT: {stub.idle}")
+        text += f", since {reason}."
+    _tell(stub, text)
+
+
+def _tell(stub, text: str) -> None:
+    stub.run.idle = text
+    log.warning("Parallel DiT: %s", text)
+    say(f"Parallel DiT: {text}")

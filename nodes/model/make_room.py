@@ -23,10 +23,10 @@ def comfyui_gpus() -> set[torch.device]:
 
 
 def make_room(device: str, missing: int) -> int:
-    """Have ComfyUI free `missing` more bytes on `device`, such as cuda:0. Returns the freed bytes; 0 for a GPU without ComfyUI.
+    """Have ComfyUI free `missing` more bytes on `device`, such as cuda:0. Returns the freed bytes, 0 on a GPU of others.
 
-    Models that the present sampling uses, such as a ControlNet, stay loaded. So does every MODEL on ranks: unloading one
-    MODEL would unload all others of the same weights, including the one that asks.
+    Models that the present sampling uses, such as a ControlNet, stay loaded, and ComfyUI's reserve stays free. Every MODEL
+    on ranks stays too: unloading one MODEL would unload all others of the same weights, including the one that asks.
     """
     management, gpu = comfy.model_management, torch.device(device)
     if gpu not in comfyui_gpus():

@@ -20,7 +20,7 @@ COMPARED = 4096
 
 
 def unload(model: comfy.model_patcher.ModelPatcher) -> None:
-    """Unload the native model from its devices, in case it was sampled before. ComfyUI then undoes patches in its weights."""
+    """Unload the native model from its devices, if it was sampled before. ComfyUI then undoes patches in its weights."""
     loaded = [each.model for each in comfy.model_management.current_loaded_models]
     if any(patcher is not None and patcher.is_clone(model) for patcher in loaded):
         comfy.model_management.unload_model_and_clones(model, unload_additional_models=False)

@@ -29,7 +29,7 @@ from .known_samplers import why_global
 from .noise import WholeNoise
 
 REGIONS = ("area", "gligen", "hooks", "default")
-"""Keys of a conditioning that make ComfyUI evaluate it for a part of the latent, or by itself."""
+"""Keys of a conditioning that make ComfyUI evaluate it for a part of the latent, or separately from the others."""
 
 FUNCTIONS = (
     "sampler_cfg_function",
@@ -38,12 +38,12 @@ FUNCTIONS = (
     "sampler_calc_cond_batch_function",
     "model_function_wrapper",
 )
-"""Entries of model_options that hold other nodes' functions, one or a list."""
+"""Entries of model_options that hold a function of another node, or a list of functions."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """One call of a sampler's `sample`: its arguments, in ComfyUI's order, and the sampler."""
+    """One call of a sampler's `sample`: the sampler, and the arguments in ComfyUI's order."""
 
     sampler: comfy.samplers.Sampler
     guider: comfy.samplers.CFGGuider
@@ -65,14 +65,14 @@ class Sampling:
 
     @property
     def shapes(self) -> Shapes:
-        """Shapes of the latents: the only one, or those of a nested latent, the picture's first."""
+        """Shapes of the latents. Of a nested latent, the video's comes first."""
         return shapes_of_run(self.guider.inner_model, self.noise)
 
     @property
     def entries(self) -> int:
         """Batch entries of a model call: pictures times prompts."""
         prompts = sum(bool(conds) for conds in self.guider.conds.values())
-        both = self.guider.model_options.get("disable_cfg1_optimization", False)  # NAG looks at both in any case
+        both = self.guider.model_options.get("disable_cfg1_optimization", False)  # set by NAG, which needs both prompts
         if math.isclose(getattr(self.guider, "cfg", 1.0), 1.0) and not both:
             prompts = 1
         return len(self.noise) * max(1, prompts)
@@ -85,10 +85,10 @@ class Sampling:
         return max(texts, default=1)
 
     def references(self, family: Family) -> int:
-        """Tokens of references of the prompt that has most of them."""
+        """Tokens of the references of that prompt which has most of them."""
         conds = [cond.get("model_conds", {}) for conds in self.guider.conds.values() for cond in conds or ()]
-        given = [{name: getattr(value, "cond", None) for name, value in each.items()} for each in conds]
-        return max((reference_tokens(family, each) for each in given), default=0)
+        tensors = [{name: getattr(value, "cond", None) for name, value in each.items()} for each in conds]
+        return max((reference_tokens(family, each) for each in tensors), default=0)
 
     def band(
         self,
@@ -99,25 +99,26 @@ class Sampling:
         draws: WholeNoise | None,
         callback: Callable,
     ) -> torch.Tensor:
-        """Run the native sampler on this band only, with a guider and model_options of its own."""
-        noise, latent, mask = (
-            None if whole is None else cut.band(whole, index) for whole in (self.noise, self.latent_image, self.denoise_mask)
+        """Run the native sampler on this band only, with the band's guider and model_options. The band's samples."""
+        latent, mask = (
+            None if whole is None else cut.band(whole, index) for whole in (self.latent_image, self.denoise_mask)
         )
+        noise = cut.band(self.noise, index).clone()
         extra = {} if draws is None else {"noise_sampler": draws.band(cut, index)}
-        # Without a mask the inpaint options do nothing but reseed torch's global generator, from every band's thread.
+        # Without a mask the inpaint options only reseed torch's global generator, and all bands' threads would do so.
         inpaint = {} if mask is None else self.sampler.inpaint_options
         sampler = comfy.samplers.KSAMPLER(self.sampler.sampler_function, {**self.sampler.extra_options, **extra}, inpaint)
         extra_args = {**self.extra_args, "model_options": options}
-        return sampler.sample(guider, self.sigmas, extra_args, callback, noise.clone(), latent, mask, True)
+        return sampler.sample(guider, self.sigmas, extra_args, callback, noise, latent, mask, True)
 
 
 def region_of(cond: dict[str, Any]) -> str | None:
-    """The key of REGIONS that this conditioning has."""
+    """The first key of REGIONS that this conditioning has. None: it has none of them."""
     return next((key for key in REGIONS if cond.get(key) is not None and cond.get(key) is not False), None)
 
 
 def why_not_displaced(sampling: Sampling) -> str | None:
-    """Reason for the user why keys cannot be kept from call to call, as patches and bands need. None: they can."""
+    """Reason for the user why keys cannot be kept from call to call, for displaced patches or bands. None: they can."""
     for conds in sampling.guider.conds.values():
         for cond in conds or ():
             if (key := region_of(cond)) is not None:
@@ -132,8 +133,8 @@ def why_not_displaced(sampling: Sampling) -> str | None:
     return None
 
 
-def _is_other_model(value: Any, own: comfy.model_patcher.ModelPatcher) -> bool:
-    return isinstance(value, comfy.model_patcher.ModelPatcher) and value.model is not own.model
+def _is_other_model(value: Any, patcher: comfy.model_patcher.ModelPatcher) -> bool:
+    return isinstance(value, comfy.model_patcher.ModelPatcher) and value.model is not patcher.model
 
 
 def why_not_banded(sampling: Sampling) -> str | None:
@@ -155,19 +156,19 @@ def why_not_banded(sampling: Sampling) -> str | None:
     for kind, function in functions_of(options):
         if not is_known_guidance(function):
             return f"{_owner(function)}'s {kind} may look at the whole latent"
-    made = options.get("denoise_mask_function")
-    if sampling.denoise_mask is not None and made is not None and name_of(made) not in PIXEL_WISE_MASKS:
-        return f"{_owner(made)}'s denoise_mask_function may look at the whole latent"
+    mask_function = options.get("denoise_mask_function")
+    if sampling.denoise_mask is not None and mask_function is not None and name_of(mask_function) not in PIXEL_WISE_MASKS:
+        return f"{_owner(mask_function)}'s denoise_mask_function may look at the whole latent"
     return None
 
 
 def _owner(function: Callable) -> str:
-    """The node that a function is of, in words."""
+    """Name of the node that a function comes from, for the user."""
     return named(nodes_of(function)) or "another node"
 
 
 def needs_the_whole(sampling: Sampling) -> bool:
-    """True if guidance needs the whole latent, of which BandedGuidance gives bands the latest."""
+    """Whether guidance needs the whole latent, so that bands need BandedGuidance."""
     functions = functions_of(sampling.guider.model_options)
     return name_of(type(sampling.guider)) in WHOLE_GUIDERS or any(looks_at_the_whole(function) for _, function in functions)
 
@@ -179,5 +180,5 @@ def functions_of(options: dict[str, Any]) -> Iterator[tuple[str, Callable]]:
         yield from ((kind, function) for function in (value if isinstance(value, (list, tuple)) else (value,)))
     wrappers = comfy.patcher_extension.WrappersMP
     for kind in (wrappers.PREDICT_NOISE, wrappers.CALC_COND_BATCH, wrappers.APPLY_MODEL):
-        found = comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options=True)
-        yield from ((f"{kind} wrapper", wrapper) for wrapper in found if wrapper is not evaluate_concurrently)
+        all_wrappers = comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options=True)
+        yield from ((f"{kind} wrapper", each) for each in all_wrappers if each is not evaluate_concurrently)

@@ -52,7 +52,7 @@ class Known:
     frames: Callable[[Any, int], bool] = lambda _model, _frames: True
     """Whether a video of so many frames of pixels is encoded as in ComfyUI."""
     counted: Callable[[int], int] = lambda frames: frames
-    """Frames of the input -> frames to estimate memory for by ComfyUI's formula. Ranks may run longer pieces than ComfyUI."""
+    """Frames of the input -> frames for ComfyUI's estimate of memory. Ranks may run longer pieces than ComfyUI."""
     paddings: Collection[str] = ("zeros",)
     """Padding modes that the model's convolutions may have."""
 
@@ -268,4 +268,4 @@ KNOWN: Mapping[tuple[str, str], tuple[Known, ...]] = {
     ("comfy.ldm.minimax.vae.MiniMaxH3VideoVAE", "comfy.ldm.minimax.vae.ViT3DDecoder"): (_H3,),
     ("comfy.ldm.minimax.vae.MiniMaxH3VideoVAE", "comfy.ldm.minimax.vae.EncoderFCN3D"): (_H3,),
 }
-"""(class of the model, class of its part) -> rows. Names match exactly, because a derived class may compute another picture."""
+"""(class of the model, class of its part) -> rows. A derived class does not match: it may compute another picture."""
