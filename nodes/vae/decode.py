@@ -58,41 +58,31 @@ class ParallelVAEDecode:
         cut = how_to_cut(vae, "decoder", latent.ndim)
         if isinstance(cut, Cut):
             _check_channels(cut, vae, latent)
-        images = computed_on_ranks(cut, devices, "Decoded", too_small, decode_on_ranks, vae, latent)
-        if isinstance(images, str):
-            log.info("Parallel VAE Decode: decoding whole in ComfyUI, since %s", images)
-            images = vae.decode(latent)
+        images, how = computed_on_ranks(vae, cut, latent, devices, too_small, decode_on_ranks)
+        if images is None:
+            log.info("Parallel VAE Decode: decoding whole in ComfyUI, since %s", how)
+            say(f"Decoded whole by ComfyUI, since {how}.")
+            return (_pictures(vae.decode(latent)),)
+        say(f"Decoded in {how}.")
         return (_pictures(images),)
 
 
 def computed_on_ranks(
-    cut: Cut | str,
-    devices: str,
-    done: str,
-    why_too_small: Callable[[Cut, Any, torch.Tensor, int], str | None],
-    compute: Callable[[Any, Cut, torch.Tensor, Pool], torch.Tensor],
-    vae: Any,
-    x: torch.Tensor,
-) -> torch.Tensor | str:
-    """`compute` of x on the ranks of the widget `devices`, or the reason why ComfyUI has to compute it whole.
-
-    The node shows either, by the word `done`. `why_too_small`: reason why x cannot be cut for so many ranks.
-    """
-    reason: str | None
+    vae: Any, cut: Cut | str, x: torch.Tensor, devices: str, why_too_small: Callable[..., str | None], compute: Callable
+) -> tuple[torch.Tensor | None, str]:
+    """(`compute` of x on the ranks of the widget `devices`, how), or (None, reason why ComfyUI has to compute it whole)."""
     if isinstance(cut, str):
-        reason = cut
-    elif (pool := find_ranks(devices)) is None or len(pool.devices) == 1:
-        reason = "there is only one device for it"
-    elif (reason := why_too_small(cut, vae, x, len(pool.devices))) is None:
-        try:
-            result = with_room(pool, lambda: compute(vae, cut, x, pool))
-            what = "tiles" if cut.kind.independent else f"{len(pool.devices)} bands"
-            say(f"{done} in {what} on {', '.join(pool.devices)}.")
-            return result
-        except TooLittleMemory as short:
-            reason = str(short)
-    say(f"{done} whole by ComfyUI, since {reason}.")
-    return reason
+        return None, cut
+    pool = find_ranks(devices)
+    if pool is None or len(pool.devices) == 1:
+        return None, "there is only one device for it"
+    if (reason := why_too_small(cut, vae, x, len(pool.devices))) is not None:
+        return None, reason
+    try:
+        result = with_room(pool, lambda: compute(vae, cut, x, pool))
+    except TooLittleMemory as short:
+        return None, str(short)
+    return result, f"{'tiles' if cut.kind.independent else f'{len(pool.devices)} bands'} on {', '.join(pool.devices)}"
 
 
 def check_vae(vae) -> None:

@@ -3,6 +3,7 @@
 import logging
 
 from ..ui.input_checks import validate
+from ..ui.node_text import say
 from ..ui.widgets import CATEGORY, link
 from .bands import encode_on_ranks, pixels_too_small
 from .decode import DEVICES, VAE, check_vae, computed_on_ranks
@@ -35,8 +36,10 @@ class ParallelVAEEncode:
         check_vae(vae)
         pixels = pixels[..., : vae.output_channels]
         cut = how_to_cut(vae, "encoder", 2 + vae.latent_dim)
-        samples = computed_on_ranks(cut, devices, "Encoded", pixels_too_small, encode_on_ranks, vae, pixels)
-        if isinstance(samples, str):
-            log.info("Parallel VAE Encode: encoding whole in ComfyUI, since %s", samples)
-            samples = vae.encode(pixels)
+        samples, how = computed_on_ranks(vae, cut, pixels, devices, pixels_too_small, encode_on_ranks)
+        if samples is None:
+            log.info("Parallel VAE Encode: encoding whole in ComfyUI, since %s", how)
+            say(f"Encoded whole by ComfyUI, since {how}.")
+            return ({"samples": vae.encode(pixels)},)
+        say(f"Encoded in {how}.")
         return ({"samples": samples},)

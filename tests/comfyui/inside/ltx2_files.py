@@ -38,7 +38,8 @@ MODES = {
 def all_in_one(file: str, pipe: int = 2, tensor: int = 1, devices: str = "cpu,cpu", config: Any = None) -> tuple:
     """Parallel Checkpoint Loader's MODEL in fp32, CLIP and VAE."""
     kind = nodes.NODE_CLASS_MAPPINGS["ParallelCheckpointLoader"]
-    return getattr(kind(), kind.FUNCTION)(file, "fp32", pipe, tensor, 1, devices, config)
+    degrees = {"pipefusion_degree": pipe, "tensor_parallel_degree": tensor}
+    return kind().load(file, weight_dtype="fp32", **degrees, devices=devices, parallel_config=config)
 
 
 def add_vae(path: Path) -> None:
