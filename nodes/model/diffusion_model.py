@@ -18,7 +18,6 @@ from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal
 from parallel_backend.client.registry import registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.setup import Setup
-from parallel_backend.families import Family
 from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.parts.wan import TEXT_GUIDANCE
 from parallel_backend.placement.expected_request import expected_request
@@ -30,6 +29,7 @@ from ..ui.loading_bar import LoadingBar
 from ..ui.node_text import say
 from ..ui.other_nodes import calling_nodes, named
 from .block_patches import block_changes
+from .call_checks import check_latents, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .controlnet import residuals
 from .fun_control import FunControl, fun_controls
@@ -361,47 +361,6 @@ class RemoteDiffusionModel(torch.nn.Module):
 
 def _refuse_inside(name: str) -> None:
     refuse_unread([Unread(f"another '{name}' in the native model", by=named(calling_nodes()))])
-
-
-def for_entries(timestep: torch.Tensor, tensors: dict[str, torch.Tensor], entries: int) -> torch.Tensor:
-    """The timesteps of a call's batch entries [entries, ...]. ValueError for tensors with another number of entries."""
-    if len(timestep) == 1:
-        timestep = timestep.expand(entries, *timestep.shape[1:])
-    for name, count in {"timestep": len(timestep), **{name: len(tensor) for name, tensor in tensors.items()}}.items():
-        if count != entries:
-            raise ValueError(
-                f"model: another node calls it with {entries} latents at a time, and with {count} of '{name}'. Remove that "
-                "node, or load the model with a native loader."
-            )
-    return timestep
-
-
-def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> None:
-    """ValueError for latents that the family does not take."""
-    companion = family.patching.companion
-    needs_companion = companion is not None and companion.required
-    if len(latents) > (1 if companion is None else 2) or (len(latents) == 1 and needs_companion):
-        wanted = "a video and its sound" if needs_companion else "one latent alone"
-        raise ValueError(
-            f"latent_image: a latent of {len(latents)} parts cannot be sampled by this model, which takes {wanted}. Use the "
-            "Empty Latent node made for this model."
-        )
-    axes = [5 if family.patching.video else 4]
-    channels = [family.sizes.latent_channels(config)]
-    if companion is not None and len(latents) > 1:
-        sizes = companion.sizes(latents[0].shape[2] if latents[0].ndim > 2 else 1)
-        axes, channels = [*axes, 1 + len(sizes)], [*channels, sizes[0]]
-    for latent, count, needed in zip(latents, axes, channels, strict=False):
-        if latent.ndim != count or (0 in latent.shape and latent is latents[0]):
-            raise ValueError(
-                f"latent_image: a latent of the shape {list(latent.shape)} cannot be sampled by this model, which takes "
-                f"{count} axes, none of them empty. Use the Empty Latent node made for this model."
-            )
-        if latent.shape[1] != needed:
-            raise ValueError(
-                f"latent_image: the latent has {latent.shape[1]} channels, this model needs {needed}. "
-                "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
-            )
 
 
 def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel:

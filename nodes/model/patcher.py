@@ -201,7 +201,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
 def make_model(
     checkpoint: Checkpoint, setup: Setup, comm_overlap: bool, devices: tuple[str, ...] | None = None
 ) -> RemoteModelPatcher:
-    """The MODEL for this checkpoint. Nothing is started or loaded. `devices`: see RemoteDiffusionModel; None: the setup's."""
+    """The MODEL for this checkpoint. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel, or the setup's."""
     tensors = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.original_shapes.items()}
     config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=_metadata(checkpoint))
     if config is None:

@@ -81,7 +81,7 @@ class AutoDegrees:
 
     def __call__(self, executor, *arguments) -> torch.Tensor:
         sampling = Sampling(executor.class_obj, *arguments)
-        sampling.guider.inner_model.diffusion_model.setup = self.settled(sampling)
+        sampling.stub.setup = self.settled(sampling)
         return executor(*arguments)
 
     def settled(self, sampling: Sampling) -> Setup:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.core.device_copies import to_device, to_host
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.patching import Patching
 
 from ..model.controlnet import Control
 from .band_exchange import REACH, BandExchange, moved
@@ -46,27 +46,18 @@ class _Calls:
 class BandedControl(BandExchange):
     """A ControlNet shared by the bands of a run.
 
-    `rows`: each band's latent rows (or frames) of a latent of `shape`; `exact_above`: see Band. `extrapolate`: the step
+    `exact_above`: see Band. `extrapolate`: the step
     before's latents are extrapolated to this step's time along the line through the last two, as keys are (kv_buffer.py).
     `device`: where the ControlNet computes; bands are on the host.
     """
 
-    def __init__(
-        self,
-        control: Any,
-        patching: Patching,
-        rows: tuple[Span, ...],
-        shape: tuple[int, ...],
-        exact_above: float,
-        extrapolate: bool,
-        device: torch.device,
-    ):
+    def __init__(self, control: Any, cut: BandCut, exact_above: float, extrapolate: bool, device: torch.device):
         super().__init__()
-        self.device = device
-        self.control, self.patching, self.exact_above, self.extrapolate = control, patching, exact_above, extrapolate
-        self.grid, patch = patching.grid(shape), patching.band_size
-        self._rows = [Span(band.start // patch, -(-band.stop // patch)) for band in rows]
-        self._calls: dict[tuple, _Calls] = defaultdict(lambda: _Calls([{} for _ in rows], [0 for _ in rows]))
+        self.control, self.exact_above, self.extrapolate, self.device = control, exact_above, extrapolate, device
+        self.patching, patch = cut.patching, cut.patching.band_size
+        self.grid = self.patching.grid(cut.shapes[0])
+        self._rows = [Span(band.start // patch, -(-band.stop // patch)) for band in cut.rows]  # in patches
+        self._calls: dict[tuple, _Calls] = defaultdict(lambda: _Calls([{} for _ in cut.rows], [0 for _ in cut.rows]))
 
     def band(self, index: int) -> "BandControl":
         return BandControl(self, index)

@@ -15,8 +15,6 @@ import torch
 
 from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.client.pipefusion.banded_run import NotLocal
-from parallel_backend.core.spans import Span
-from parallel_backend.families.base.patching import Patching
 
 from .band_controlnet import BandedControl
 from .band_exchange import BandExchange
@@ -28,19 +26,12 @@ WHOLE = ("image_cond",)
 
 
 def banded_controls(
-    guider: comfy.samplers.CFGGuider,
-    patching: Patching,
-    rows: tuple[Span, ...],
-    shape: tuple[int, ...],
-    exact_above: float,
-    extrapolate: bool,
-    device: torch.device,
+    guider: comfy.samplers.CFGGuider, cut: BandCut, exact_above: float, extrapolate: bool, device: torch.device
 ) -> dict[int, BandedControl]:
     """`id` of each ControlNet in the conditioning -> its BandedControl, which all bands share."""
     conds = (cond for conds in guider.conds.values() for cond in conds or ())
     controls = (cond["control"] for cond in conds if cond.get("control") is not None)
-    settings = (patching, rows, shape, exact_above, extrapolate, device)
-    return {id(control): BandedControl(control, *settings) for control in controls}
+    return {id(control): BandedControl(control, cut, exact_above, extrapolate, device) for control in controls}
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from parallel_backend.families.base.family import Family
 from parallel_backend.families.parts.references import reference_tokens
 
 from ..model.concurrent_conds import evaluate_concurrently
+from ..model.diffusion_model import RemoteDiffusionModel
 from ..model.fun_control import fun_controls
 from ..model.run_shapes import Shapes, shapes_of_run
 from ..ui.other_nodes import name_of, named, nodes_of
@@ -60,6 +61,16 @@ class Sampling:
         return tuple(getattr(self, field.name) for field in fields(self))[1:]
 
     @property
+    def stub(self) -> RemoteDiffusionModel:
+        """The MODEL's diffusion_model. Only for a MODEL on ranks, as in wrappers that this pack adds."""
+        return self.guider.inner_model.diffusion_model
+
+    @property
+    def conds(self) -> list[dict[str, Any]]:
+        """The entries of all conditionings."""
+        return [cond for conds in self.guider.conds.values() for cond in conds or ()]
+
+    @property
     def steps(self) -> int:
         return len(self.sigmas) - 1
 
@@ -80,14 +91,13 @@ class Sampling:
     @property
     def text_tokens(self) -> int:
         """Tokens of the longest prompt. 1 if there is no prompt."""
-        conds = [cond for conds in self.guider.conds.values() for cond in conds or ()]
-        texts = [cond["cross_attn"].shape[1] for cond in conds if cond.get("cross_attn") is not None]
+        texts = [cond["cross_attn"].shape[1] for cond in self.conds if cond.get("cross_attn") is not None]
         return max(texts, default=1)
 
     def references(self, family: Family) -> int:
         """Tokens of the references of that prompt which has most of them."""
-        conds = [cond.get("model_conds", {}) for conds in self.guider.conds.values() for cond in conds or ()]
-        tensors = [{name: getattr(value, "cond", None) for name, value in each.items()} for each in conds]
+        model_conds = [cond.get("model_conds", {}) for cond in self.conds]
+        tensors = [{name: getattr(value, "cond", None) for name, value in each.items()} for each in model_conds]
         return max((reference_tokens(family, each) for each in tensors), default=0)
 
     def band(
@@ -119,12 +129,10 @@ def region_of(cond: dict[str, Any]) -> str | None:
 
 def why_not_displaced(sampling: Sampling) -> str | None:
     """Reason for the user why keys cannot be kept from call to call, for displaced patches or bands. None: they can."""
-    for conds in sampling.guider.conds.values():
-        for cond in conds or ():
-            if (key := region_of(cond)) is not None:
-                return f"the conditioning has its own {key}"
+    if (key := next(filter(None, map(region_of, sampling.conds)), None)) is not None:
+        return f"the conditioning has its own {key}"
     options = sampling.guider.model_options
-    if wrappers := sampling.guider.inner_model.diffusion_model.wrappers(options, is_model_options=True):
+    if wrappers := sampling.stub.wrappers(options, is_model_options=True):
         return f"what {_owner(wrappers[0])} has put around the model looks at whole calls"
     if options.get("context_handler") is not None:
         return "context windows call the model for one part of the latent after another"
@@ -143,9 +151,9 @@ def why_not_banded(sampling: Sampling) -> str | None:
     options = guider.model_options
     if (reason := why_not_displaced(sampling)) is not None:
         return reason
-    if fun_controls(guider.inner_model.diffusion_model.checkpoint.family, options.get("transformer_options", {})):
+    if fun_controls(sampling.stub.checkpoint.family, options.get("transformer_options", {})):
         return "Z-Image's Fun control looks at the whole latent"
-    if len(sampling.shapes) > 1 and any("mask" in cond for conds in guider.conds.values() for cond in conds or ()):
+    if len(sampling.shapes) > 1 and any("mask" in cond for cond in sampling.conds):
         return "the conditioning has its own mask"
     if name_of(type(guider)) not in PIXEL_WISE_GUIDERS | WHOLE_GUIDERS:
         return f"the guider {type(guider).__name__} may look at the whole latent"
