@@ -676,8 +676,8 @@ NODE_MUTANTS = (
     Mutant(
         "bands share what a guidance function keeps between steps",
         "nodes/sampling/band_guidance.py",
-        "own = with_own_closure(value, changed)",
-        "own = value",
+        "band_function = with_separate_closure(value, changed)",
+        "band_function = value",
         ("tests/comfyui/test_guidance_in_bands.py", "-k", "exact_steps"),
         (),
         "default",
