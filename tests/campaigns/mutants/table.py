@@ -479,8 +479,8 @@ PROCESS_MUTANTS = (
     Mutant(
         "a reply is taken for the oldest request",
         PROCESSES + "gathers.py",
-        "gather = self._open.get(request_id)",
-        "request_id = next(iter(self._open), None)\n            gather = self._open.get(request_id)",
+        "self._open.get(request_id)",
+        "self._open.get(request_id := next(iter(self._open), 0))",
         ("tests/processes/test_gathers.py",),
     ),
     Mutant(
