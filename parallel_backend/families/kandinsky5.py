@@ -1,4 +1,4 @@
-"""Kandinsky 5: video (Lite and Pro, text or a first picture to video) and image. They differ in what a latent is.
+"""Kandinsky 5: video (Lite and Pro, text or a first picture to video) and image. They differ in their latents.
 
 The text runs through separate blocks, which every rank computes once per call, and is read by cross-attention. Key layout:
 Kandinsky's, which diffusers' Kandinsky5Transformer3DModel has too. The class is models/kandinsky5.py.

@@ -38,7 +38,7 @@ class Modulation(NamedTuple):
     prompt: torch.Tensor | None
     """[b, 2 d]: for the latest time of the stream. None: the prompt is not modulated by time."""
     rows: torch.Tensor | None
-    """As Times.rows."""
+    """See Times.rows."""
 
 
 def modulation(table: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor | None, which: slice) -> list[torch.Tensor]:

@@ -73,7 +73,7 @@ BLOCKS = Blocks(
     native=NATIVE_BLOCKS,
     native_patches=("attn1_patch", "attn1_output_patch", "post_input"),
 )
-"""Of Flux.1 without ControlNet, and of the classes that differ only in the fields that their rows replace."""
+"""Blocks of Flux.1 without ControlNet. Rows replace the fields in which their class differs."""
 
 
 def cached_modules(time_embed: str) -> dict[str, CacheScope]:
@@ -138,7 +138,7 @@ def double_keys(
 def single_keys(
     keys: KeyMap, config: Config, layers: Mapping[str, str], feed_forward: int = 4, norms: Parameters = SCALE
 ) -> None:
-    """Adds single blocks with biases. `layers`: those that not all have (diffusers' name -> original).
+    """Adds single blocks with biases. `layers`: further layers of the block (diffusers' name -> original).
 
     `feed_forward`: rows of the feed-forward's first layer, as multiples of the width. `norms`: see `double_keys`.
     """

@@ -1,4 +1,5 @@
-"""What the HunyuanVideo models and HunyuanImage share, which are one class in ComfyUI: key layout and checks of the text.
+"""What the HunyuanVideo models and HunyuanImage share, which are one class in ComfyUI: blocks, key layout, text
+conditioning.
 
 Key layouts: ComfyUI's, Tencent's and diffusers'.
 """
@@ -55,7 +56,8 @@ def is_video_15(shapes: Shapes) -> bool:
 
 
 def is_image(shapes: Shapes) -> bool:
-    """Whether a model with these keys, and no HunyuanVideo 1.5, is HunyuanImage 2.1. Its refiner is a video model."""
+    """Whether a model with these keys, other than HunyuanVideo 1.5, is HunyuanImage 2.1. Its refiner model counts as a
+    video's."""
     return not any(key.startswith("vector_in.") for key in shapes) and len(shapes["img_in.proj.weight"]) == 4
 
 
@@ -74,7 +76,7 @@ BLOCKS = Blocks(
     native=flux_blocks.NATIVE_BLOCKS,
     native_patches=("attn1_patch", "attn1_output_patch"),
 )
-"""Of every class but for the fields that its row replaces."""
+"""Blocks of HunyuanImage without ByT5 text. Rows replace the fields in which their class differs."""
 
 
 def cached_modules(time_embed: str) -> dict[str, CacheScope]:

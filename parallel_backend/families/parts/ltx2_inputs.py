@@ -1,4 +1,4 @@
-"""LTX-2's inputs: what of ComfyUI's model call goes to the ranks, and what a rank calls the class with.
+"""LTX-2's inputs: conditioning tensors from ComfyUI's model call, and the class's arguments on a rank.
 
 The sound's tokens are those of the companion latent, then those of a reference voice, which are an input only.
 """

@@ -19,7 +19,7 @@ AT_ZERO = "index_timestep_zero"
 
 
 def reference_tokens(family: Family, call: Mapping[str, Any]) -> int:
-    """Number of reference tokens in the arguments of ComfyUI's model call: those of `Inputs.references`."""
+    """Number of reference tokens of a model call, from the latents that `Inputs.references` names."""
     latents, patching = family.inputs.references(call), family.patching
     videos = (latent.unsqueeze(2) if patching.video and latent.ndim == 4 else latent for latent in latents)
     return sum(math.prod(patching.grid(tuple(latent.shape))) for latent in videos)
