@@ -32,7 +32,11 @@ class StageForward:
         self._timestep: torch.Tensor | None = None
         self._guidance: torch.Tensor | None = None
         self._paired = any(PAIRED in spec.attention.values() for spec in self._family.blocks.lists)
-        keep_timestep_exact(stage.model, self._family, lambda: (self._timestep, self._guidance), stage.dtype)
+        keep_timestep_exact(stage.model, self._family, self._exact_times, stage.dtype)
+
+    def _exact_times(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self._timestep is not None, "times are read in a micro-step"
+        return self._timestep, self._guidance
 
     def received_shape(self, step: Step, conditioning: RankConditioning) -> tuple[int, ...]:
         """Shape of the tensor that the previous stage sends for the micro-step, see StageIO.outgoing."""
