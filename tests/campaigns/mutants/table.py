@@ -279,8 +279,8 @@ RANK_MUTANTS = (
     Mutant(
         "timestep rounded to the compute dtype",
         RANK + "stage/build.py",
-        "given[names[0]] = embedding.model_time(timestep) * embedding.factor",
-        "given[names[0]] = (embedding.model_time(timestep) * embedding.factor).to(dtype)",
+        "values[names[0]] = embedding.model_time(timestep) * embedding.factor",
+        "values[names[0]] = (embedding.model_time(timestep) * embedding.factor).to(dtype)",
         ("tests/families/test_families.py", "-k", "bf16_rounds and flux"),
     ),
     Mutant(
@@ -412,8 +412,8 @@ RANK_MUTANTS = (
     Mutant(
         "halo of the row behind",
         RANK + "vae/halo.py",
-        "part = x.narrow(dim, *own).contiguous()",
-        "part = x.narrow(dim, (own[0] + 1) % length, own[1]).contiguous()",
+        "part = x.narrow(dim, *rows).contiguous()",
+        "part = x.narrow(dim, (rows[0] + 1) % length, rows[1]).contiguous()",
         ("tests/rank/test_vae.py", "-k", "equal or whole or halo"),
         tier="default",
     ),
@@ -479,8 +479,8 @@ PROCESS_MUTANTS = (
     Mutant(
         "a reply is taken for the oldest request",
         PROCESSES + "gathers.py",
-        "gather = self._open.get(request_id)",
-        "request_id = next(iter(self._open), None)\n            gather = self._open.get(request_id)",
+        "self._open.get(request_id)",
+        "self._open.get(request_id := next(iter(self._open), 0))",
         ("tests/processes/test_gathers.py",),
     ),
     Mutant(
@@ -634,8 +634,8 @@ PLANNING_MUTANTS = (
     Mutant(
         "the slowest mode advised",
         PLANNING + "planner.py",
-        "limit = AS_GOOD * min(found.seconds for found in fitting)",
-        "limit = AS_GOOD * max(found.seconds for found in fitting)",
+        "limit = AS_GOOD * min(prediction.seconds for prediction in fitting)",
+        "limit = AS_GOOD * max(prediction.seconds for prediction in fitting)",
         ("tests/planning",),
     ),
     Mutant(
@@ -676,8 +676,8 @@ NODE_MUTANTS = (
     Mutant(
         "bands share what a guidance function keeps between steps",
         "nodes/sampling/band_guidance.py",
-        "own = with_own_closure(value, changed)",
-        "own = value",
+        "band_function = with_separate_closure(value, changed)",
+        "band_function = value",
         ("tests/comfyui/test_guidance_in_bands.py", "-k", "exact_steps"),
         (),
         "default",
