@@ -23,7 +23,7 @@ import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -133,17 +133,6 @@ Work = Callable[[MicroStepInputs], torch.Tensor]
 """The forward: inputs -> output, all of it on the device."""
 
 
-class Captures(Protocol):
-    """Captures graphs on one device, which share a pool of memory."""
-
-    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Record what `work` does on the device, without running it. Returns its output and a function that replays it.
-
-        The output has its values from a replay to the next replay of any graph. Raises whatever `work` raises, and
-        RuntimeError for work that a graph cannot contain.
-        """
-
-
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One stream of the device for the life of the process."""
@@ -158,14 +147,18 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaCaptures:
-    """torch.cuda.CUDAGraph, captured on a separate stream. Never run on a GPU so far."""
+    """Captures graphs on one device, which share a pool of memory. Never run on a GPU so far."""
 
     def __init__(self, device: torch.device):
         self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """See Captures."""
+        """Record what `work` does on the device, without running it. Returns its output and a function that replays it.
+
+        The output has its values from a replay to the next replay of any graph. Raises whatever `work` raises, and
+        RuntimeError for work that a graph cannot contain.
+        """
         graph, sync_mode = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
         # Not torch.cuda.graph, which first waits for the whole device, and so for transfers that other ranks have yet to
         # begin. Waiting for the present stream is enough: the captured work reads tensors of that stream.
@@ -190,7 +183,7 @@ class CudaCaptures:
         return output, graph.replay
 
 
-CAPTURES: dict[str, Callable[[torch.device], Captures]] = {"cuda": CudaCaptures}
+CAPTURES: dict[str, Callable[[torch.device], CudaCaptures]] = {"cuda": CudaCaptures}
 """By type of device. Others have no graphs."""
 
 
@@ -220,7 +213,7 @@ class MicroStepGraphs:
     def __init__(self, device: torch.device, block_done: Callable[[], None]):
         """`block_done`: called at a replay, in place of the hooks of the rank's blocks."""
         self._device, self._block_done = device, block_done
-        self._captures: Captures | None = None
+        self._captures: CudaCaptures | None = None
         self._failed = False
         # Keys: kind, form of the inputs and pattern; graphs also by addresses. Steady: may be captured.
         self._steady: set[tuple[Kind, Hashable, Hashable]] = set()

@@ -32,7 +32,11 @@ class StageForward:
         self._timestep: torch.Tensor | None = None
         self._guidance: torch.Tensor | None = None
         self._paired = any(PAIRED in spec.attention.values() for spec in self._family.blocks.lists)
-        keep_timestep_exact(stage.model, self._family, lambda: (self._timestep, self._guidance), stage.dtype)
+        keep_timestep_exact(stage.model, self._family, self._exact_times, stage.dtype)
+
+    def _exact_times(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self._timestep is not None, "times are read in a micro-step"
+        return self._timestep, self._guidance
 
     def received_shape(self, step: Step, conditioning: RankConditioning) -> tuple[int, ...]:
         """Shape of the tensor that the previous stage sends for the micro-step, see StageIO.outgoing."""
@@ -130,23 +134,18 @@ class StageForward:
         """The rank's tokens of picture and references, and those of the companion latent. See StepInputs."""
         if x is None:
             return None, None
-        picture_tokens = len(conditioning.token_order.images(image))
-        return self._with_references(x[:, :picture_tokens], tensors, conditioning, image), x[:, picture_tokens:]
-
-    def _with_references(
-        self, x: torch.Tensor, tensors: dict[str, torch.Tensor], conditioning: RankConditioning, image: Span
-    ) -> torch.Tensor:
-        """[b, m, C] of the picture's tokens -> [b, n, C] of the span `image`. Unchanged if the model takes whole latents."""
         order = conditioning.token_order
+        picture_tokens = len(order.images(image))
+        x, companion = x[:, :picture_tokens], x[:, picture_tokens:]
         if self._family.forward.whole_latent or not order.references:
-            return x
+            return x, companion
         dtype = torch.promote_types(x.dtype, tensors[REFERENCES].dtype)  # some families keep references exact
         out = x.new_empty(len(x), len(image), x.shape[-1], dtype=dtype)
         out[:, self._of_tokens(conditioning, image, "picture rows", order.picture_rows)] = x.to(dtype)
         rows = self._of_tokens(conditioning, image, "reference rows", order.reference_rows)
         numbers = self._of_tokens(conditioning, image, "their numbers", order.reference_numbers)
         out[:, rows] = tensors[REFERENCES][:, numbers].to(dtype)
-        return out
+        return out, companion
 
     def _of_tokens(
         self, conditioning: RankConditioning, image: Span, name: str, make: Callable[[Span], torch.Tensor]
@@ -155,7 +154,7 @@ class StageForward:
         return kept_on(self._stage.device, conditioning.kept[image], name, lambda: make(image))
 
     def _residuals(self, step: Step, conditioning: RankConditioning, image: Span) -> dict[str, torch.Tensor]:
-        """By block, what is added to its output: [b, n, hidden], zero for reference tokens."""
+        """By block, the tensor to add to its output: [b, n, hidden], zero for reference tokens."""
         if not step.residuals:
             return {}
         order = conditioning.token_order

@@ -21,7 +21,7 @@ from .context import AttentionContext
 from .ulysses import start_sequence_to_heads
 
 
-class ComputedLayer:
+class ComputedLayer(nn.Module):
     """Mixed into the class of a layer that computes values."""
 
     computed: tuple[torch.Tensor, torch.Tensor] | None
@@ -102,7 +102,7 @@ class ValuesFirst:
         context.early_values = finish
 
 
-def _adopted(layer: nn.Module) -> nn.Module:
+def _adopted(layer: Any) -> ComputedLayer:
     layer.__class__, layer.computed = _computed(type(layer)), None
     return layer
 

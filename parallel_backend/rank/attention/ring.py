@@ -34,8 +34,7 @@ def ring_attention(
         source = (axis.index - step) % axis.size
         shift = None
         if step < axis.size - 1:
-            # Started before attention reads the block: sending and attention both only read it, and the next block has
-            # memory of its own.
+            # May be under way during attention: both only read the block, and the next block has other memory.
             shift = start_shift(block_2BsHD, lengths[(source - 1) % axis.size], 2, axis, traffic)
             if not overlap:
                 next_2BsHD = shift.wait()

@@ -3,15 +3,14 @@
 Ranks may have different numbers of tokens and heads.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from parallel_backend.core.spans import Span, split
-from parallel_backend.rank.comm.collectives import Exchange, start_all_to_all
+from parallel_backend.rank.comm.collectives import start_all_to_all
 from parallel_backend.rank.comm.mesh import Axis
-from parallel_backend.rank.comm.transfer_codec import Codec, PackedExchange
+from parallel_backend.rank.comm.transfer_codec import Codec
 from parallel_backend.rank.comm.transfers import Traffic
 
 
@@ -31,8 +30,8 @@ def start_sequence_to_heads(
     tokens = [list(of_tensor) for of_tensor in tokens]
     if any(of_tensor != tokens[0] for of_tensor in tokens):
         return _start_apart(tensors_BsHD, tokens, spans, axis, traffic, codec)
-    # One all-to-all carries all tensors, since a slow link costs by the message. Tokens are the first axis of what is sent,
-    # so that the parts of all ranks, one behind the other, are one tensor of S tokens.
+    # One all-to-all carries all tensors, since a slow link costs by the message. Tokens are the first axis of every part, so
+    # that the received parts of all ranks, one behind the other, are one tensor of S tokens.
     first, count = tensors_BsHD[0], len(tensors_BsHD)
     batch, length, _, size = first.shape
     heads = len(spans[axis.index])
@@ -43,10 +42,10 @@ def start_sequence_to_heads(
         for index, x_BsHD in enumerate(tensors_BsHD):
             rows[:, index] = x_BsHD[:, :, span.slice].transpose(0, 1)
     receive = [count * batch * rank_tokens * heads * size for rank_tokens in tokens[0]]
-    exchange = _start(codec, size)(flat_N, send, receive, axis, traffic)
+    wait = _start(codec, size, flat_N, send, receive, axis, traffic)
 
     def finish() -> tuple[torch.Tensor, ...]:
-        rows = exchange.wait().view(sum(tokens[0]), count, batch, heads, size)
+        rows = wait().view(sum(tokens[0]), count, batch, heads, size)
         return tuple(rows[:, index].transpose(0, 1) for index in range(count))
 
     return finish
@@ -66,11 +65,11 @@ def _start_apart(
     parts = [torch.cat([x[:, :, span.slice].transpose(0, 1).reshape(-1) for x in tensors_BsHD]) for span in spans]
     of_ranks = list(zip(*tokens, strict=True))
     receive = [batch * sum(of_rank) * heads * size for of_rank in of_ranks]
-    exchange = _start(codec, size)(torch.cat(parts), [len(part) for part in parts], receive, axis, traffic)
+    wait = _start(codec, size, torch.cat(parts), [len(part) for part in parts], receive, axis, traffic)
 
     def finish() -> tuple[torch.Tensor, ...]:
         received = []
-        for part_n, of_rank in zip(exchange.wait().split(receive), of_ranks, strict=True):
+        for part_n, of_rank in zip(wait().split(receive), of_ranks, strict=True):
             rows_BshD = part_n.view(sum(of_rank), batch, heads, size).transpose(0, 1)
             received.append(rows_BshD.split(of_rank, dim=1))
         return tuple(torch.cat(of_tensor, dim=1) for of_tensor in zip(*received, strict=True))
@@ -95,17 +94,21 @@ def start_heads_to_sequence(
     length = lengths[axis.index]
     send = [rank_tokens * batch * heads * size for rank_tokens in lengths]
     receive = [length * batch * len(span) * size for span in spans]
-    exchange = _start(codec, size)(part_BShD.transpose(0, 1).reshape(-1), send, receive, axis, traffic)
+    wait = _start(codec, size, part_BShD.transpose(0, 1).reshape(-1), send, receive, axis, traffic)
 
     def finish() -> None:
-        for span, part_n in zip(spans, exchange.wait().split(receive), strict=True):
+        for span, part_n in zip(spans, wait().split(receive), strict=True):
             out_BsHD[:, :, span.slice] = part_n.view(length, batch, len(span), size).transpose(0, 1)
 
     return finish
 
 
-def _start(codec: Codec | None, size: int) -> Callable[..., Exchange | PackedExchange]:
-    return start_all_to_all if codec is None else functools.partial(codec.start_all_to_all, size)
+def _start(
+    codec: Codec | None, size: int, x_N: torch.Tensor, send: list[int], receive: list[int], axis: Axis, traffic: Traffic
+) -> Callable[[], torch.Tensor]:
+    if codec is None:
+        return start_all_to_all(x_N, send, receive, axis, traffic).wait
+    return codec.start_all_to_all(size, x_N, send, receive, axis, traffic)
 
 
 def head_groups(heads: int, ranks: int, groups: int) -> list[list[Span]]:

@@ -1,4 +1,4 @@
-"""What changed since the last call, in a few bits a value: what displaced patches send of their keys and values.
+"""Packs the changes of keys and values since the last call, in a few bits a value, for displaced patches to send.
 
 After CompactFusion (arXiv 2507.17511). Sender and receivers hold the same reconstruction of the sender's values. A call
 sends the rounded difference of the present values from the reconstruction, and all ranks add what was sent. The rounding

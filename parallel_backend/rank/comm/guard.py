@@ -15,7 +15,7 @@ class Guard:
     """`check` raises when the rendezvous is gone. `end(error)` reports the error and ends the process."""
 
     def __init__(self, heartbeat: Heartbeat, check: Callable[[], None], end: Callable[[BaseException], None]):
-        self._heartbeat, self._check, self._end = heartbeat, check, end
+        self.heartbeat, self._check, self._end = heartbeat, check, end
 
     @contextlib.contextmanager
     def waiting(self, seconds: float | None = None, late: Callable[[], BaseException] = TimeoutError) -> Iterator[None]:
@@ -27,17 +27,13 @@ class Guard:
         done = threading.Event()
         threading.Thread(target=self._watch, args=(done, seconds, late), name="guard", daemon=True).start()
         try:
-            with self._heartbeat.blocked():
+            with self.heartbeat.blocked():
                 yield
         except RuntimeError:
             self._check()  # if the rendezvous is gone, its error says more than the library's
             raise
         finally:
             done.set()
-
-    def blocked(self) -> contextlib.AbstractContextManager[None]:
-        """Around code that waits for other ranks, but does not need the rendezvous."""
-        return self._heartbeat.blocked()
 
     def _watch(self, done: threading.Event, seconds: float | None, late: Callable[[], BaseException]) -> None:
         began = time.monotonic()

@@ -48,19 +48,16 @@ def _to_and_fro(size: int, peer: int, first: bool, device: torch.device) -> tupl
     """(bytes, seconds one way): half the fastest round trip of a tensor of `size` bytes."""
     sent_Y = torch.zeros(size, dtype=torch.uint8, device=device)
     received_Y = receivable(sent_Y.shape, sent_Y, None)
-    best = float("inf")
-    for trip in range(WARM_UP + ROUND_TRIPS):
-        started = _now(device)
+
+    def round_trip() -> None:
         for sending in (first, not first):
             if sending:
                 _transfer(dist.isend, sendable(sent_Y, None), peer)
             else:
                 _transfer(dist.irecv, received_Y, peer)
                 from_staging(received_Y, device)
-        seconds = _now(device) - started
-        if trip >= WARM_UP:
-            best = min(best, seconds)
-    return size, best / 2
+
+    return size, _fastest(round_trip, device) / 2
 
 
 def _transfer(operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> None:
@@ -77,9 +74,8 @@ def _all_at_once(size: int, rank: int, world: int, device: torch.device) -> floa
     others = [other for other in range(world) if other != rank]
     sent_Y = torch.zeros(len(others) * size, dtype=torch.uint8, device=device)
     received_Y = receivable(sent_Y.shape, sent_Y, None)
-    best = float("inf")
-    for trip in range(WARM_UP + ROUND_TRIPS):
-        started = _now(device)
+
+    def exchange() -> None:
         source = sendable(sent_Y, None)
         # Receives first, for both directions of a link at once: see collectives._start_swap.
         operations = [
@@ -89,10 +85,18 @@ def _all_at_once(size: int, rank: int, world: int, device: torch.device) -> floa
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         from_staging(received_Y, device)
-        seconds = _now(device) - started
-        if trip >= WARM_UP:
-            best = min(best, seconds)
-    return best
+
+    return _fastest(exchange, device)
+
+
+def _fastest(exchange: Callable[[], None], device: torch.device) -> float:
+    """Seconds of the fastest of ROUND_TRIPS calls, after WARM_UP others."""
+    seconds = []
+    for _ in range(WARM_UP + ROUND_TRIPS):
+        started = _now(device)
+        exchange()
+        seconds.append(_now(device) - started)
+    return min(seconds[WARM_UP:])
 
 
 def _now(device: torch.device) -> float:

@@ -96,7 +96,7 @@ class Peers:
 
     def blocked(self) -> AbstractContextManager[None]:
         """Around waiting for ranks without a transfer. If one of them is gone, the client ends this rank."""
-        return self._guard.blocked()
+        return self._guard.heartbeat.blocked()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ def to_staging(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sendable(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """What a transfer of `tensor` in `group` reads: `tensor` itself, or its copy on the host."""
+    """The tensor for `group` to send in place of `tensor`: `tensor` itself, or a copy on the host."""
     return to_staging(tensor) if staged(tensor, group) else tensor
 
 

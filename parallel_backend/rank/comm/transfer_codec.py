@@ -1,18 +1,18 @@
-"""Packs what Ulysses sends over slow links: one byte for each value.
+"""Packs the values that Ulysses sends over slow links, in one byte each.
 
 Every group of up to 32 neighbouring values of a head is divided by a scale of its own. SageAttention (arXiv 2410.02367)
 subtracts the mean of the keys over the tokens first. This codec does not: keys of the mini model were no closer with it.
 Letters of shapes: rank/attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from parallel_backend.core.packed_values import group_size
 
-from .collectives import Exchange, start_all_to_all
+from .collectives import start_all_to_all
 from .mesh import Axis
 from .transfers import Traffic
 
@@ -38,8 +38,11 @@ class Codec:
 
     def start_all_to_all(
         self, size: int, x_N: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic
-    ) -> "PackedExchange":
-        """As collectives.start_all_to_all, for values of heads of `size`. A rank's part for itself is not packed."""
+    ) -> Callable[[], torch.Tensor]:
+        """As collectives.start_all_to_all, for values of heads of `size`. Call the result to wait for [sum(receive)].
+
+        A rank's part for itself is not packed.
+        """
         sent, received = ([self.nbytes(n, size) for n in counts] for counts in (send, receive))
         sent[axis.index] = received[axis.index] = 0
         packed_Y = torch.empty(sum(sent), dtype=torch.uint8, device=x_N.device)
@@ -48,7 +51,18 @@ class Codec:
             if index != axis.index:
                 self.encode(part_n, size, packed_y)
         exchange = start_all_to_all(packed_Y, sent, received, axis, traffic)
-        return PackedExchange(self, size, exchange, parts_n[axis.index], receive, received, axis.index)
+
+        def finish() -> torch.Tensor:
+            packed_Y, out_N = exchange.wait(), x_N.new_empty(sum(receive))
+            parts = zip(packed_Y.split(received), out_N.split(list(receive)), strict=True)
+            for index, (packed_y, out_n) in enumerate(parts):
+                if index != axis.index:
+                    self.decode(packed_y, size, out_n)
+                else:
+                    out_n.copy_(parts_n[index])
+            return out_N
+
+        return finish
 
     def nbytes(self, values: int, size: int) -> int:
         """Bytes of `values` values, packed. Even, since the next part begins with a scale of two bytes."""
@@ -81,31 +95,6 @@ class Codec:
     def _views(packed_y: torch.Tensor, values: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
         scale_bytes = groups * SCALE.itemsize
         return packed_y[:scale_bytes].view(SCALE), packed_y[scale_bytes : scale_bytes + values]
-
-
-@dataclass(frozen=True)
-class PackedExchange:
-    """As collectives.Exchange, of packed values. `receive`, `received`: values and bytes by rank."""
-
-    codec: Codec
-    size: int
-    exchange: Exchange
-    kept_n: torch.Tensor
-    """This rank's part for itself."""
-    receive: Sequence[int]
-    received: Sequence[int]
-    index: int
-    """This rank's index on the axis."""
-
-    def wait(self) -> torch.Tensor:
-        packed_Y, out_N = self.exchange.wait(), self.kept_n.new_empty(sum(self.receive))
-        parts = zip(packed_Y.split(list(self.received)), out_N.split(list(self.receive)), strict=True)
-        for index, (packed_y, out_n) in enumerate(parts):
-            if index != self.index:
-                self.codec.decode(packed_y, self.size, out_n)
-            else:
-                out_n.copy_(self.kept_n)
-        return out_N
 
 
 def codec_for(transfer_dtype: str) -> Codec | None:
