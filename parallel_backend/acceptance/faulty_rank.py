@@ -1,22 +1,23 @@
-"""Ranks in which something goes wrong in the middle of a run, for the self-test alone: entries in place of entry.main."""
+"""Ranks that fail in the middle of a run, for the self-test alone: main functions in place of entry.main."""
 
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from unittest import mock
 
 from parallel_backend.rank.start.entry import main
 from parallel_backend.wire.rank_settings import RankSettings
 
 AT = 4
-"""The micro-step in which it does, from 1 on. The ones before are of the same size, so that the watchdog knows such."""
+"""The micro-step that fails, counted from 1. The watchdog's limit comes from the ones before, which are as long."""
 SPIN_CYCLES = 200_000_000_000
-"""Of a GPU's clock: about two minutes, should nobody end it."""
+"""Of a GPU's clock: about two minutes, if the rank is not ended."""
 TOO_MUCH = 1 << 50
-"""Bytes that no device has."""
+"""More bytes than any device has."""
 
 
 def out_of_memory(settings: RankSettings, connection: Connection) -> None:
-    """The last rank asks its device's allocator for more than there is."""
+    """The last rank asks its device's allocator for TOO_MUCH."""
 
     def run_out() -> None:
         import torch
@@ -54,5 +55,5 @@ def _act(settings: RankSettings, connection: Connection, act: Callable[[], None]
             act()
         return compute(*arguments, **named)
 
-    StageForward.compute = computed
-    main(settings, connection)
+    with mock.patch.object(StageForward, "compute", computed):
+        main(settings, connection)

@@ -21,13 +21,13 @@ PLAIN = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 class GgufFile:
-    """An opened file. `get_slice(key)[...]` is a tensor in the map's memory, as in safetensors.
+    """An opened file. Its tensors are views of the map, as in SafetensorsFile.
 
     A tensor of blocks is [rows, bytes] uint8. If its rows are no whole number of blocks, it is expanded to float32.
     """
 
     def __init__(self, path: Path):
-        """ValueError, naming the file, for one that cannot be read."""
+        """ValueError, naming the file, if it cannot be read."""
         self.path = path
         try:
             from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -81,7 +81,7 @@ class GgufFile:
             )
         return kind if self._whole_blocks(key, kind) else "fp32"
 
-    def get_slice(self, key: str) -> torch.Tensor:
+    def get_tensor(self, key: str) -> torch.Tensor:
         if self._map is None:
             with self.path.open("rb") as file:
                 self._map = map_for_reading(file)

@@ -1,7 +1,5 @@
 """The registry of families: a file each, a row here."""
 
-from parallel_backend.families.base.family import Family
-
 from . import (
     chroma,
     cogvideox,
@@ -34,6 +32,7 @@ from . import (
     wan_vace,
     z_image,
 )
+from .base.family import Family
 
 FAMILIES: dict[str, Family] = {
     family.name: family

@@ -11,23 +11,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    FolderLayout,
-    Forward,
-    Inputs,
-    Sizes,
-    Source,
-    TimeEmbed,
-)
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, rotary_table, text
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import JOINT, BlockList, Blocks
+from .base.family import Family, FileLayout, FolderLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs, image_tables
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, rotary_table, text
+from .parts.key_map import KeyMap
 
 BLOCKS = "transformer_blocks"
 HEADS_OF_2B = 30
@@ -90,22 +80,21 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.same("patch_embed.proj", "patch_embed.text_proj", "norm_final", "norm_out.linear", "norm_out.norm", "proj_out")
     for name in ("time", "ofs") if config["ofs_embed_dim"] else ("time",):
         keys.copy({f"{name}_embedding.linear_{index}": f"{name}_embedding_linear_{index}" for index in (1, 2)})
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{BLOCKS}.{index}.", f"blocks.{index}.")
+    for block in keys.each(BLOCKS, "blocks", config["num_layers"]):
         block.copy(_BLOCK)
         block.same("norm1.linear", "norm1.norm", "norm2.linear", "norm2.norm")
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    context = text("CogVideoX", config["text_embed_dim"], given)
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    context = text("CogVideoX", config["text_embed_dim"], call)
     needed = config["max_text_seq_length"]
     if not config["use_rotary_positional_embeddings"] and context.shape[1] != needed:
         raise ValueError(
             f"positive, negative: the prompt has {context.shape[1]} tokens, this model needs {needed}. Encode a shorter one "
             "with a CLIPLoader of type cogvideox, which fills it up to that."
         )
-    return {"context": context} | ({"ofs": given["ofs"]} if config["ofs_embed_dim"] else {})
+    return {"context": context} | ({"ofs": call["ofs"]} if config["ofs_embed_dim"] else {})
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
@@ -195,14 +184,10 @@ COGVIDEOX = Family(
         whole_latent=True,
         time_embed=TimeEmbed("time_proj"),
         output=lambda out: out.transpose(1, 2),
-        cached_modules={
-            "patch_embed.text_proj": CacheScope.PROMPT,
-            "ofs_embedding": CacheScope.PROMPT,
-            "time_embedding": CacheScope.CALL,
-            "*.norm1.linear": CacheScope.CALL,
-            "*.norm2.linear": CacheScope.CALL,
-            "norm_out.linear": CacheScope.CALL,
-        },
+        cached_modules=cached(
+            call=("time_embedding", "*.norm1.linear", "*.norm2.linear", "norm_out.linear"),
+            prompt=("patch_embed.text_proj", "ofs_embedding"),
+        ),
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan={BLOCKS: _PLAN},

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Rows, Shapes, StepInputs, image_tables
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import Blocks
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
+from .base.patching import Patching
+from .base.step_inputs import Config, Rows, Shapes, StepInputs, image_tables
+from .base.tensor_plan import GATHER
+from .parts.conditioning import count_blocks, text
+from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from .parts.key_map import WEIGHT, KeyMap
 
 NAME, BLOCKS = "Cosmos Predict2", "transformer_blocks"
 MAX_SIZE = (128, 240, 240)
@@ -28,7 +28,6 @@ _ATTENTION = {
     **{f"norm_{part}": f"{part}_norm" for part in "qk"},
     "to_out.0": "output_proj",
 }
-WEIGHT = ("weight",)
 ANIMA = "llm_adapter."
 """Beginning of keys that Anima has beside these."""
 
@@ -69,8 +68,7 @@ def _key_map(config: Config) -> dict[str, Source]:
         "proj_out": "final_layer.linear",
     }
     keys.copy(outside, WEIGHT)
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{BLOCKS}.{index}.", f"blocks.{index}.")
+    for block in keys.each(BLOCKS, "blocks", config["num_layers"]):
         for norm, part in _MODULATION.items():
             block.copy({f"{norm}.linear_{layer}": f"adaln_modulation_{part}.{layer}" for layer in (1, 2)}, WEIGHT)
         for attention, part in (("attn1", "self_attn"), ("attn2", "cross_attn")):
@@ -113,7 +111,7 @@ COSMOS_PREDICT2 = Family(
     ),
     sizes=Sizes(latent_channels=lambda config: config["in_channels"], max_side=lambda config: config["max_size"][-1] // 2),
     inputs=Inputs(
-        conditioning=lambda config, given: {"context": text(NAME, config["text_embed_dim"], given)},
+        conditioning=lambda config, call: {"context": text(NAME, config["text_embed_dim"], call)},
         accepts=("fps", "denoise_mask"),  # the rate changes nothing in Predict2; the mask has made the frames' times already
         vector_tensors=("context",),
         example=lambda config, tokens: {"context": torch.randn(1, tokens, config["text_embed_dim"])},
@@ -121,13 +119,7 @@ COSMOS_PREDICT2 = Family(
     forward=Forward(
         arguments=_arguments,
         whole_latent=True,
-        cached_modules={
-            "rope": CacheScope.PROMPT,
-            "time_embed": CacheScope.CALL,
-            "norm_out.linear_1": CacheScope.CALL,
-            "norm_out.linear_2": CacheScope.CALL,
-        }
-        | TEXT_KEYS,
+        cached_modules=cached(call=("time_embed", "norm_out.linear_1", "norm_out.linear_2"), prompt=("rope",)) | TEXT_KEYS,
     ),
     tensor_plan={BLOCKS: block_plan("ff", norms=False) | {f"{norm}.linear_2": GATHER for norm in _MODULATION}},
     patching=Patching(video=True),

@@ -12,21 +12,13 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks, Values
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import (
-    COLUMN,
-    COLUMN_BY_HEADS,
-    GATHER,
-    NORM_BY_HEADS,
-    ROW,
-    ROW_BY_HEADS,
-    LayerCut,
-)
-from parallel_backend.families.parts.conditioning import count_blocks, text_and_pooled
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import JOINT, BlockList, Blocks, Values
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.patching import Patching
+from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, NORM_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
+from .parts.conditioning import count_blocks, text_and_pooled
+from .parts.key_map import WEIGHT, KeyMap
 
 NAME = "HiDream"
 DOUBLE, SINGLE, PROJECTIONS = "double_stream_blocks", "single_stream_blocks", "caption_projection"
@@ -71,26 +63,26 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.same(*(f"t_embedder.timestep_embedder.linear_{index}" for index in (1, 2)))
     keys.same(*(f"p_embedder.pooled_embedder.linear_{index}" for index in (1, 2)))
     keys.same("x_embedder.proj", "final_layer.linear", "final_layer.adaLN_modulation.1")
-    keys.same(*(f"{PROJECTIONS}.{index}.linear" for index in range(total + 1)), parameters=("weight",))
+    keys.same(*(f"{PROJECTIONS}.{index}.linear" for index in range(total + 1)), parameters=WEIGHT)
     for name, ends in ((DOUBLE, ("", "_t")), (SINGLE, ("",))):
         for index in range(config["num_layers" if name == DOUBLE else "num_single_layers"]):
             block = keys.inside(f"{name}.{index}.block.", f"{name}.{index}.block.")
             block.same("adaLN_modulation.1", *(f"attn1.to_{part}{end}" for part in ("q", "k", "v", "out") for end in ends))
-            block.same(*(f"attn1.{part}_rms_norm{end}" for part in "qk" for end in ends), parameters=("weight",))
-            block.same("ff_i.gate", parameters=("weight",))
+            block.same(*(f"attn1.{part}_rms_norm{end}" for part in "qk" for end in ends), parameters=WEIGHT)
+            block.same("ff_i.gate", parameters=WEIGHT)
             groups = [f"ff_i.{expert}" for expert in _EXPERTS] + ["ff_t"] * (name == DOUBLE)
-            block.same(*(f"{group}.{layer}" for group in groups for layer in _FEED_FORWARD), parameters=("weight",))
+            block.same(*(f"{group}.{layer}" for group in groups for layer in _FEED_FORWARD), parameters=WEIGHT)
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """See Inputs.conditioning. `context`: T5's tokens, and twice those of Llama's last layer, of which the second are in the
     place of each block's own. `llama` [B, layers, T, w].
     """
     width = config["caption_channels"]
     named = {**config, "joint_attention_dim": width[0], "pooled_projection_dim": config["text_emb_dim"]}
-    tensors = text_and_pooled(NAME, "QuadrupleCLIPLoader", named, given)
-    llama, layers = given.get("encoder_hidden_states_llama3"), max(config["llama_layers"]) + 1
+    tensors = text_and_pooled(NAME, "QuadrupleCLIPLoader", named, call)
+    llama, layers = call.get("encoder_hidden_states_llama3"), max(config["llama_layers"]) + 1
     if llama is None or llama.ndim != 4 or llama.shape[1] < layers or llama.shape[-1] != width[1]:
         found = "none" if llama is None else f"one of {list(llama.shape)}"
         raise ValueError(
@@ -103,8 +95,8 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
         "pooled": tensors["pooled"],
         "llama": llama[:, :layers],
     }
-    picture = given.get("image_cond")
-    return found if picture is None else found | reference_picture(picture, given["latent"][-1])
+    picture = call.get("image_cond")
+    return found if picture is None else found | reference_picture(picture, call["latent"][-1])
 
 
 def reference_picture(picture: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
@@ -163,8 +155,8 @@ VALUES = Values(text="to_v_t", image_argument="norm_hidden_states", text_argumen
 
 
 class _Inputs(Inputs):
-    def references(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
-        return [] if given.get("image_cond") is None else [given["image_cond"]]
+    def references(self, call: Mapping[str, Any]) -> list[torch.Tensor]:
+        return [] if call.get("image_cond") is None else [call["image_cond"]]
 
 
 class _Forward(Forward):
@@ -203,14 +195,11 @@ HIDREAM = Family(
         arguments=_arguments,
         time_embed=TimeEmbed("t_embedder"),
         output=lambda tokens: -rearrange(tokens, "b n (p c) -> b n (c p)", p=4),
-        cached_modules={
-            "t_embedder": CacheScope.CALL,
-            "p_embedder": CacheScope.PROMPT,
-            "pe_embedder": CacheScope.BAND,
-            f"{PROJECTIONS}.*": CacheScope.BAND,
-            "*.block.adaLN_modulation": CacheScope.CALL,
-            "final_layer.adaLN_modulation": CacheScope.CALL,
-        },
+        cached_modules=cached(
+            call=("t_embedder", "*.block.adaLN_modulation", "final_layer.adaLN_modulation"),
+            prompt=("p_embedder",),
+            band=("pe_embedder", f"{PROJECTIONS}.*"),
+        ),
     ),
     tensor_plan={
         DOUBLE: _plan(("", "_t"), (*_OF_IMAGE, "ff_t")),

@@ -10,19 +10,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
-from parallel_backend.families.base.tensor_plan import GATHER
-from parallel_backend.families.parts.conditioning import (
-    check_learned_variance,
-    count_blocks,
-    rotary_table,
-    text,
-    without_variance,
-)
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_plan
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import JOINT, BlockList, Blocks
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.step_inputs import Config, Shapes, StepInputs, image_tables
+from .base.tensor_plan import GATHER
+from .parts.conditioning import check_learned_variance, count_blocks, rotary_table, text, without_variance
+from .parts.cross_attention import TEXT_KEYS, block_plan
+from .parts.key_map import WEIGHT, KeyMap
 
 TRAINED = 32
 """Token rows and columns of the 512 x 512 picture that positions are made for."""
@@ -81,9 +75,8 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.tensor("text_embedding_padding")
     keys.tensor("time_extra_emb.pooler.positional_embedding", "pooler.positional_embedding")
     if config["use_style_cond_and_image_meta_size"]:
-        keys.copy({"time_extra_emb.style_embedder": "style_embedder"}, ("weight",))
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"blocks.{index}.", f"blocks.{index}.")
+        keys.copy({"time_extra_emb.style_embedder": "style_embedder"}, WEIGHT)
+    for index, block in enumerate(keys.each("blocks", "blocks", config["num_layers"])):
         block.copy(_BLOCK)
         block.split("attn1.Wqkv", {f"attn1.to_{part}": width for part in "qkv"})
         block.split("attn2.kv_proj", {f"attn2.to_{part}": width for part in "kv"})
@@ -102,19 +95,19 @@ class _Forward(Forward):
     weight_readers = ("time_extra_emb.pooler",)
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`context` [B, text_len, cross_attention_dim] of CLIP, `encoder_hidden_states_t5` [B, text_len_t5, ...], a mask of each
     [B, T], and where the model knows it `image_meta_size` [B, 6].
 
     ValueError for texts of other lengths: the class has a padding for each token.
     """
-    context = text("HunyuanDiT", config["cross_attention_dim"], given)
-    if any(name not in given for name in _TEXTS):
+    context = text("HunyuanDiT", config["cross_attention_dim"], call)
+    if any(name not in call for name in _TEXTS):
         raise ValueError(
             "positive, negative: this conditioning lacks T5's text or a mask, which HunyuanDiT needs. Encode the prompt "
             "with the CLIP of a HunyuanDiT checkpoint."
         )
-    tensors = {"context": context, **{name: given[name] for name in _TEXTS}}
+    tensors = {"context": context, **{name: call[name] for name in _TEXTS}}
     lengths = context.shape[1], tensors["encoder_hidden_states_t5"].shape[1]
     if lengths != (needed := (config["text_len"], config["text_len_t5"])):
         raise ValueError(
@@ -122,7 +115,7 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
             f"{needed[0]} and {needed[1]}. Shorten it, and do not concatenate conditionings."
         )
     known = config["use_style_cond_and_image_meta_size"]
-    return tensors | ({"image_meta_size": given["image_meta_size"]} if known else {})
+    return tensors | ({"image_meta_size": call["image_meta_size"]} if known else {})
 
 
 def _example(config: Config, _text_tokens: int) -> dict[str, torch.Tensor]:
@@ -206,8 +199,7 @@ HUNYUAN_DIT = Family(
         whole_latent=True,
         time_embed=TimeEmbed("time_extra_emb"),
         output=without_variance,
-        cached_modules={"text_embedder": CacheScope.PROMPT}
-        | dict.fromkeys(("time_extra_emb", "*.norm1.linear", "norm_out.linear"), CacheScope.CALL)
+        cached_modules=cached(call=("time_extra_emb", "*.norm1.linear", "norm_out.linear"), prompt=("text_embedder",))
         | TEXT_KEYS,
     ),
     half_dtypes=lambda _config: ("fp16", "bf16"),

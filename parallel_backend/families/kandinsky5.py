@@ -11,29 +11,20 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from parallel_backend.families.base.blocks import JOINT, BlockList, Blocks, Values
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    FolderLayout,
-    Forward,
-    Inputs,
-    Sizes,
-    Source,
-    TimeEmbed,
-)
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, text_and_pooled
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.rope import OPTION, rope_tensors
+from .base.blocks import JOINT, BlockList, Blocks, Values
+from .base.family import Family, FileLayout, FolderLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, text_and_pooled
+from .parts.key_map import WEIGHT, KeyMap
+from .parts.rope import OPTION, rope_tensors
 
 VISUAL, TEXT = "visual_transformer_blocks", "text_transformer_blocks"
 PRO_VIDEO, LARGE = 4096, 14080
 """Width of the Pro video model, and latent rows times columns from which on its positions lie closer together."""
 _QKV = ("to_query", "to_key", "to_value")
+_TEXT_KEYS = tuple(f"*.cross_attention.{layer}" for layer in ("to_key", "to_value", "key_norm"))
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -72,31 +63,29 @@ def _key_map(config: Config) -> dict[str, Source]:
         VISUAL: (config["num_visual_blocks"], "visual_modulation", ("self_attention", "cross_attention")),
     }
     for name, (count, modulation, attentions) in parts.items():
-        for index in range(count):
-            block = keys.inside(f"{name}.{index}.", f"{name}.{index}.")
+        for block in keys.each(name, name, count):
             block.same(f"{modulation}.out_layer")
-            block.same("feed_forward.in_layer", "feed_forward.out_layer", parameters=("weight",))
+            block.same("feed_forward.in_layer", "feed_forward.out_layer", parameters=WEIGHT)
             for attention in attentions:
                 block.same(*(f"{attention}.{layer}" for layer in (*_QKV, "out_layer")))
-                block.same(f"{attention}.query_norm", f"{attention}.key_norm", parameters=("weight",))
+                block.same(f"{attention}.query_norm", f"{attention}.key_norm", parameters=WEIGHT)
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """See Inputs.conditioning; `start` [B, C, t, H, W] takes the place of the latent's first frames, `unscaled` [B] bool
     says that positions are not brought closer."""
     named = {**config, "joint_attention_dim": config["in_text_dim"], "pooled_projection_dim": config["in_text_dim2"]}
-    tensors = text_and_pooled("Kandinsky 5", "DualCLIPLoader of type kandinsky5 or kandinsky5_image", named, given)
-    start = given.get("time_dim_replace")
-    tensors |= rope_tensors(given) | ({} if start is None else {"start": start})
+    tensors = text_and_pooled("Kandinsky 5", "DualCLIPLoader of type kandinsky5 or kandinsky5_image", named, call)
+    start = call.get("time_dim_replace")
+    tensors |= rope_tensors(call) | ({} if start is None else {"start": start})
     # With options of any kind ComfyUI's class does without its own scale.
     return tensors | (
-        {} if given.get(OPTION) is None else {"unscaled": torch.ones(len(tensors["context"]), dtype=torch.bool)}
+        {} if call.get(OPTION) is None else {"unscaled": torch.ones(len(tensors["context"]), dtype=torch.bool)}
     )
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
     if "start" not in tensors:
         return
     frames, *sides = VIDEO_PATCHING.grid(tuple(tensors["start"].shape))
@@ -207,17 +196,10 @@ def _family(name: str, native: str, video: bool) -> Family:
         forward=Forward(
             arguments=_arguments,
             time_embed=TimeEmbed("time_embeddings"),
-            cached_modules={
-                "text_embeddings": CacheScope.PROMPT,
-                "pooled_text_embeddings": CacheScope.PROMPT,
-                "time_embeddings": CacheScope.CALL,
-                f"{TEXT}.*": CacheScope.CALL,
-                "*.visual_modulation": CacheScope.CALL,
-                "*.cross_attention.to_key": CacheScope.CALL,
-                "*.cross_attention.to_value": CacheScope.CALL,
-                "*.cross_attention.key_norm": CacheScope.CALL,
-                "out_layer.modulation": CacheScope.CALL,
-            },
+            cached_modules=cached(
+                call=("time_embeddings", f"{TEXT}.*", "*.visual_modulation", *_TEXT_KEYS, "out_layer.modulation"),
+                prompt=("text_embeddings", "pooled_text_embeddings"),
+            ),
         ),
         tensor_plan={
             VISUAL: _plan("visual_modulation", "self_attention", "cross_attention"),

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCES_AT_ZERO, Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.references import ACCEPTS, AT_ZERO, reference_tensors
+from .base.blocks import BlockList, Blocks
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
+from .base.patching import Patching
+from .base.step_inputs import REFERENCES_AT_ZERO, Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, text
+from .parts.key_map import WEIGHT, KeyMap
+from .parts.references import ACCEPTS, AT_ZERO, reference_tensors
 
 BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
-_WEIGHT, _SCALE = ("weight",), {"weight": "scale"}
+_SCALE = {"weight": "scale"}
 _LAYERWISE, _REFINERS = "layerwise_blocks", "refiner_blocks"
 _LAYERS = {  # diffusers layer <- original layer
     "attn.to_q": "attn.wq",
@@ -83,7 +83,7 @@ def _configure(shapes: Shapes) -> Config:
 def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
     keys.copy(_OUTSIDE)
-    keys.copy({"text_fusion.projector": "txtfusion.projector"}, _WEIGHT)
+    keys.copy({"text_fusion.projector": "txtfusion.projector"}, WEIGHT)
     keys.copy({"txt_in.norm": "txtmlp.0", "final_layer.norm": "last.norm"}, _SCALE)
     keys.tensor("final_layer.scale_shift_table", "last.modulation.lin")
     lists = {
@@ -92,9 +92,8 @@ def _key_map(config: Config) -> dict[str, Source]:
         (f"text_fusion.{_REFINERS}", f"txtfusion.{_REFINERS}"): config["num_refiner_text_blocks"],
     }
     for (ours, theirs), count in lists.items():
-        for index in range(count):
-            block = keys.inside(f"{ours}.{index}.", f"{theirs}.{index}.")
-            block.copy(_LAYERS, _WEIGHT)
+        for block in keys.each(ours, theirs, count):
+            block.copy(_LAYERS, WEIGHT)
             block.copy(_NORMS, _SCALE)
             if ours == BLOCKS:
                 block.tensor("scale_shift_table", "mod.lin", flat=True)
@@ -126,13 +125,10 @@ def _modulation(modulation: torch.Tensor, step: StepInputs) -> torch.Tensor:
 
 
 def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
-    def empty(tokens: int) -> torch.Tensor:  # this forward looks at its inputs' shape before it embeds them
-        return step.timestep.new_zeros(len(step.timestep), tokens, 1, dtype=step.dtype)
-
     positions = step.positions()
     return {
-        "hidden_states": empty(len(step.image)) if step.x is None else step.x,
-        "encoder_hidden_states": empty(len(step.text)),
+        "hidden_states": step.image_tensor(),
+        "encoder_hidden_states": step.zeros(len(step.text)),  # `prepare` has the text; the forward reads its length
         "timestep": step.times,
         "position_ids": torch.cat((positions.new_zeros(len(step.text), 3), positions)),
     }
@@ -142,13 +138,13 @@ def _text_width(config: Config) -> int:
     return config["num_text_layers"] * config["text_hidden_dim"]
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = {"context": text("Krea 2", _text_width(config), given)}
-    method = given.get("ref_latents_method")
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {"context": text("Krea 2", _text_width(config), call)}
+    method = call.get("ref_latents_method")
     if method is None:
         return tensors
     method = AT_ZERO if method == AT_ZERO else "index"  # ComfyUI's class knows these two
-    return tensors | reference_tensors(PATCHING, given | {"ref_latents_method": method}, method, methods=(method,))
+    return tensors | reference_tensors(PATCHING, call | {"ref_latents_method": method}, method, methods=(method,))
 
 
 def _check_grid(grid: tuple[int, ...], _tensors: dict[str, torch.Tensor]) -> None:
@@ -190,12 +186,7 @@ KREA2 = Family(
     ),
     forward=_Forward(
         arguments=_arguments,
-        cached_modules={
-            "rotary_emb": CacheScope.BAND,
-            "text_fusion": CacheScope.PROMPT,
-            "time_embed": CacheScope.CALL,
-            "time_mod_proj": CacheScope.CALL,
-        },
+        cached_modules=cached(call=("time_embed", "time_mod_proj"), prompt=("text_fusion",), band=("rotary_emb",)),
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan={BLOCKS: _PLAN},

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, TEXT, TEXT_TO_IMAGE, BlockList, Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
+from .base.blocks import IMAGE, IMAGE_TO_TEXT, TEXT, TEXT_TO_IMAGE, BlockList, Blocks
+from .base.family import (
     Family,
     FileLayout,
     Forward,
@@ -22,21 +21,16 @@ from parallel_backend.families.base.family import (
     Sizes,
     Source,
     TextModel,
+    cached,
+    header_arguments,
 )
-from parallel_backend.families.base.patching import Companion, Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes
-from parallel_backend.families.base.tensor_plan import (
-    COLUMN,
-    COLUMN_BY_HEADS,
-    NORM_BY_HEADS,
-    ROW,
-    ROW_BY_HEADS,
-    TABLE_BY_HEADS,
-)
-from parallel_backend.families.parts import ltx2_inputs, ltx2_text
-from parallel_backend.families.parts.conditioning import count_blocks
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.ltx_patchifier import Patchifier
+from .base.patching import Companion, Patching
+from .base.step_inputs import Config, Shapes
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, TABLE_BY_HEADS
+from .parts import ltx2_inputs, ltx2_text
+from .parts.conditioning import count_blocks
+from .parts.key_map import BOTH, WEIGHT, KeyMap
+from .parts.ltx_patchifier import Patchifier
 
 HEADS = 32
 """Attention heads of both streams in every LTX-2. Nothing in the weights shows it."""
@@ -66,17 +60,14 @@ _TABLES = {
 }
 HEADER = HeaderConfig(  # what ComfyUI's LTXAVModel reads
     values={
+        **header_arguments("in_channels", "attention_head_dim", "cross_attention_dim", "ff_bias", "num_layers"),
+        **header_arguments(
+            *(f"audio_{name}" for name in ("in_channels", "attention_head_dim", "cross_attention_dim", "ff_bias"))
+        ),
+        **header_arguments("caption_channels", "use_keyframes_abs_pos_embedding"),
         "image_model": lambda _config: ("ltxav",),
-        "in_channels": lambda config: (config["in_channels"],),
-        "audio_in_channels": lambda config: (config["audio_in_channels"],),
         "num_attention_heads": lambda _config: (HEADS,),
         "audio_num_attention_heads": lambda _config: (HEADS,),
-        "attention_head_dim": lambda config: (config["attention_head_dim"],),
-        "audio_attention_head_dim": lambda config: (config["audio_attention_head_dim"],),
-        "cross_attention_dim": lambda config: (config["cross_attention_dim"],),
-        "audio_cross_attention_dim": lambda config: (config["audio_cross_attention_dim"],),
-        "num_layers": lambda config: (config["num_layers"],),
-        "caption_channels": lambda config: (config["caption_channels"],),
         "positional_embedding_theta": lambda _config: (10000.0,),
         "positional_embedding_max_pos": lambda _config: ((20, 2048, 2048),),
         "audio_positional_embedding_max_pos": lambda _config: ((20,),),
@@ -94,9 +85,6 @@ HEADER = HeaderConfig(  # what ComfyUI's LTXAVModel reads
         "use_prompt_adaln_single": lambda config: (
             (config["use_prompt_adaln_single"],) if config["cross_attn_mod"] else (True, False)
         ),
-        "ff_bias": lambda config: (config["ff_bias"],),
-        "audio_ff_bias": lambda config: (config["audio_ff_bias"],),
-        "use_keyframes_abs_pos_embedding": lambda config: (config["use_keyframes_abs_pos_embedding"],),
         **ltx2_text.HEADER,
     },
     others=True,
@@ -162,8 +150,8 @@ def _key_map(config: Config) -> dict[str, Source]:
         keys.tensor(table)
     if config["use_keyframes_abs_pos_embedding"]:
         keys.tensor("keyframes_abs_pos_embedding")
-    for index in range(config["num_layers"]):
-        _block_keys(keys.inside(f"{BLOCKS}.{index}.", f"{BLOCKS}.{index}."), config)
+    for block in keys.each(BLOCKS, BLOCKS, config["num_layers"]):
+        _block_keys(block, config)
     return keys.sources
 
 
@@ -174,12 +162,12 @@ def _block_keys(block: KeyMap, config: Config) -> None:
         block.tensor(f"{stream}scale_shift_table")
         if config["cross_attn_mod"]:
             block.tensor(f"{stream}prompt_scale_shift_table")
-        parameters = ("weight", "bias") if config[f"{stream}ff_bias"] else ("weight",)
+        parameters = BOTH if config[f"{stream}ff_bias"] else WEIGHT
         block.same(f"{stream}ff.net.0.proj", f"{stream}ff.net.2", parameters=parameters)
     for name in (*ATTENTIONS, *_CROSS):
         attention = block.inside(f"{name}.", f"{name}.")
         attention.same("to_q", "to_k", "to_v", "to_out.0", *(("to_gate_logits",) if config["gated_attn"] else ()))
-        attention.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, ("weight",))
+        attention.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, WEIGHT)
 
 
 class _Sizes(Sizes):
@@ -189,7 +177,6 @@ class _Sizes(Sizes):
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    """See Inputs.example."""
     widths = zip(("context", "sound_context"), ltx2_inputs.text_widths(config), strict=True)
     return {name: torch.randn(1, text_tokens, width) for name, width in widths} | {
         "seconds": torch.full((1,), 1.0 / ltx2_inputs.FRAME_RATE)
@@ -239,12 +226,11 @@ LTX2 = Family(
     ),
     forward=Forward(
         arguments=ltx2_inputs.arguments,
-        cached_modules={
-            **dict.fromkeys(ROPES, CacheScope.BAND),
-            **dict.fromkeys((*_TIMES, *_PROMPT_TIMES), CacheScope.CALL),
-            **dict.fromkeys([f"*.attn2.{layer}" for layer in ("to_k", "to_v", "norm_k")], CacheScope.CALL),
-            **dict.fromkeys(("caption_projection", "audio_caption_projection"), CacheScope.PROMPT),
-        },
+        cached_modules=cached(
+            call=(*_TIMES, *_PROMPT_TIMES, *(f"*.attn2.{layer}" for layer in ("to_k", "to_v", "norm_k"))),
+            prompt=("caption_projection", "audio_caption_projection"),
+            band=ROPES,
+        ),
     ),
     tensor_plan={
         BLOCKS: _plan(),

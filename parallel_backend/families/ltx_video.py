@@ -9,24 +9,16 @@ from typing import Any
 import torch
 
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import (
-    CacheScope,
-    Family,
-    FileLayout,
-    Forward,
-    HeaderConfig,
-    Inputs,
-    Sizes,
-    Source,
-)
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import TABLE_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, text
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.ltx_patchifier import Patchifier
+
+from .base.blocks import Blocks
+from .base.family import Family, FileLayout, Forward, HeaderConfig, Inputs, Sizes, Source, cached, header_arguments
+from .base.patching import Patching
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import TABLE_BY_HEADS
+from .parts.conditioning import count_blocks, text
+from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from .parts.key_map import WEIGHT, KeyMap
+from .parts.ltx_patchifier import Patchifier
 
 HEADS = 32
 """Attention heads of every model of this family. Nothing in the weights shows it."""
@@ -44,13 +36,9 @@ PATCHING = Patching(side=1, video=True)
 
 HEADER = HeaderConfig(  # what ComfyUI's LTXVModel reads, beside `settings`
     values={
+        **header_arguments("in_channels", "attention_head_dim", "cross_attention_dim", "caption_channels", "num_layers"),
         "image_model": lambda _config: ("ltxv",),
-        "in_channels": lambda config: (config["in_channels"],),
         "num_attention_heads": lambda _config: (HEADS,),
-        "attention_head_dim": lambda config: (config["attention_head_dim"],),
-        "cross_attention_dim": lambda config: (config["cross_attention_dim"],),
-        "caption_channels": lambda config: (config["caption_channels"],),
-        "num_layers": lambda config: (config["num_layers"],),
         "positional_embedding_theta": lambda _config: (10000.0,),
         "positional_embedding_max_pos": lambda _config: ((20, 2048, 2048),),
         "vae_scale_factors": lambda _config: (PIXELS,),
@@ -94,36 +82,35 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.copy(_OUTSIDE)
     keys.same("caption_projection.linear_1", "caption_projection.linear_2", "proj_out")
     keys.tensor("scale_shift_table")
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{BLOCKS}.{index}.", f"{BLOCKS}.{index}.")
+    for block in keys.each(BLOCKS, BLOCKS, config["num_layers"]):
         block.tensor("scale_shift_table")
         block.same("ff.net.0.proj", "ff.net.2")
         for attention in (block.inside("attn1.", "attn1."), block.inside("attn2.", "attn2.")):
             attention.same(*_SAME)
-            attention.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, ("weight",))
+            attention.copy({"norm_q": "q_norm", "norm_k": "k_norm"}, WEIGHT)
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`context` [B, T, caption_channels], `frame_rate` [B]; `mask` [B, T] bool, which text may be seen; `keyframes`
     [B, 3, K, 2] in pixels, of the last K tokens. ValueError for guides that want an attention of their own.
 
     `denoise_mask` has made the timesteps already. It is only looked at for marks of tokens that are left out.
     """
-    context = text("LTX-Video", config["caption_channels"], given)
-    tensors = {"context": context, "frame_rate": torch.full((len(context),), float(given.get("frame_rate", FRAME_RATE)))}
-    if (mask := given.get("attention_mask")) is not None:
+    context = text("LTX-Video", config["caption_channels"], call)
+    tensors = {"context": context, "frame_rate": torch.full((len(context),), float(call.get("frame_rate", FRAME_RATE)))}
+    if (mask := call.get("attention_mask")) is not None:
         if mask.is_floating_point():
             raise ValueError("positive, negative: a text mask of weights cannot be forwarded. Use one of zeros and ones.")
         tensors["mask"] = mask.reshape(len(context), -1).bool()
-    if (keyframes := given.get("keyframe_idxs")) is not None and keyframes.shape[2]:
-        for guide in given.get("guide_attention_entries") or ():
+    if (keyframes := call.get("keyframe_idxs")) is not None and keyframes.shape[2]:
+        for guide in call.get("guide_attention_entries") or ():
             if guide["strength"] != 1.0 or guide["pixel_mask"] is not None:
                 raise ValueError(
                     "positive, negative: a guide with a mask, or a strength other than 1, cannot be forwarded to Parallel "
                     "DiT's ranks in this version. Use a strength of 1 and no mask in LTXVAddGuide."
                 )
-        if (given["denoise_mask"] < 0).any():
+        if (call["denoise_mask"] < 0).any():
             raise ValueError(
                 "positive, negative: a guide of a lower resolution (IC-LoRA) cannot be forwarded to Parallel DiT's ranks in "
                 "this version. Use one of the video's own size."
@@ -133,7 +120,6 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
-    """See Inputs.example."""
     return {"context": torch.randn(1, text_tokens, config["caption_channels"]), "frame_rate": torch.full((1,), FRAME_RATE)}
 
 
@@ -206,7 +192,7 @@ LTX_VIDEO = Family(
     ),
     forward=Forward(
         arguments=_arguments,
-        cached_modules={"rope": CacheScope.BAND, "caption_projection": CacheScope.PROMPT} | TEXT_KEYS,
+        cached_modules=cached(prompt=("caption_projection",), band=("rope",)) | TEXT_KEYS,
     ),
     tensor_plan={BLOCKS: block_plan("ff"), "rope": {"": TABLE_BY_HEADS}},
     patching=PATCHING,

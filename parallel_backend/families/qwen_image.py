@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCES_AT_ZERO, TEXT_MASK, Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, rotary_table, text
-from parallel_backend.families.parts.flux_blocks import rope_axes
-from parallel_backend.families.parts.key_map import KeyMap
-from parallel_backend.families.parts.references import ACCEPTS, AT_ZERO, METHODS, reference_tensors
+from .base.blocks import BlockList, Blocks
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.patching import Patching
+from .base.step_inputs import REFERENCES_AT_ZERO, TEXT_MASK, Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, rotary_table, text
+from .parts.flux_blocks import rope_axes
+from .parts.key_map import WEIGHT, KeyMap
+from .parts.references import ACCEPTS, AT_ZERO, METHODS, reference_tensors
 
 BLOCKS, PATCHING = "transformer_blocks", Patching(video=True)
 EDIT_2511 = "__index_timestep_zero__"
@@ -61,13 +61,12 @@ def _configure(shapes: Shapes) -> Config:
 def _key_map(config: Config) -> dict[str, Source]:
     keys = KeyMap()
     if config["use_additional_t_cond"]:
-        keys.same(LAYERED, parameters=("weight",))
+        keys.same(LAYERED, parameters=WEIGHT)
     keys.same("img_in", "txt_in", "norm_out.linear", "proj_out", *_TIME)
-    keys.same("txt_norm", parameters=("weight",))
-    for index in range(config["num_layers"]):
-        block = keys.inside(f"{BLOCKS}.{index}.", f"{BLOCKS}.{index}.")
+    keys.same("txt_norm", parameters=WEIGHT)
+    for block in keys.each(BLOCKS, BLOCKS, config["num_layers"]):
         block.same(*_PLAN)
-        block.same(*_NORMS, parameters=("weight",))
+        block.same(*_NORMS, parameters=WEIGHT)
     return keys.sources
 
 
@@ -113,11 +112,11 @@ def _modulate_index(_index: None, step: StepInputs) -> torch.Tensor | None:
     return None if references is None else references[None]
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = {"context": text("Qwen-Image", config["joint_attention_dim"], given)}
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {"context": text("Qwen-Image", config["joint_attention_dim"], call)}
     method = "negative_index" if config["use_layer3d_rope"] else AT_ZERO if config["zero_cond_t"] else "index"
-    tensors |= reference_tensors(PATCHING, given, method, centred=True, methods=(*METHODS, AT_ZERO))
-    mask = given.get("attention_mask")
+    tensors |= reference_tensors(PATCHING, call, method, centred=True, methods=(*METHODS, AT_ZERO))
+    mask = call.get("attention_mask")
     return tensors if mask is None else tensors | {TEXT_MASK: mask.bool()}
 
 
@@ -150,8 +149,7 @@ QWEN_IMAGE = Family(
     forward=_Forward(
         arguments=_arguments,
         time_embed=TimeEmbed("time_text_embed"),
-        cached_modules={"pos_embed": CacheScope.BAND}
-        | dict.fromkeys(("time_text_embed", "*.img_mod", "*.txt_mod", "norm_out.linear"), CacheScope.CALL),
+        cached_modules=cached(call=("time_text_embed", "*.img_mod", "*.txt_mod", "norm_out.linear"), band=("pos_embed",)),
     ),
     tensor_plan={BLOCKS: _PLAN},
     patching=PATCHING,

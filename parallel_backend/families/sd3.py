@@ -7,12 +7,12 @@ import math
 from functools import partial
 from typing import Any
 
-from parallel_backend.families.base.blocks import IMAGE, JOINT, BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from parallel_backend.families.parts.conditioning import count_blocks, example, hidden, text_and_pooled
-from parallel_backend.families.parts.key_map import KeyMap
+from .base.blocks import IMAGE, JOINT, BlockList, Blocks
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.step_inputs import Config, Shapes, StepInputs
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
+from .parts.conditioning import count_blocks, example, hidden, text_and_pooled
+from .parts.key_map import WEIGHT, KeyMap
 
 HEAD = 64
 """Width of a head in every model of this family. The weights show it only where there are query norms."""
@@ -87,7 +87,7 @@ def _attention(
     keys.split(f"{name}.qkv", {f"{name}.{part}": hidden(config) for part in qkv})
     if config["qk_norm"] is not None:
         original = (f"{name}.ln_q", f"{name}.ln_k")
-        keys.copy(dict(zip((f"{name}.{norm}" for norm in norms), original, strict=True)), ("weight",))
+        keys.copy(dict(zip((f"{name}.{norm}" for norm in norms), original, strict=True)), WEIGHT)
     keys.copy({f"{name}.{out}": f"{name}.proj"} if out else {})
 
 
@@ -133,9 +133,8 @@ SD3 = Family(
         arguments=_arguments,
         whole_latent=True,
         time_embed=TimeEmbed("time_text_embed"),
-        cached_modules=dict.fromkeys(
-            ("time_text_embed", "context_embedder", "*.norm1.linear", "*.norm1_context.linear", "norm_out.linear"),
-            CacheScope.CALL,
+        cached_modules=cached(
+            call=("time_text_embed", "context_embedder", "*.norm1.linear", "*.norm1_context.linear", "norm_out.linear")
         ),
     ),
     half_dtypes=lambda _config: ("fp16", "bf16"),

@@ -8,18 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.blocks import Blocks
-from parallel_backend.families.base.family import CacheScope, Family, FileLayout, Forward, Inputs, Sizes, Source
-from parallel_backend.families.base.step_inputs import (
-    REFERENCE_POSITIONS,
-    REFERENCES,
-    Config,
-    Shapes,
-    StepInputs,
-    image_tables,
-)
-from parallel_backend.families.parts import wan
-from parallel_backend.families.parts.cross_attention import TEXT_KEYS, block_list, block_plan
+from .base.blocks import Blocks
+from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
+from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs, image_tables
+from .parts import wan
+from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
 
 VARIANTS = {  # see wan.kind: another class in ComfyUI, and another or none in diffusers
     "s2v": "Wan S2V",
@@ -27,7 +20,6 @@ VARIANTS = {  # see wan.kind: another class in ComfyUI, and another or none in d
     "wandancer": "WanDancer",
 }
 """Those that cannot run."""
-EMBEDDER = {"condition_embedder.text_embedder": CacheScope.CALL}
 PICTURE = "reference_picture"
 """Conditioning tensor [B, 2] int64: rows and columns, in latent pixels, of the picture that REFERENCES are of."""
 
@@ -45,16 +37,16 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """As wan.conditioning, with REFERENCES and REFERENCE_POSITIONS (frame, row, column, number of the source), and PICTURE
     if they are Fun Control's. Models without weights for that ignore it, as the native ones do."""
-    tensors, latents = wan.conditioning(config, given), given.get("context_latents")
-    picture = None if config["reference_channels"] is None else given.get("reference_latent")
+    tensors, latents = wan.conditioning(config, call), call.get("context_latents")
+    picture = None if config["reference_channels"] is None else call.get("reference_latent")
     if not latents and picture is None:
         return tensors
     if latents and picture is not None:
         raise ValueError("positive, negative: references in context and a reference picture cannot be forwarded at once.")
-    if given.get("denoise_mask") is not None:
+    if call.get("denoise_mask") is not None:
         raise ValueError("positive, negative: references cannot be forwarded together with a noise mask.")
     if picture is not None:
         packed, place = wan.packed(picture[:, :, None])
@@ -76,7 +68,6 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
     if PICTURE in tensors:
         wan.check_sizes("the reference picture", (1, *grid[1:]), (1, *tensors[PICTURE][0].tolist()))
 
@@ -84,7 +75,7 @@ def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     # Of the first stage.
     references = {"references": step.tensors.get(REFERENCES), "own": PICTURE in step.tensors}
-    return wan.arguments(step, config) | {"positions": step.tensors.get(REFERENCE_POSITIONS), "embedded": references}
+    return wan.arguments(step, config) | {"positions": step.tensors.get(REFERENCE_POSITIONS), "patch_inputs": references}
 
 
 WAN = Family(
@@ -135,7 +126,7 @@ WAN = Family(
     forward=Forward(
         arguments=_arguments,
         whole_latent=True,
-        cached_modules={"rope": CacheScope.PROMPT, "condition_embedder": CacheScope.CALL} | EMBEDDER | TEXT_KEYS,
+        cached_modules=cached(call=("condition_embedder", "condition_embedder.text_embedder"), prompt=("rope",)) | TEXT_KEYS,
     ),
     half_dtypes=lambda _config: ("fp16", "bf16"),
     tensor_plan={"blocks": block_plan("ffn")},

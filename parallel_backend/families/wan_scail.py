@@ -6,10 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.family import CacheScope, Source
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
-from parallel_backend.families.parts import wan
-
+from .base.family import Source, cached
+from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
+from .parts import wan
 from .wan import WAN
 
 ASIDE = 120.0
@@ -28,13 +27,13 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """As Wan's and, where there are any: `mask` [B, mask_channels, T, H, W] of the video; REFERENCES, of pictures and the
     pose, with their masks; REFERENCE_POSITIONS [B, R, 7]: frame, row, column (the pose's are its own), whether it is of the
     pose, whether it has a mask, rows and columns of the pose.
     """
-    tensors, masks = wan.conditioning(config, given), config["mask_channels"]
-    videos = {name: given.get(name) for name in ("reference_latent", "pose_latents", "ref_mask_latents", "sam_latents")}
+    tensors, masks = wan.conditioning(config, call), config["mask_channels"]
+    videos = {name: call.get(name) for name in ("reference_latent", "pose_latents", "ref_mask_latents", "sam_latents")}
     for name, video in videos.items():
         if video is not None and (video.shape[-2] % 2 or video.shape[-1] % 2):
             raise ValueError(f"positive, negative: '{name}' has an odd size in latent pixels. Use multiples of 16.")
@@ -43,7 +42,7 @@ def _conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tens
     if picture_mask is not None:
         tensors["mask"] = picture_mask[:, :, count:]
         picture_mask = picture_mask[:, :, :count]
-    replaces = given.get("ref_mask_flag") is not None and not bool(given["ref_mask_flag"])
+    replaces = call.get("ref_mask_flag") is not None and not bool(call["ref_mask_flag"])
     # Only differences of positions count: the video's begin at frame 0.
     earlier, below = (max(count - 1, 0), ASIDE) if replaces else (count, 0.0)
     found = [
@@ -70,12 +69,6 @@ def _reference(
     return packed, torch.cat((places + torch.tensor(shift), rest.expand(len(places), -1)), dim=1)
 
 
-def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid."""
-    if "mask" in tensors:
-        wan.check_sizes("the mask of the characters", grid, tensors["mask"].shape[2:])
-
-
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     positions, kinds = step.tensors.get(REFERENCE_POSITIONS), None
     if positions is not None:
@@ -88,7 +81,7 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
         inside = torch.where(kinds[..., :1] > 0, middles, places[..., 1:])
         positions = torch.cat((places[..., :1], inside, torch.zeros_like(places[..., :1])), dim=-1)
     embedded = {"mask": step.tensors.get("mask"), "references": step.tensors.get(REFERENCES), "kinds": kinds}
-    return wan.arguments(step, config) | {"positions": positions, "embedded": embedded}
+    return wan.arguments(step, config) | {"positions": positions, "patch_inputs": embedded}
 
 
 WAN_SCAIL = replace(
@@ -110,7 +103,7 @@ WAN_SCAIL = replace(
     inputs=replace(
         WAN.inputs,
         conditioning=_conditioning,
-        check_grid=_check_grid,
+        check_grid=wan.size_check("mask", "the mask of the characters"),
         accepts=(
             *wan.ACCEPTS,
             "reference_latent",
@@ -124,6 +117,6 @@ WAN_SCAIL = replace(
     forward=replace(
         WAN.forward,
         arguments=_arguments,
-        cached_modules=WAN.forward.cached_modules | {"patch_embedding.mask": CacheScope.PROMPT},
+        cached_modules={**WAN.forward.cached_modules, **cached(prompt=("patch_embedding.mask",))},
     ),
 )

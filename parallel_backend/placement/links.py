@@ -48,7 +48,7 @@ class Links:
         return max(self.link(one, two).seconds(size), crossing)
 
     def exchange(self, groups: Iterable[Sequence[int]], size: float) -> float:
-        """Seconds in which every device of every group sends `size` bytes, evenly to the others of its group."""
+        """Seconds of an all-to-all in every group at once: every device sends `size` bytes, evenly to the others."""
         slowest, crossing = 0.0, [0.0, 0.0]
         for group in groups:
             part = size / (len(group) - 1)
@@ -60,8 +60,8 @@ class Links:
         return max(slowest, max(crossing) / self.bridge if self.bridge else 0.0)
 
     def shift(self, groups: Iterable[Sequence[int]], size: float) -> float:
-        """Seconds in which every device of every group sends `size` bytes to the next one, the last to the first."""
-        slowest, crossing = 0.0, 0
+        """Seconds of a ring step in every group at once: every device sends `size` bytes to the next one in the ring."""
+        slowest = crossing = 0.0
         for group in groups:
             ring = list(pairwise([*group, group[0]]))
             slowest = max(slowest, *(self.link(*pair).seconds(size) for pair in ring))
@@ -69,35 +69,34 @@ class Links:
         return max(slowest, crossing * size / self.bridge if self.bridge else 0.0)
 
     def all_reduce(self, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Seconds in which every group adds up tensors of `size` bytes, one of each device, so that all have the sum."""
+        """Seconds of an all-reduce in every group at once, of one tensor of `size` bytes on each device."""
         count = len(groups[0])
         return 2 * (count - 1) * self.shift(groups, size / count)
 
 
 def alike(devices: int, link: Link) -> dict[tuple[int, int], Link]:
-    """Links of which all are equal."""
+    """Equal links between all devices."""
     return {(one, two): link for one in range(devices) for two in range(one + 1, devices)}
 
 
-def links_of(found: Sequence[LinksProbed]) -> Links:
-    """The links as the ranks timed them.
+def links_of(probes: Sequence[LinksProbed]) -> Links:
+    """The links as the ranks timed them, by rank.
 
-    Their crowding is the seconds of an exchange of all devices, over what it would take without disturbing each other.
+    Their crowding is the seconds of an exchange of all devices, divided by the seconds that quiet links would take for it.
     """
-    between = {(rank.rank, other): fit(times) for rank in found for other, times in rank.links.items()}
+    between = {(probe.rank, other): fit(times) for probe in probes for other, times in probe.links.items()}
     if not between:
         return Links({})
-    size = max(SIZES)
-    alone = Links(between).exchange([range(len(found))], size * (len(found) - 1))
-    together = max(rank.together for rank in found)
-    return Links(between, max(1.0, together / alone))
+    quiet = Links(between).exchange([range(len(probes))], max(SIZES) * (len(probes) - 1))
+    together = max(probe.together for probe in probes)
+    return Links(between, max(1.0, together / quiet))
 
 
 def fit(times: Sequence[tuple[int, float]]) -> Link:
     """The line through (bytes, seconds) with the least squares of relative errors, so that small transfers count too.
 
-    Neither figure comes out negative or endless: the latency is at most the smallest transfer's, the bandwidth at least
-    what the largest one shows on the whole.
+    The latency lies between 0 and the seconds of the smallest transfer. The bandwidth is finite, and at least the largest
+    transfer's bytes over its seconds.
     """
     weights = [1 / seconds**2 for _, seconds in times]
     total = sum(weights)

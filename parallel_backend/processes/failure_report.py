@@ -4,12 +4,15 @@ import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from parallel_backend.wire import messages as m
 
 from .failure_text import died, explained, failed
 from .local import Ranks
 from .watchdog import Verdict
+
+E = TypeVar("E", bound=BaseException)
 
 ROOT_CAUSE_SECONDS = 1.0
 """How long to look for the root cause after a rank reports that a transfer failed: the rank that died explains more."""
@@ -27,7 +30,7 @@ class LinksDown(RankError):
         self.backend = backend
 
 
-def again(error: Exception) -> Exception:
+def again(error: E) -> E:
     """A copy of the error, to be raised to someone else: it does not keep alive what the error was raised through before."""
     return copy.copy(error)
 
@@ -65,14 +68,15 @@ class FailureReport:
 
     def root_cause(self) -> RankError | None:
         """The error that names the rank at fault; None while another rank may still explain more."""
+        assert self._since is not None, "nothing has failed"
         reported = {failure.rank for failure in self._failures}
         ended = {rank: how for rank in range(len(self._ranks.names)) if (how := self._ranks.how_ended(rank)) is not None}
-        own = [failure for failure in self._failures if not failure.peer]
+        first_hand = [failure for failure in self._failures if not failure.peer]
         late = time.monotonic() - self._since > ROOT_CAUSE_SECONDS
         # One that has ended may have said why: what it sent last is read first, until its connection's end.
         died_unheard = [rank for rank in ended if rank not in reported and (late or rank in self._cut_off)]
-        if own:
-            failure = own[0]
+        if first_hand:
+            failure = first_hand[0]
             return self._error(failed(self._name(failure.rank), failure.doing, failure.summary), failure.traceback)
         if died_unheard:
             return self._died(died_unheard[0], ended[died_unheard[0]])

@@ -49,8 +49,7 @@ class Gathers:
     def add(self, request_id: int | None, rank: int, reply: Any) -> None:
         """A rank's reply. One that nobody waits for is dropped. BadMessage for one of another type than was asked for."""
         with self._lock:
-            gather = self._open.get(request_id)
-            if gather is None:
+            if request_id is None or (gather := self._open.get(request_id)) is None:
                 return
             if type(reply) is not gather.reply:
                 raise BadMessage(f"{type(reply).__name__} in reply to a request for {gather.reply.__name__}")

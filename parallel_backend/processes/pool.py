@@ -89,7 +89,8 @@ class Pool:
         self._numbers = itertools.count(1)  # of models
         self._newest = 0  # the newest of them
         self._order = threading.RLock()  # held by who sends: messages that ranks need all of have one order on all ranks
-        self._depth, self._cut_short = 0, None  # of `together` inside each other, and the first error between messages
+        self._depth = 0  # of `together` inside each other
+        self._cut_short: BaseException | None = None  # the first error between messages
         self._closing = False
         self._gathers = Gathers(len(devices))
         self._start_id, ready = self._gathers.open(m.Ready)
@@ -223,9 +224,7 @@ class Pool:
 
     def refuse(self, rank: int, why: str) -> Exception:
         """End the pool: what the rank sent cannot be, and nothing else from it is to be trusted. The error, to be raised."""
-        if self.error is None:
-            self._fail(self._failures.refusal(rank, why))
-        return self.error
+        return self.error or self._fail(self._failures.refusal(rank, why))
 
     def close(self, politely: bool = True) -> None:
         """End all ranks: politely, then by force. Idempotent.
@@ -244,10 +243,12 @@ class Pool:
         if self.error is not None:
             raise again(self.error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> Exception:
+        """End the pool, with the error that says most. That error."""
         error = self._watchdog_thread.error or error
         log.warning("%s", str(error).partition("\n")[0])
         self._end(error)
+        return error
 
     def _end(self, error: Exception) -> None:
         """Kill all, and let go whoever waits for them."""
@@ -301,8 +302,8 @@ class Pool:
                 return
             if self._watchdog_thread.error is not None:
                 self._fail(self._watchdog_thread.error)
-            elif self._failures.pending and (error := self._failures.root_cause()) is not None:
-                self._fail(error)
+            elif self._failures.pending and (cause := self._failures.root_cause()) is not None:
+                self._fail(cause)
 
     def _receive_from(self, rank: int) -> bool:
         """Receive a message and hand it on; False where the connection has ended."""
@@ -324,8 +325,12 @@ class Pool:
             case m.Output() | m.Loading():
                 if model is None or model > self._newest:
                     raise m.BadMessage(f"{type(message).__name__} of a model that is not there")
-                if (place := self._models.get(model)) is not None:  # else it has been let go meanwhile
-                    (place.on_output if isinstance(message, m.Output) else place.on_loading)(message)
+                if (listener := self._models.get(model)) is None:  # the model has been let go meanwhile
+                    return
+                if isinstance(message, m.Output):
+                    listener.on_output(message)
+                else:
+                    listener.on_loading(message)
             case m.Failure():
                 self._failures.note_failure(message)
             case m.Ready():

@@ -126,11 +126,11 @@ class RayRanks:
         key = secrets.token_bytes(KEY_BYTES)
         self._reception = Listener(host, key, len(start.devices))
         listener = socket.create_server((host, 0))  # the store would listen on every address
-        rendezvous = listener.getsockname()
+        address, port = listener.getsockname()
         self._store = dist.TCPStore(
-            *rendezvous, is_master=True, wait_for_workers=False, timeout=start.timeout, master_listen_fd=listener.detach()
+            address, port, is_master=True, wait_for_workers=False, timeout=start.timeout, master_listen_fd=listener.detach()
         )
-        ready = {"address": self._reception.address, "rendezvous": rendezvous, "key": key.hex()}
+        ready = {"address": self._reception.address, "rendezvous": (address, port), "key": key.hex()}
         self._news.send_bytes(json.dumps(ready).encode())
         try:
             callers = self._reception.receive(START_SECONDS, self._check_start)

@@ -145,7 +145,7 @@ class Watchdog:
         if len(self._ready) < len(self._beats):
             return self._late(seconds)
         progress = sum(beat.progress for beat in self._beats if beat is not None)
-        busy = [rank for rank, beat in enumerate(self._beats) if beat is not None and beat.doing != m.IDLE]
+        busy = {rank: beat for rank, beat in enumerate(self._beats) if beat is not None and beat.doing != m.IDLE}
         steps = [((model, step[0]), step[1]) for (model, _), step in self._steps.items() if step is not None]
         slow = any(reply in SLOW_REPLIES for reply in awaited)
         gets_on = self._moved or progress != self._progress
@@ -160,7 +160,7 @@ class Watchdog:
         limit = max(self.first if new else self.stall, self.factor * self._longest)
         if self._stalled < limit:
             return None
-        ranks = tuple(rank for rank in busy if not self._beats[rank].waiting)
+        ranks = tuple(rank for rank, beat in busy.items() if not beat.waiting)
         did = "came no further"
         if not ranks:
             ranks, did = (tuple(busy), "waited for each other") if busy else (self._all, "left a request unanswered")

@@ -25,7 +25,7 @@ HANDLE_FOLLOWS = b"\0"
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 Borrowed = Callable[[torch.Tensor], Callable[[], None]]
@@ -117,7 +117,7 @@ class Channel:
             envelope = self._receive()
             if self._on_borrowed is None or not isinstance(envelope.message, OpenSegment):
                 return envelope
-            self._borrow(envelope.message, envelope.model)
+            self._borrow(envelope.message, envelope.model, self._on_borrowed)
 
     def return_segments(self, model: int | None = None) -> None:
         """Let the segments go that are borrowed for `model`, or for any: no tensor in them will be read any more.
@@ -128,14 +128,14 @@ class Channel:
             if owner is not None and model in (None, owner):
                 self.return_segment(number)
 
-    def _borrow(self, message: OpenSegment, model: int | None) -> None:
+    def _borrow(self, message: OpenSegment, model: int | None, on_borrowed: Borrowed) -> None:
         if message.number in self._borrowed or len(self._borrowed) == MAX_SEGMENTS or message.nbytes > MAX_SEGMENT_BYTES:
             raise BadMessage(f"segment {message.number} of {message.nbytes} bytes beside {len(self._borrowed)} others")
         try:
             segment = open_segment(message, None if message.name else self._handle())
         except (ValueError, OSError) as error:
             raise BadMessage(f"a segment of shared memory that cannot be opened: {error}") from error
-        self._let_go[message.number] = self._on_borrowed(segment.memory)
+        self._let_go[message.number] = on_borrowed(segment.memory)
         self._borrowed[message.number], self._models[message.number] = segment, model
 
     def return_segment(self, number: int) -> None:

@@ -149,7 +149,8 @@ class Encoding:
 
         `borrowed`: segments of shared memory that tensors may lie in.
         """
-        arriving, numbers = _Arriving(borrowed), []
+        arriving = _Arriving(borrowed)
+        numbers: list[int] = []
         try:
             value = json.loads(header)
         except (ValueError, RecursionError) as error:
@@ -173,7 +174,7 @@ class Encoding:
     def _make(self, hint: Any) -> _Kind:
         if hint in _PLAIN:
             return _PLAIN[hint]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return self._record(hint)
         origin, arguments = get_origin(hint), get_args(hint)
         if origin in (Union, UnionType) and len(arguments) == 2 and NoneType in arguments:

@@ -95,8 +95,6 @@ def make_segment(number: int, nbytes: int) -> Segment:
 def open_segment(opened: OpenSegment, handle: int | None) -> Segment:
     """The other end of a segment; closes `handle`. ValueError or OSError for one that is not as `opened` says."""
     if handle is None:
-        if sys.platform != "win32":
-            raise ValueError("a segment with a name")
         return Segment(opened.number, _named(opened.name, opened.nbytes))
     import fcntl
 
@@ -111,6 +109,8 @@ def open_segment(opened: OpenSegment, handle: int | None) -> Segment:
 
 
 def _named(name: str, nbytes: int) -> torch.Tensor:
+    if sys.platform != "win32":
+        raise ValueError("a segment with a name")
     return torch.frombuffer(mmap.mmap(-1, nbytes, tagname=name), dtype=torch.uint8)
 
 

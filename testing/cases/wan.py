@@ -72,7 +72,7 @@ def _reference(model, x, timestep, tensors):
     }
     if REFERENCES in tensors:  # diffusers has none: our own class, in one piece
         embedded = {"references": tensors[REFERENCES], "own": PICTURE in tensors}
-        out = model(**arguments, positions=tensors[REFERENCE_POSITIONS], embedded=embedded)[0]
+        out = model(**arguments, positions=tensors[REFERENCE_POSITIONS], patch_inputs=embedded)[0]
     else:
         out = of_diffusers(model)(**arguments)[0]
     return out[..., :height, :width]

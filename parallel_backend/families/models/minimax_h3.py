@@ -5,14 +5,17 @@ Pruned files have no time embedding. Their adaLN layers read the coordinates of 
 table over time.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from diffusers import MiniMaxH3Transformer3DModel as Published
-from diffusers.configuration_utils import register_to_config
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3TransformerBlock
 from torch import nn
 
 from parallel_backend.families.parts.minimax_conditioning import KINDS
+
+from .constructors import extends
 
 
 class Block(MiniMaxH3TransformerBlock):
@@ -56,52 +59,12 @@ class OutputNorm(nn.Module):
 class MiniMaxH3Transformer3DModel(Published):
     """`adaln_curve_grid`: rows of the table of pruned files. None: the time is embedded. Else as diffusers' class."""
 
-    @register_to_config
-    def __init__(
-        self,
-        num_attention_heads: int = 56,
-        attention_head_dim: int = 128,
-        hidden_size: int = 5376,
-        num_layers: int = 50,
-        num_refiner_layers: int = 2,
-        ffn_dim: int = 14336,
-        in_channels: int = 24,
-        audio_in_channels: int = 32,
-        patch_size: tuple[int, int, int] = (1, 2, 2),
-        text_dim: int = 5120,
-        freq_dim: int = 256,
-        time_embed_hidden_dim: int = 5376,
-        time_embed_dim: int = 2688,
-        rope_freq_dim: int = 16,
-        rope_theta: float = 10000.0,
-        norm_eps: float = 1e-5,
-        qk_norm_eps: float = 1e-5,
-        final_norm_eps: float = 1e-5,
-        adaln_curve_grid: int | None = None,
-    ):
-        super().__init__(
-            num_attention_heads,
-            attention_head_dim,
-            hidden_size,
-            num_layers,
-            num_refiner_layers,
-            ffn_dim,
-            in_channels,
-            audio_in_channels,
-            patch_size,
-            text_dim,
-            freq_dim,
-            time_embed_hidden_dim,
-            time_embed_dim,
-            rope_freq_dim,
-            rope_theta,
-            norm_eps,
-            qk_norm_eps,
-            final_norm_eps,
-        )
+    @extends(Published)
+    def __init__(self, *, adaln_curve_grid: int | None = None, **published: Any):
+        super().__init__(**published)
         if adaln_curve_grid is not None:
             del self.time_embedder
-            self.adaln_t_table = nn.Parameter(torch.zeros(adaln_curve_grid, time_embed_dim))
+            self.adaln_t_table = nn.Parameter(torch.zeros(adaln_curve_grid, self.config.time_embed_dim))
         for block in self.transformer_blocks:
             block.__class__ = Block
         self.norm_out = OutputNorm(self.norm_out)

@@ -4,30 +4,22 @@ Parts are diffusers'. A variant replaces `patch_embedding`, `blocks` or both. Se
 one behind the other, so that all of them go wherever the token goes. Reference tokens come behind the video's.
 """
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import diffusers
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import register_to_config
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
 
+from .constructors import extends
 from .wan_rotary import RotaryProcessor
 from .wan_text import GuidedProcessor, GuidedText
 
-
-def register_variant(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorator of a variant's constructor `init(self, *, own arguments, **wan)`: register_to_config, for which Wan's
-    arguments are its own too."""
-    own = inspect.signature(init).parameters.values()
-    wan = inspect.signature(diffusers.WanTransformer3DModel.__init__).parameters.values()
-    init.__signature__ = inspect.Signature([*wan, *(each for each in own if each.kind is each.KEYWORD_ONLY)])
-    return register_to_config(init)
+register_variant = extends(diffusers.WanTransformer3DModel)
+"""Decorator of a variant's constructor."""
 
 
 class WanVariant(diffusers.WanTransformer3DModel):
@@ -40,6 +32,23 @@ class WanVariant(diffusers.WanTransformer3DModel):
         for block in self.blocks:
             block.attn1.processor, block.attn2.processor = RotaryProcessor(), GuidedProcessor()
 
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+        return self.config.num_attention_heads * self.config.attention_head_dim
+
+    @property
+    def block_settings(self) -> tuple[Any, ...]:
+        """Arguments of the constructor of diffusers' block."""
+        config = self.config
+        further = (config.qk_norm, config.cross_attn_norm, config.eps, config.added_kv_proj_dim)
+        return self.width, config.ffn_dim, config.num_attention_heads, *further
+
+    def patches(self, channels: int) -> nn.Conv3d:
+        """A patch embedding [b, channels, T, H, W] -> [b, width, frames, rows, columns]."""
+        patch = tuple(self.config.patch_size)
+        return nn.Conv3d(channels, self.width, kernel_size=patch, stride=patch)
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -47,8 +56,8 @@ class WanVariant(diffusers.WanTransformer3DModel):
         encoder_hidden_states: torch.Tensor,
         encoder_hidden_states_image: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
-        embedded: dict[str, Any] | None = None,
-        given: dict[str, Any] | None = None,
+        patch_inputs: dict[str, Any] | None = None,
+        block_inputs: dict[str, Any] | None = None,
         away: torch.Tensor | None = None,
         normalized: torch.Tensor | None = None,
         rope: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
@@ -65,8 +74,8 @@ class WanVariant(diffusers.WanTransformer3DModel):
         batch, _, *sizes = hidden_states.shape
         frames, rows, columns = (size // side for size, side in zip(sizes, self.config.patch_size, strict=True))
         rotary_emb = self.rope(hidden_states, positions, *rope)
-        given = self.block_arguments(hidden_states, timestep, **(given or {}))
-        hidden_states = self.patch_embedding(hidden_states, **(embedded or {}))
+        block_arguments = self.block_arguments(hidden_states, timestep, **(block_inputs or {}))
+        hidden_states = self.patch_embedding(hidden_states, **(patch_inputs or {}))
         times = timestep.shape[1] if timestep.ndim == 2 else None
         if away is not None and away.shape[-1] == self.config.text_dim:
             # Before the text, whose embedding may be kept from a micro-step before.
@@ -80,7 +89,7 @@ class WanVariant(diffusers.WanTransformer3DModel):
         if away is not None:
             text = GuidedText(text, away, normalized)
         for block in self.blocks:
-            hidden_states = block(hidden_states, text, modulation, rotary_emb, **given)
+            hidden_states = block(hidden_states, text, modulation, rotary_emb, **block_arguments)
         hidden_states = hidden_states[:, : frames * rows * columns, : temb.shape[-1]]
         table = self.scale_shift_table if times is None else self.scale_shift_table[None]
         shift, scale = (table + temb.unsqueeze(-2)).unbind(-2)
@@ -90,9 +99,9 @@ class WanVariant(diffusers.WanTransformer3DModel):
         out = hidden_states.view(batch, frames, rows, columns, *self.config.patch_size, -1)
         return (out.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(batch, -1, *sizes),)
 
-    def block_arguments(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **given: Any) -> dict[str, Any]:
-        """What the blocks are given behind the arguments that all of Wan's have. `hidden_states`: the latent."""
-        return given
+    def block_arguments(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **block_inputs: Any) -> dict[str, Any]:
+        """Arguments of the blocks in addition to those that every Wan block has. `hidden_states`: the latent."""
+        return block_inputs
 
 
 class WanTransformer3DModel(WanVariant):
@@ -104,8 +113,9 @@ class WanTransformer3DModel(WanVariant):
     @register_variant
     def __init__(self, *, reference_channels: int | None = None, **wan: Any):
         super().__init__(**wan)
-        width, patch = self.config.num_attention_heads * self.config.attention_head_dim, tuple(self.config.patch_size)
-        self.patch_embedding = Patches(self.config.in_channels, reference_channels, width, patch)
+        self.patch_embedding = Patches(
+            self.config.in_channels, reference_channels, self.width, tuple(self.config.patch_size)
+        )
 
 
 class Rope(WanRotaryPosEmbed):

@@ -41,18 +41,16 @@ class WanAnimateTransformer3DModel(WanVariant):
     ):
         super().__init__(**wan)
         config = self.config
-        width = config.num_attention_heads * config.attention_head_dim
-        block = (width, config.ffn_dim, config.num_attention_heads, config.qk_norm, config.cross_attn_norm, config.eps)
-        self.patch_embedding = PosedPatches(config.in_channels, latent_channels, width, tuple(config.patch_size))
+        self.patch_embedding = PosedPatches(self.patches(config.in_channels), self.patches(latent_channels))
         self.faces = FaceMotion(
             WanAnimateMotionEncoder(
                 motion_encoder_size, motion_style_dim, motion_dim, motion_encoder_dim, channels=motion_encoder_channel_sizes
             ),
-            WanAnimateFaceEncoder(motion_encoder_dim, width, face_encoder_hidden_dim, face_encoder_num_heads),
+            WanAnimateFaceEncoder(motion_encoder_dim, self.width, face_encoder_hidden_dim, face_encoder_num_heads),
             motion_encoder_batch_size,
         )
         self.blocks = nn.ModuleList(
-            AnimateBlock(*block, config.added_kv_proj_dim, face=index % inject_face_latents_blocks == 0)
+            AnimateBlock(*self.block_settings, face=index % inject_face_latents_blocks == 0)
             for index in range(config.num_layers)
         )
 
@@ -75,10 +73,9 @@ class WanAnimateTransformer3DModel(WanVariant):
 class PosedPatches(nn.Module):
     """Patch embedding of the video, to which that of the pose is added from the second frame on."""
 
-    def __init__(self, channels: int, pose_channels: int, width: int, patch: tuple[int, ...]):
+    def __init__(self, video: nn.Conv3d, pose: nn.Conv3d):
         super().__init__()
-        self.video = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
-        self.pose = nn.Conv3d(pose_channels, width, kernel_size=patch, stride=patch)
+        self.video, self.pose = video, pose
 
     def forward(self, video: torch.Tensor, pose: torch.Tensor | None) -> torch.Tensor:
         """[b, C, T, H, W] and [b, 16, t, H, W] -> [b, n, width]."""

@@ -24,11 +24,8 @@ class WanAnimate2(WanVariant):
     @register_variant
     def __init__(self, **wan: Any):
         super().__init__(**wan)
-        config = self.config
-        width = config.num_attention_heads * config.attention_head_dim
-        block = (width, config.ffn_dim, config.num_attention_heads, config.qk_norm, config.cross_attn_norm, config.eps)
-        self.patch_embedding = PosePatches(config.in_channels, width, tuple(config.patch_size))
-        self.blocks = nn.ModuleList(Animate2Block(*block, config.added_kv_proj_dim) for _ in range(config.num_layers))
+        self.patch_embedding = PosePatches(self.patches(self.config.in_channels))
+        self.blocks = nn.ModuleList(Animate2Block(*self.block_settings) for _ in range(self.config.num_layers))
 
     def block_arguments(
         self,
@@ -62,9 +59,9 @@ class WanAnimate2(WanVariant):
 class PosePatches(nn.Module):
     """Patch embedding of the video, and by the same weights of the pose."""
 
-    def __init__(self, channels: int, width: int, patch: tuple[int, ...]):
+    def __init__(self, video: nn.Conv3d):
         super().__init__()
-        self.video = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
+        self.video = video
 
     def forward(self, video: torch.Tensor, pose: torch.Tensor | None) -> torch.Tensor:
         """[b, 36, T, H, W] and [b, 16, T - 1, H, W] -> [b, n, 2 width]. Zeros where there is no pose."""

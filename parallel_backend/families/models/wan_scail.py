@@ -14,19 +14,16 @@ class WanSCAIL(WanVariant):
     @register_variant
     def __init__(self, *, mask_channels: int | None = None, **wan: Any):
         super().__init__(**wan)
-        config = self.config
-        width = config.num_attention_heads * config.attention_head_dim
-        self.patch_embedding = CharacterPatches(config.in_channels, mask_channels, width, tuple(config.patch_size))
+        video, pose = (self.patches(self.config.in_channels) for _ in range(2))
+        self.patch_embedding = CharacterPatches(video, pose, None if mask_channels is None else self.patches(mask_channels))
 
 
 class CharacterPatches(nn.Module):
     """Patch embedding of the video and pictures by the same weights, of the pose by others; masks are added."""
 
-    def __init__(self, channels: int, mask_channels: int | None, width: int, patch: tuple[int, ...]):
+    def __init__(self, video: nn.Conv3d, pose: nn.Conv3d, mask: nn.Conv3d | None):
         super().__init__()
-        self.video = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
-        self.pose = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
-        self.mask = None if mask_channels is None else nn.Conv3d(mask_channels, width, kernel_size=patch, stride=patch)
+        self.video, self.pose, self.mask = video, pose, mask
 
     def forward(
         self,

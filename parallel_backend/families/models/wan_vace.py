@@ -28,23 +28,19 @@ class WanVACETransformer3DModel(WanVariant):
         **wan: Any,
     ):
         super().__init__(**wan)
-        config = self.config
-        width = config.num_attention_heads * config.attention_head_dim
-        block = (width, config.ffn_dim, config.num_attention_heads, config.qk_norm, config.cross_attn_norm, config.eps)
-        self.patch_embedding = ControlledPatches(config.in_channels, vace_in_channels, width, tuple(config.patch_size))
+        self.patch_embedding = ControlledPatches(self.patches(self.config.in_channels), self.patches(vace_in_channels))
         self.blocks = nn.ModuleList(
-            VaceBlock(*block, config.added_kv_proj_dim, control=index in vace_layers, first=index == 0)
-            for index in range(config.num_layers)
+            VaceBlock(*self.block_settings, control=index in vace_layers, first=index == 0)
+            for index in range(self.config.num_layers)
         )
 
 
 class ControlledPatches(nn.Module):
     """Patch embedding of the latent and of its control video, as two streams."""
 
-    def __init__(self, channels: int, control_channels: int, width: int, patch: tuple[int, ...]):
+    def __init__(self, video: nn.Conv3d, control: nn.Conv3d):
         super().__init__()
-        self.video = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
-        self.control = nn.Conv3d(control_channels, width, kernel_size=patch, stride=patch)
+        self.video, self.control = video, control
 
     def forward(self, video: torch.Tensor, control: torch.Tensor | None) -> torch.Tensor:
         """[b, C, T, H, W] and [b, control channels, T, H, W] (None: zeros) -> [b, n, 2 width]."""

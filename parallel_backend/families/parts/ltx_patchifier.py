@@ -1,4 +1,5 @@
-"""An attribute of ComfyUI's native LTX models, with which its BaseModel makes a time for each token."""
+"""Stand-in for the patchifiers of ComfyUI's native LTX models, with which ComfyUI's BaseModel makes a time for each
+token."""
 
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from parallel_backend.families.base.patching import Companion, Patching
 
 @dataclass(frozen=True)
 class Patchifier:
-    """Of the video's latent, or of its sound's."""
+    """Patchifier of the video's latent or of the sound's."""
 
     patching: Patching | Companion
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import HeaderConfig
+from parallel_backend.families.base.family import HeaderConfig, header_arguments
 from parallel_backend.families.base.patching import Patching
 from parallel_backend.families.base.step_inputs import (
     REFERENCE_POSITIONS,
@@ -20,7 +20,7 @@ from parallel_backend.families.base.step_inputs import (
     StepInputs,
 )
 from parallel_backend.families.parts.conditioning import count_blocks, hidden, text
-from parallel_backend.families.parts.key_map import KeyMap
+from parallel_backend.families.parts.key_map import WEIGHT, KeyMap
 from parallel_backend.families.parts.rope import FREQUENCY, OPTION, rope_tensors
 
 PATCHING = Patching(video=True)
@@ -34,7 +34,7 @@ PROMPT = 512
 ACCEPTS = ("clip_fea", "denoise_mask")
 """`Inputs.accepts`: arguments of ComfyUI's model call that `conditioning` knows. The mask has made the frames' timesteps."""
 TEXT_GUIDANCE = "text_guidance"
-"""Among what `conditioning` gets: (text [B, U, text_dim], settings [B, 3]) of normalized attention guidance."""
+"""Entry of ComfyUI's transformer_options: (text [B, U, text_dim], settings [B, 3]) of normalized attention guidance."""
 OPTIONS = (OPTION, FREQUENCY)
 """`Inputs.options`, of the variants whose native class scales all positions alike."""
 MARKS = {  # a variant's name -> a key that only it has, in the order in which ComfyUI looks for them
@@ -49,21 +49,16 @@ MARKS = {  # a variant's name -> a key that only it has, in the order in which C
     "reference": "ref_conv.weight",
 }
 _HEADER = {  # arguments of ComfyUI's WanModel, and what its supported_models asks for
+    **header_arguments("ffn_dim", "freq_dim", "text_dim", "num_layers", "patch_size", "cross_attn_norm"),
     "image_model": lambda _config: ("wan2.1",),
     "causal_ar": lambda _config: (False,),
     "dim": lambda config: (config["num_attention_heads"] * HEAD,),
     "num_heads": lambda config: (config["num_attention_heads"],),
-    "ffn_dim": lambda config: (config["ffn_dim"],),
-    "freq_dim": lambda config: (config["freq_dim"],),
-    "text_dim": lambda config: (config["text_dim"],),
     "text_len": lambda _config: (PROMPT,),
     "in_dim": lambda config: (config["in_channels"],),
     "out_dim": lambda config: (config["out_channels"],),
-    "num_layers": lambda config: (config["num_layers"],),
-    "patch_size": lambda config: (config["patch_size"],),
     "window_size": lambda _config: ((-1, -1),),
     "qk_norm": lambda _config: (True,),
-    "cross_attn_norm": lambda config: (config["cross_attn_norm"],),
     "eps": lambda _config: (1e-6,),
     "flf_pos_embed_token_number": lambda config: (config["pos_embed_seq_len"],),
     "in_dim_ref_conv": lambda _config: (None,),
@@ -124,8 +119,8 @@ def key_map(config: Config, patches: str) -> KeyMap:
         picture.copy(_PICTURE)
     if config["pos_embed_seq_len"] is not None:
         picture.tensor("pos_embed", "emb_pos")
-    for index in range(config["num_layers"]):
-        add_block(keys.inside(f"blocks.{index}.", f"blocks.{index}."), config)
+    for block in keys.each("blocks", "blocks", config["num_layers"]):
+        add_block(block, config)
     return keys
 
 
@@ -136,13 +131,13 @@ def add_block(block: KeyMap, config: Config) -> None:
     block.copy({"norm2": "norm3"} if config["cross_attn_norm"] else {})
     for attention in (block.inside("attn1.", "self_attn."), block.inside("attn2.", "cross_attn.")):
         attention.copy(_ATTENTION)
-        attention.same("norm_q", "norm_k", parameters=("weight",))
+        attention.same("norm_q", "norm_k", parameters=WEIGHT)
     if config["added_kv_proj_dim"] is not None:
         attention.copy({"add_k_proj": "k_img", "add_v_proj": "v_img"})
-        attention.copy({"norm_added_k": "norm_k_img"}, ("weight",))
+        attention.copy({"norm_added_k": "norm_k_img"}, WEIGHT)
 
 
-def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """See Inputs.conditioning.
 
     `context` [B, T, text_dim] and, for models with layers for it, `picture` [B, P, image_dim]: CLIP's tokens. With
@@ -151,10 +146,10 @@ def conditioning(config: Config, given: dict[str, Any]) -> dict[str, torch.Tenso
 
     ValueError for text that the class cannot tell from the picture, and for CLIP output of another model.
     """
-    context, picture = text("Wan", config["text_dim"], given), given.get("clip_fea")
-    more = rope_tensors(given)
-    if TEXT_GUIDANCE in given:
-        away, settings = given[TEXT_GUIDANCE]
+    context, picture = text("Wan", config["text_dim"], call), call.get("clip_fea")
+    more = rope_tensors(call)
+    if TEXT_GUIDANCE in call:
+        away, settings = call[TEXT_GUIDANCE]
         width = (
             hidden(config) if away.shape[-1] == hidden(config) else config["text_dim"]
         )  # the native model has embedded it
@@ -200,6 +195,16 @@ def check_sizes(what: str, grid: tuple[int, ...], sizes: tuple[int, ...]) -> Non
             f"positive, negative: {what} is made for a latent of {found} (frames, rows, columns), the latent_image takes "
             f"{wanted}. Give both nodes the same length, width and height, and those in multiples of 16."
         )
+
+
+def size_check(name: str, what: str) -> Callable[[tuple[int, ...], dict[str, torch.Tensor]], None]:
+    """`Inputs.check_grid` for the conditioning tensor `name` [B, C, T, H, W], which must have the latent's sizes."""
+
+    def check(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
+        if name in tensors:
+            check_sizes(what, grid, tensors[name].shape[2:])
+
+    return check
 
 
 def native_values(config: Config) -> dict[str, Any]:

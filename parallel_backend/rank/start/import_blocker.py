@@ -1,4 +1,4 @@
-"""Imports that do without some packages."""
+"""Imports as if some packages were not installed."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def blocked_imports(*packages: str) -> Iterator[None]:
-    """Within it these packages cannot be imported, as if they were not installed. Those imported before stay."""
+    """Within it these packages cannot be imported. Packages that were imported before stay."""
     blocked = [package for package in packages if package not in sys.modules]
     sys.modules.update(dict.fromkeys(blocked))
     try:

@@ -1,5 +1,5 @@
-"""A rank's own log: what it prints, what it logs, what it crashes with. The standard library alone: it is opened before
-torch is imported."""
+"""A rank's log file, with all that the process prints and logs, and the stack of a crash. This module needs the standard
+library alone, since the log is opened before torch is imported."""
 
 import contextlib
 import faulthandler
@@ -11,10 +11,9 @@ from pathlib import Path
 
 
 def write_log(path: Path, name: str) -> None:
-    """From now on all that this process prints, logs and crashes with goes to the end of `path`.
+    """From now on append all that this process prints and logs, and the stack of a crash, to `path`.
 
-    Warnings are also shown where they were until now, marked with `name`. Where there are signals, SIGUSR1 adds the
-    stacks of all threads.
+    Warnings also go to the process's console, marked with `name`. On POSIX the signal SIGUSR1 appends all threads' stacks.
     """
     handlers: list[logging.Handler] = []
     with contextlib.suppress(OSError):  # a process without a console
