@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .base.blocks import Blocks
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import Config, Rows, Shapes, StepInputs, image_tables
 from .base.tensor_plan import GATHER

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .base.blocks import JOINT, BlockList, Blocks
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs, image_tables
 from .base.tensor_plan import GATHER
 from .parts.conditioning import check_learned_variance, count_blocks, rotary_table, text, without_variance

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from .base.blocks import JOINT, BlockList, Blocks, Values
-from .base.family import Family, FileLayout, FolderLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, FolderLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS

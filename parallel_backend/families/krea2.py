@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .base.blocks import BlockList, Blocks
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import REFERENCES_AT_ZERO, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS

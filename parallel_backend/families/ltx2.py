@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .base.blocks import IMAGE, IMAGE_TO_TEXT, TEXT, TEXT_TO_IMAGE, BlockList, Blocks
-from .base.family import Family, FileLayout, Forward, HeaderConfig, Inputs, Sizes, Source, cached, header_arguments
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
 from .base.patching import Companion, Patching
 from .base.step_inputs import Config, Shapes
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, TABLE_BY_HEADS, LayerCut

@@ -11,7 +11,8 @@ import torch
 from parallel_backend.core.spans import Span
 
 from .base.blocks import Blocks
-from .base.family import Family, FileLayout, Forward, HeaderConfig, Inputs, Sizes, Source, cached, header_arguments
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import TABLE_BY_HEADS

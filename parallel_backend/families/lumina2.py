@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .base.blocks import IMAGE, JOINT, BlockList, Blocks
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
 from .parts import next_dit

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from .base.blocks import BlockList, Blocks
-from .base.family import Family, FileLayout, Finish, Forward, HeaderConfig, Inputs, Sizes, Source, cached, header_arguments
+from .base.family import Family, Finish, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
 from .base.patching import Latents
 from .base.step_inputs import REFERENCES, Config, Shapes
 from .base.tensor_plan import COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS, WIDTH, CutKind, LayerCut

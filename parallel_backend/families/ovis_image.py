@@ -12,7 +12,8 @@ import torch
 
 from parallel_backend.core.spans import Span
 
-from .base.family import Family, FileLayout, FolderLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed
+from .base.file_layout import FileLayout, FolderLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, GATHER, ROW, WIDTH, CutKind, LayerCut

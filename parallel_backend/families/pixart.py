@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .base.blocks import Blocks
-from .base.family import Family, FileLayout, FolderLayout, Forward, Inputs, Sizes, Source, cached
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, FolderLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts.conditioning import check_learned_variance, count_blocks, hidden, text, without_variance
 from .parts.cross_attention import TEXT_KEYS, block_list, block_plan

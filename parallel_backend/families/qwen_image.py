@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .base.blocks import BlockList, Blocks
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import REFERENCES_AT_ZERO, TEXT_MASK, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS

@@ -7,7 +7,8 @@ import math
 from typing import Any
 
 from .base.blocks import IMAGE, JOINT, BlockList, Blocks
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
 from .parts.conditioning import count_blocks, example, hidden, joint_widths, text_and_pooled

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from .base.blocks import Blocks
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, Source
 from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, ArgumentCut, Config, Shapes, StepInputs, image_tables
 from .parts import wan
 from .parts.cross_attention import TEXT_KEYS, block_list, block_plan

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from .base.family import FolderLayout, Source, cached
+from .base.family import cached
+from .base.file_layout import FolderLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN_BY_HEADS, ROW_BY_HEADS
 from .parts import wan

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from .base.blocks import PAIRED
-from .base.family import Source
+from .base.file_layout import Source
 from .base.step_inputs import Config, StepInputs, image_tables
 from .parts import wan
 from .parts.conditioning import hidden

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from .base.family import Source, cached
+from .base.family import cached
+from .base.file_layout import Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts import wan
 from .wan import WAN

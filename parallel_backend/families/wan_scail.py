@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .base.family import Source, cached
+from .base.family import cached
+from .base.file_layout import Source
 from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
 from .parts import wan
 from .wan import WAN

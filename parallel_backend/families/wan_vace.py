@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from .base.blocks import JOINT
-from .base.family import FolderLayout, Source, cached
+from .base.family import cached
+from .base.file_layout import FolderLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import GATHER
 from .parts import wan

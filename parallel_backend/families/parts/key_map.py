@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from parallel_backend.core.spans import Span
 
-from ..base.family import Source
+from ..base.file_layout import Source
 
 BOTH = ("weight", "bias")
 WEIGHT = ("weight",)

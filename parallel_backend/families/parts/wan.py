@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..base.family import HeaderConfig, header_arguments
+from ..base.file_layout import HeaderConfig, header_arguments
 from ..base.patching import Patching
 from ..base.step_inputs import REFERENCE_POSITIONS, REFERENCES, ROPE, ROPE_FREQUENCY, Config, Shapes, StepInputs
 from .conditioning import count_blocks, hidden, text
