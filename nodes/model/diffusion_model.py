@@ -139,14 +139,14 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.patch_size = values.get("patch_size", checkpoint.family.patching.side)
         if "in_channels" in checkpoint.config:  # RenormCFG reads it
             self.in_channels = checkpoint.config["in_channels"]
-        self._made = True
+        self._finished = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         """ValueError if another node replaces one of the native model's layers or functions.
 
         Private names that the model does not have, such as `_is_torch_compile`, may be set.
         """
-        known = name in self.__dict__ or "_made" not in self.__dict__
+        known = name in self.__dict__ or "_finished" not in self.__dict__
         if not known and (not name.startswith("_") or hasattr(type(self), name)):
             _refuse_inside(name)
         super().__setattr__(name, value)
