@@ -44,10 +44,7 @@ class ParallelizeModel:
                     "MODEL", "From Load Diffusion Model, Load Checkpoint or another loader; other nodes may stand between."
                 ),
                 "gpus": whole_number(
-                    0,
-                    0,
-                    MAX_DEGREE,
-                    "How many GPUs, the first ones; 0 for all. Under --cpu: CPU processes, and 0 is one.",
+                    0, 0, MAX_DEGREE, "How many GPUs, the first ones; 0 for all. Under --cpu: CPU processes, and 0 is one."
                 ),
                 "mode": choice(
                     list(MODES),

@@ -30,7 +30,7 @@ OPTIONAL_SETTINGS = {
         True,
         "Move the other bands' keys, one step old, on to the present step: much closer to the unpipelined picture, for "
         "twice the memory of the K/V buffers. Only under samplers that draw no noise between steps.",
-    ),
+    )
 }
 MODEL = link("MODEL", "From Parallel DiT Loader or Parallelize Model; LoRA loaders may stand between.")
 

@@ -53,14 +53,14 @@ class ParallelSelfTest:
                     "auto",
                     "auto (every GPU; two ranks on the only one; two CPU ranks without any), or a list such as "
                     "cuda:0,cuda:1.",
-                ),
+                )
             },
             "optional": {
                 "model": link(
                     "MODEL",
                     "From Parallel DiT Loader or Parallelize Model: its file is sampled with in ComfyUI, on one GPU and on "
                     "all. Degrees and dtype do not count.",
-                ),
+                )
             },
         }
 

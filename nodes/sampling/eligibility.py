@@ -19,13 +19,7 @@ from ..model.diffusion_model import RemoteDiffusionModel
 from ..model.fun_control import fun_controls
 from ..model.run_shapes import Shapes, shapes_of_run
 from ..ui.other_nodes import name_of, named, nodes_of
-from .known_local import (
-    PIXEL_WISE_GUIDERS,
-    PIXEL_WISE_MASKS,
-    WHOLE_GUIDERS,
-    is_known_guidance,
-    looks_at_the_whole,
-)
+from .known_local import PIXEL_WISE_GUIDERS, PIXEL_WISE_MASKS, WHOLE_GUIDERS, is_known_guidance, looks_at_the_whole
 from .known_samplers import why_global
 from .noise import WholeNoise
 

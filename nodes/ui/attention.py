@@ -10,13 +10,7 @@ from parallel_backend.core.validate import check_attention
 
 log = logging.getLogger(__name__)
 
-OURS = {
-    "pytorch": SDPA,
-    "flash": "flash",
-    "sage": "sage",
-    "xformers": "xformers",
-    "comfy_kitchen_int8": "comfy_kitchen",
-}
+OURS = {"pytorch": SDPA, "flash": "flash", "sage": "sage", "xformers": "xformers", "comfy_kitchen_int8": "comfy_kitchen"}
 """ComfyUI's name of a kernel (register_attention_function) -> name of the ranks' kernel."""
 FLAGS = {"use_split_cross_attention": "split", "use_quad_cross_attention": "sub_quad"}
 """Start flags of ComfyUI -> its name of their kernel. Ranks do not have these kernels, which save memory."""

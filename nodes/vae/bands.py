@@ -59,11 +59,12 @@ def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: Poo
         needed = int(vae.memory_used_decode(counted(cut, latent.shape), dtype) * share)
     make_room(pool, needed)
     on_piece = partial(comfy.utils.ProgressBar(len(latent) * pieces).update, 1)
+    run_tiles = partial(remote.run_tiles, poll=check_cancelled, bytes_needed=needed)
     with shared_output(pool, (len(latent), *shape[1:]), _output_dtype(vae)) as (images, shared):
         for index, entry in enumerate(entries):
             target = images[index : index + 1]
             if cut.kind.independent:
-                decode_in_tiles(model, entry, remote, target, check_cancelled, needed, on_piece)
+                decode_in_tiles(model, entry, target, run_tiles, on_piece)
             else:
                 scale = cut.weights.scale
                 remote.run(entry, scale, target, check_cancelled, shared=shared, bytes_needed=needed, on_piece=on_piece)
@@ -121,11 +122,12 @@ def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: Poo
         needed = int(vae.memory_used_encode(counted(cut, whole.shape), dtype) * share)
     make_room(pool, needed)
     on_piece = partial(comfy.utils.ProgressBar(len(entries) * pieces).update, 1)
+    run_tiles = partial(remote.run_tiles, poll=check_cancelled, bytes_needed=needed)
     latents = []
     for entry in entries:
         x = known.before(model, vae.process_input(entry).to("cpu", dtype))
         if cut.kind.independent:
-            latent = encode_in_tiles(model, x, remote, check_cancelled, needed, on_piece)
+            latent = encode_in_tiles(model, x, run_tiles, on_piece)
         else:
             latent = torch.empty(shape, dtype=dtype)
             remote.run(x, cut.weights.scale, latent, check_cancelled, bytes_needed=needed, on_piece=on_piece)

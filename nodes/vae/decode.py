@@ -41,10 +41,7 @@ class ParallelVAEDecode:
     @classmethod
     def INPUT_TYPES(cls):
         return {
-            "required": {
-                "samples": link("LATENT", "The latent to decode."),
-                "vae": VAE,
-            },
+            "required": {"samples": link("LATENT", "The latent to decode."), "vae": VAE},
             "optional": {"devices": DEVICES},
         }
 

@@ -25,10 +25,7 @@ class ParallelVAEEncode:
     @classmethod
     def INPUT_TYPES(cls):
         return {
-            "required": {
-                "pixels": link("IMAGE", "The picture to encode, or a video's frames."),
-                "vae": VAE,
-            },
+            "required": {"pixels": link("IMAGE", "The picture to encode, or a video's frames."), "vae": VAE},
             "optional": {"devices": DEVICES},
         }
 

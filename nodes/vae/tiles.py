@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_backend.client.vae import RemoteVAE
-from parallel_backend.processes.pool import Poll
 from parallel_backend.vaes import minimax_h3
 
 if TYPE_CHECKING:  # older versions of ComfyUI do not have it
     from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
+
+RunTiles = Callable[[Iterator[torch.Tensor]], Iterator[torch.Tensor]]
+"""Tiles of each clip -> computed tiles of each clip: RemoteVAE.run_tiles."""
 
 
 def why_no_tiles(model: "MiniMaxH3VideoVAE") -> str | None:
@@ -22,34 +23,23 @@ def why_no_tiles(model: "MiniMaxH3VideoVAE") -> str | None:
 
 
 def decode_in_tiles(
-    model: "MiniMaxH3VideoVAE",
-    latent: torch.Tensor,
-    remote: RemoteVAE,
-    output: torch.Tensor,
-    poll: Poll,
-    needed: int,
-    on_clip: Callable[[], None],
+    model: "MiniMaxH3VideoVAE", latent: torch.Tensor, output: torch.Tensor, run_tiles: RunTiles, on_clip: Callable[[], None]
 ) -> None:
     """`model.decode` of a latent [1, C, frames, rows, columns] into `output`, with its tiles run by the ranks.
 
-    `needed`: bytes for one tile; TooLittleMemory if a device has less. `on_clip` is called after each of `latent_clips`.
+    `on_clip` is called after each of `latent_clips`.
     """
     scaled = latent * model.latents_std.view(1, -1, 1, 1, 1).to(latent) + model.latents_mean.view(1, -1, 1, 1, 1).to(latent)
     clips = (tiles_of(model, clip, model.vae_ratio) for clip in latent_clips(model, scaled))
-    _with_tiles(model, remote.run_tiles(clips, poll, needed), on_clip).decode(latent, output_buffer=output)
+    _with_tiles(model, run_tiles(clips), on_clip).decode(latent, output_buffer=output)
 
 
 def encode_in_tiles(
-    model: "MiniMaxH3VideoVAE",
-    pixels: torch.Tensor,
-    remote: RemoteVAE,
-    poll: Poll,
-    needed: int,
-    on_clip: Callable[[], None],
+    model: "MiniMaxH3VideoVAE", pixels: torch.Tensor, run_tiles: RunTiles, on_clip: Callable[[], None]
 ) -> torch.Tensor:
-    """`model.encode` of pixels [1, 3, frames, rows, columns]. Arguments as in decode_in_tiles, for each of `pixel_clips`."""
+    """`model.encode` of pixels [1, 3, frames, rows, columns]. `on_clip` is called after each of `pixel_clips`."""
     clips = (tiles_of(model, model._normalize_pixels(clip), 1) for clip in pixel_clips(model, pixels))
-    return _with_tiles(model, remote.run_tiles(clips, poll, needed), on_clip).encode(pixels)
+    return _with_tiles(model, run_tiles(clips), on_clip).encode(pixels)
 
 
 def latent_clips(model: "MiniMaxH3VideoVAE", latent: torch.Tensor) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 from unittest import mock
 
 from parallel_backend.rank.start.entry import main
@@ -18,32 +19,23 @@ TOO_MUCH = 1 << 50
 
 def out_of_memory(settings: RankSettings, connection: Connection) -> None:
     """The last rank asks its device's allocator for TOO_MUCH."""
-
-    def run_out() -> None:
-        import torch
-
-        torch.empty(TOO_MUCH, dtype=torch.uint8, device=settings.device)
-
-    _act(settings, connection, run_out)
+    _act(settings, connection, lambda torch: torch.empty(TOO_MUCH, dtype=torch.uint8, device=settings.device))
 
 
 def hang(settings: RankSettings, connection: Connection) -> None:
     """The last rank's main thread stops for an hour."""
-    _act(settings, connection, lambda: time.sleep(3600))
+    _act(settings, connection, lambda _torch: time.sleep(3600))
 
 
 def stuck_device(settings: RankSettings, connection: Connection) -> None:
     """The last rank's GPU spins in a kernel, while its host runs ahead."""
-
-    def spin() -> None:
-        import torch
-
-        torch.cuda._sleep(SPIN_CYCLES)
-
-    _act(settings, connection, spin)
+    _act(settings, connection, lambda torch: torch.cuda._sleep(SPIN_CYCLES))
 
 
-def _act(settings: RankSettings, connection: Connection, act: Callable[[], None]) -> None:
+def _act(settings: RankSettings, connection: Connection, act: Callable[[Any], object]) -> None:
+    """Run the rank; the last rank calls `act` with the module torch, which this module must not import too early."""
+    import torch
+
     from parallel_backend.rank.stage_forward import StageForward
 
     compute, count = StageForward.compute, 0
@@ -52,7 +44,7 @@ def _act(settings: RankSettings, connection: Connection, act: Callable[[], None]
         nonlocal count
         count += 1
         if settings.rank == len(settings.devices) - 1 and count == AT:
-            act()
+            act(torch)
         return compute(*arguments, **named)
 
     with mock.patch.object(StageForward, "compute", computed):

@@ -4,17 +4,17 @@ import torch
 
 from parallel_backend.checkpoints.packed_formats import FP8_KINDS, Fp8
 from parallel_backend.core.attention_kernels import KERNELS, SDPA, AttentionKernel
+from parallel_backend.core.dtypes import TORCH_DTYPES
 from parallel_backend.rank.attention.kernel_choice import RankKernel
 
 from .findings import Findings
 from .session import SelfTestSession
 from .tiny_flux import relative
 
-LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Relative error against fp64."""
+LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
+"""The most relative error against fp64, by dtype."""
 QUANTISED_LIMIT = 0.1
 """The same for kernels that quantise queries and keys: an estimate, not yet measured on a GPU."""
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 HEAD_SIZES = (16, 64, 128)
 QUERIES, KEYS = 13, 55
 """A band's queries and the picture's keys; no multiples of any kernel's tile."""
@@ -27,7 +27,7 @@ def look_at_kernels(session: SelfTestSession, findings: Findings) -> None:
     looked_at = set()
     for device in dict.fromkeys(session.settings.devices):
         for dtype, limit in LIMITS.items():
-            name = str(dtype).removeprefix("torch.")
+            name = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
             for kernel in KERNELS.values():
                 error = _worst(kernel, device, dtype)
                 if error is not None:
@@ -61,14 +61,14 @@ def in_fp64(
     return torch.einsum("bqhk,bkhd->bqhd", weights, v), scores.logsumexp(-1)
 
 
-def _worst(kernel: AttentionKernel, device: str, dtype: torch.dtype) -> float | None:
+def _worst(kernel: AttentionKernel, device: str, dtype_name: str) -> float | None:
     """The largest error over head sizes and masks: of the output, relative, and of the log-sum-exp, over 1 + its size.
 
     Only calls for which ranks use this kernel are made. None if there are no such calls on this device.
     """
-    if not kernel.possible(device, NAMES[dtype]):
+    if not kernel.possible(device, dtype_name):
         return None
-    taken, errors = RankKernel(kernel, torch.device(device)), []
+    dtype, taken, errors = TORCH_DTYPES[dtype_name], RankKernel(kernel, torch.device(device)), []
     for size in HEAD_SIZES:
         with_lse = taken.failure(size, dtype, lse=True) is None
         if kernel.name != SDPA and not with_lse and taken.failure(size, dtype) is not None:
@@ -96,7 +96,7 @@ def _differing(device: str) -> int:
     count = 0
     for kind, stored in FP8_KINDS.items():
         packed = value.to(stored).view(torch.uint8)
-        for dtype in LIMITS:
+        for dtype in (TORCH_DTYPES[name] for name in LIMITS):
             on_cpu = Fp8(kind, scale).expand(packed, dtype)
             on_device = Fp8(kind, scale.to(device)).expand(packed.to(device), dtype).cpu()
             count += not torch.equal(on_cpu, on_device)

@@ -78,7 +78,7 @@ def weight_of(layer: Layer | None) -> tuple[torch.Tensor, Packing]:
     scales = {}
     for name, ones in blank(layer, ROWS, COLUMNS, torch.device("cpu"))[1].scales.items():
         spread = torch.rand(ones.shape, generator=g) + 0.5
-        if ones.dtype != torch.uint8:  # scales of blocks make values of int8's range, those of rows make weights of it
+        if ones.dtype != torch.uint8:  # block scales keep products in int8's range; row scales are small
             scales[name] = (8 * spread).to(ones.dtype) if ones.dtype.itemsize == 1 else 0.01 * spread
         elif layer.format == "mxfp8":  # exponents
             scales[name] = (118 + 6 * spread).to(torch.uint8)

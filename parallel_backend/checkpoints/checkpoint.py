@@ -23,7 +23,7 @@ from parallel_backend.core.dtypes import TORCH_DTYPES, compute_name, storage_nam
 from parallel_backend.core.spans import Span
 from parallel_backend.core.validate import check_model
 from parallel_backend.families import FAMILIES, Family
-from parallel_backend.families.base.family import Source
+from parallel_backend.families.base.file_layout import Source
 from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_side
 from parallel_backend.families.others import other_model
 

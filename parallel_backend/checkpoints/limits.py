@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any
 
 from parallel_backend.families import Family
-from parallel_backend.families.base.family import FileLayout
+from parallel_backend.families.base.file_layout import FileLayout
 from parallel_backend.families.base.step_inputs import Config
 
 MAX_CONFIG_BYTES = 1 << 20

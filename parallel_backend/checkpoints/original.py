@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from parallel_backend.families.base.family import Source
+from parallel_backend.families.base.file_layout import Source
 
 from .checkpoint import PREFIXES, Checkpoint, to_original
 from .packed_formats import FP8_KINDS

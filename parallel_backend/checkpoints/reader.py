@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from parallel_backend.core.spans import Shard, Span
-from parallel_backend.families.base.family import Source
+from parallel_backend.families.base.file_layout import Source
 
 from .checkpoint import Checkpoint, to_original
 from .gguf_file import GgufFile

@@ -1,6 +1,6 @@
 """Safetensors files: their values, as views of a read-only map of the file.
 
-The safetensors package checks a file. Its tensors for torch would count as the process's memory, see mapped_bytes.py.
+The safetensors package checks a file. Its tensors for torch would count as the process's memory, see mapped_file.py.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from .mapped_bytes import map_for_reading, mapped_bytes
+from .mapped_file import MappedFile
 
 DTYPES = {
     "F64": torch.float64,
@@ -33,32 +33,26 @@ _LENGTH = struct.Struct("<Q")
 """A file begins with the length of its header."""
 
 
-class SafetensorsFile:
-    """An opened file. Its tensors are views of the map: they cannot be written to, and keep it open."""
+class SafetensorsFile(MappedFile):
+    """An opened file."""
 
     def __init__(self, path: Path):
         """SafetensorError for a file that is damaged or incomplete."""
+        super().__init__(path)
         with safe_open(path, framework="np"):
             pass  # opening checks that every tensor lies within the file and has as many bytes as its shape needs
         with path.open("rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             self._header = json.loads(file.read(length))
-            self._map: memoryview | None = map_for_reading(file)
-        self._name, self._start = path.name, _LENGTH.size + length
-
-    def __enter__(self) -> "SafetensorsFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._map = None  # the map is closed with the last tensor in it
+            self._map_whole(file)
+        self._start = _LENGTH.size + length
 
     def get_tensor(self, key: str) -> torch.Tensor:
         """A view of the map. ValueError for a dtype that torch does not have."""
-        assert self._map is not None
         entry = self._header[key]
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"{key} is stored as {entry['dtype'][:20]}")
         dtype, (start, stop) = DTYPES[entry["dtype"]], entry["data_offsets"]
         if start == stop:
             return torch.empty(entry["shape"], dtype=dtype)
-        return mapped_bytes(self._map, self._start + start, stop - start, self._name).view(dtype).view(entry["shape"])
+        return self._bytes(self._start + start, stop - start).view(dtype).view(entry["shape"])

@@ -1,4 +1,4 @@
-"""The registry of families: a file each, a row here."""
+"""The registry of families. Each family has a file in this folder and a row here."""
 
 from . import (
     chroma,

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .base.blocks import BlockList
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
 from .base.step_inputs import Config, Shapes
 from .parts import flux_blocks
 from .parts.conditioning import count_blocks, text

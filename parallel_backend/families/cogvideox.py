@@ -1,7 +1,7 @@
 """CogVideoX 1.0 (2b, 5b) and 1.5 (text to video, picture to video): one list of joint blocks, joint sequence [text, image].
 
 Key layouts: ComfyUI's and diffusers' CogVideoXTransformer3DModel. Positions are those of the authors and of diffusers'
-pipelines; ComfyUI 0.33 has others for 1.0 (5b's are stretched by 1.875, 2b's are rotary).
+pipelines. ComfyUI 0.33 has other positions for 1.0: it stretches 5b's by 1.875 and makes 2b's rotary.
 """
 
 import math
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .base.blocks import JOINT, BlockList, Blocks
-from .base.family import Family, FileLayout, FolderLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, FolderLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs, image_tables
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
@@ -21,11 +22,12 @@ from .parts.key_map import KeyMap
 
 BLOCKS = "transformer_blocks"
 HEADS_OF_2B = 30
-"""Attention heads of 2b. It is the one model whose positions are added, not rotary; nothing else in the weights shows it."""
+"""Attention heads of 2b, the only model whose positions are added instead of rotary. Nothing else in the weights shows
+that."""
 TRAINED = {"sample_height": 60, "sample_width": 90, "max_text_seq_length": 226}
-"""Latent rows, latent columns and text tokens that the 1.0 models count positions by."""
+"""Latent rows, latent columns and text tokens of the 1.0 models' training, to which their positions are scaled."""
 VIDEO_SIZE, MAX_VIDEO = ("sample_height", "sample_width", "sample_frames"), 1 << 23
-"""Settings that together are the size of a video for which the constructor makes positions, and their largest product."""
+"""Settings that give the size of a video for which the constructor makes positions, and their largest accepted product."""
 PROJECTION, TABLE = "patch_embed.proj.weight", "patch_embed.pos_embedding"
 
 _BLOCK = {  # diffusers module <- original module
@@ -45,7 +47,7 @@ _PLAN = {
 
 
 def _embeds_by(dimensions: int, shapes: Shapes) -> bool:
-    """Whether the weight that embeds patches has so many dimensions: 4 in 1.0 (convolution), 2 in 1.5 (linear layer)."""
+    """Whether the patch embedding's weight has `dimensions` axes: 4 in 1.0 (convolution), 2 in 1.5 (linear layer)."""
     return "blocks.0.norm1.linear.weight" in shapes and len(shapes.get(PROJECTION, ())) == dimensions
 
 
@@ -105,7 +107,7 @@ def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     return {
-        "hidden_states": step.x.transpose(1, 2),
+        "hidden_states": step.image_tensor().transpose(1, 2),
         "encoder_hidden_states": step.text_tensor("context", config["text_embed_dim"]),
         "timestep": step.timestep,
         "ofs": step.tensors.get("ofs"),
@@ -114,7 +116,8 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
 
 
 def _sides(grid: tuple[int, ...], config: Config) -> list[torch.Tensor]:
-    """Positions along frames, rows, columns. In 1.0 they fill the middle of the training size's grid, in its proportions.
+    """Positions along frames, rows, columns. In 1.0 a video is scaled, in its proportions, to fit the middle of TRAINED's
+    grid.
 
     From diffusers' pipeline_cogvideox.py: get_resize_crop_region_for_grid, and get_3d_rotary_pos_embed's grid types.
     """
@@ -141,7 +144,7 @@ def _rotary(step: StepInputs, config: Config) -> tuple[torch.Tensor, torch.Tenso
 
 class _FileLayout(FileLayout):
     def check_together(self, name: str, settings: Mapping[str, Any]) -> None:
-        """The constructor makes positions for a whole video."""
+        """Limits the video for which the constructor makes positions."""
         video = [settings[side] for side in VIDEO_SIZE if isinstance(settings.get(side), int)]
         if math.prod(video) > MAX_VIDEO:
             raise ValueError(f"model_name: {name} says that it was made for videos of {' x '.join(map(str, video))}.")
@@ -191,7 +194,7 @@ COGVIDEOX = Family(
     ),
     half_dtypes=lambda _config: ("bf16", "fp16"),
     tensor_plan={BLOCKS: _PLAN},
-    patching=Patching(video=True),  # in bands of rows: each has every frame of the motion
+    patching=Patching(video=True),
     native_values=lambda config: {"in_channels": config["in_channels"], "ofs_proj_dim": config["ofs_embed_dim"]},
 )
 COGVIDEOX_15 = replace(

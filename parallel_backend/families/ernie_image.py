@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from .base.blocks import JOINT, BlockList, Blocks
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed
+from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts import flux_blocks
-from .parts.conditioning import embedded_guidance, example, text_and_pooled
+from .parts.conditioning import embedded_guidance, example, joint_widths, text_and_pooled
 from .parts.key_map import KeyMap
 from .parts.references import ACCEPTS, reference_tensors
 from .parts.rope import OPTION, rope_tensors
@@ -54,14 +55,14 @@ def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
 
 
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", config, call)
+    tensors = text_and_pooled("Flux", "DualCLIPLoader of type flux (CLIP-L and T5)", joint_widths(config), call)
     references = reference_tensors(Patching(), call, method="offset")
     return tensors | references | rope_tensors(call) | embedded_guidance(config, call)
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
     guidance = {"guidance": torch.full((1,), 3.5)} if config["guidance_embeds"] else {}
-    return example(config, text_tokens) | guidance
+    return example(joint_widths(config), text_tokens) | guidance
 
 
 FILL_CHANNELS = 384

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from .base.blocks import BlockList
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import HEADS, ROW, WIDTH, CutKind, LayerCut

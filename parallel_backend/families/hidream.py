@@ -1,9 +1,9 @@
 """HiDream-I1, and E1, which has a picture to change: double blocks, then single ones, with experts in each feed-forward.
 
 Joint sequence [image, text]. E1's picture lies to the right of the latent. The text is T5's tokens, those of Llama's last
-layer, and in each block those of a layer of its own, which come from the conditioning and go no further. Key layout:
-HiDream's, which diffusers' HiDreamImageTransformer2DModel has too; the forward is ours. Which tokens go to which expert is
-known on the device alone: each block stops the host to ask.
+layer, and in each block the tokens of one of Llama's layers, which enter from the conditioning and are dropped after the
+block. Key layout: HiDream's, which diffusers' HiDreamImageTransformer2DModel has too. The forward is models/hidream.py.
+Which tokens go to which expert is known on the device alone, so in each block the host waits for it.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,8 @@ import torch
 from einops import rearrange
 
 from .base.blocks import JOINT, BlockList, Blocks, Values
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, NORM_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
@@ -23,7 +24,7 @@ from .parts.key_map import WEIGHT, KeyMap
 NAME = "HiDream"
 DOUBLE, SINGLE, PROJECTIONS = "double_stream_blocks", "single_stream_blocks", "caption_projection"
 HEAD = 128
-"""Width of a head. Norms are over all heads, so the weights do not show it."""
+"""Width of a head. Norms are taken over all heads, so the weights do not show it."""
 LLAMA_LAYERS = 32
 EXPERTS = 4
 PATCHING = Patching()
@@ -76,31 +77,26 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """See Inputs.conditioning. `context`: T5's tokens, and twice those of Llama's last layer, of which the second are in the
-    place of each block's own. `llama` [B, layers, T, w].
+    """`context`: T5's tokens, then Llama's last layer twice; the second time stands for the layer that each block inserts.
+    `llama` [B, layers, T, w]: all of Llama's layers. `pooled`, and the tensors of `reference_picture`.
     """
     width = config["caption_channels"]
-    named = {**config, "joint_attention_dim": width[0], "pooled_projection_dim": config["text_emb_dim"]}
-    tensors = text_and_pooled(NAME, "QuadrupleCLIPLoader", named, call)
+    tensors = text_and_pooled(NAME, "QuadrupleCLIPLoader", (width[0], config["text_emb_dim"]), call)
     llama, layers = call.get("encoder_hidden_states_llama3"), max(config["llama_layers"]) + 1
     if llama is None or llama.ndim != 4 or llama.shape[1] < layers or llama.shape[-1] != width[1]:
-        found = "none" if llama is None else f"one of {list(llama.shape)}"
+        present = "none" if llama is None else f"one of {list(llama.shape)}"
         raise ValueError(
             f"positive, negative: {NAME} needs Llama's text, [batch, {layers} layers, tokens, {width[1]}], and this "
-            f"conditioning has {found}. Encode the prompt with a QuadrupleCLIPLoader that has Llama 3.1."
+            f"conditioning has {present}. Encode the prompt with a QuadrupleCLIPLoader that has Llama 3.1."
         )
     last = llama[:, config["llama_layers"][-1]]
-    found = {
-        "context": torch.cat((tensors["context"], last, last), dim=1),
-        "pooled": tensors["pooled"],
-        "llama": llama[:, :layers],
-    }
+    tensors |= {"context": torch.cat((tensors["context"], last, last), dim=1), "llama": llama[:, :layers]}
     picture = call.get("image_cond")
-    return found if picture is None else found | reference_picture(picture, call["latent"][-1])
+    return tensors if picture is None else tensors | reference_picture(picture, call["latent"][-1])
 
 
 def reference_picture(picture: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
-    """Conditioning tensors of a picture [B, C, H, W] to the right of a latent of this width. ValueError for an odd one."""
+    """Conditioning tensors of a picture [B, C, H, W] to the right of a latent of this width. ValueError for an odd width."""
     if width % 2:
         raise ValueError(f"latent_image: beside a picture this model takes latents of even width, this one's is {width}.")
     rows, columns = PATCHING.grid(tuple(picture.shape))
@@ -122,9 +118,9 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     llama = step.tensors["llama"]
     words = llama.shape[2]
     of_t5 = step.text_tokens - 2 * words
-    t5, last, own = step.text.before(of_t5), step.text.after(of_t5).before(words), step.text.after(of_t5 + words)
+    t5, last, inserted = step.text.before(of_t5), step.text.after(of_t5).before(words), step.text.after(of_t5 + words)
     context = step.tensors.get("context")
-    if context is None:  # of a later stage, which looks at its shape
+    if context is None:  # later stages read its shape only
         context = llama.new_zeros(len(llama), 1, 1).expand(-1, len(step.text), llama.shape[-1])
     context = context[:, : len(t5) + len(last)]
     return {
@@ -133,7 +129,7 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
         "pooled_embeds": step.tensors["pooled"],
         "encoder_hidden_states_t5": context[:, : len(t5)],
         "encoder_hidden_states_last": context[:, len(t5) :],
-        "encoder_hidden_states_llama3": llama[:, :, own.slice],
+        "encoder_hidden_states_llama3": llama[:, :, inserted.slice],
         "image_positions": step.positions()[:, 1:],
     }
 
@@ -160,7 +156,7 @@ class _Inputs(Inputs):
 
 
 class _Forward(Forward):
-    untraced = ("block.ff_i",)  # experts: each has as many tokens as chose it
+    untraced = ("block.ff_i",)  # experts: the number of tokens of each depends on values
 
 
 HIDREAM = Family(

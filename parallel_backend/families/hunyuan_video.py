@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed
+from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import TEXT_MASK, Config, Shapes, StepInputs
 from .parts import flux_blocks, hunyuan
@@ -43,7 +44,7 @@ def _configure(shapes: Shapes) -> Config:
 
 
 def _key_map(config: Config) -> dict[str, Source]:
-    """ValueError for a model that diffusers' class computes otherwise than ComfyUI's."""
+    """ValueError for a model that diffusers' class and ComfyUI's compute differently."""
     if config.get("image_condition_type") == "token_replace":
         raise ValueError(
             "model_name: this folder's config.json says token_replace, which ComfyUI computes otherwise than diffusers. Use "
@@ -56,13 +57,12 @@ def _key_map(config: Config) -> dict[str, Source]:
     return keys.sources
 
 
-def _text(config: Config) -> Config:
-    """The configuration with the name that other classes have for the text's width."""
-    return {**config, "joint_attention_dim": config["text_embed_dim"]}
+def _widths(config: Config) -> tuple[int, int]:
+    return config["text_embed_dim"], config["pooled_projection_dim"]
 
 
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = text_and_pooled("HunyuanVideo", "DualCLIPLoader of type hunyuan_video", _text(config), call)
+    tensors = text_and_pooled("HunyuanVideo", "DualCLIPLoader of type hunyuan_video", _widths(config), call)
     mask = call.get("attention_mask")
     if mask is not None and not mask.bool().all():
         tensors[TEXT_MASK] = mask.bool()
@@ -71,7 +71,7 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
     guidance = {"guidance": torch.full((1,), 6.0)} if config["guidance_embeds"] else {}
-    return example(_text(config), text_tokens) | guidance
+    return example(_widths(config), text_tokens) | guidance
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed
+from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts import flux_blocks, hunyuan

@@ -1,17 +1,17 @@
 """Krea 2: text fused out of twelve layers of its encoder, then single-stream blocks; joint sequence [text, image].
 
 Keys and values have fewer heads than queries. All blocks share one modulation, to which each adds a table. Norms scale by
-1 + weight. Reference pictures count only where a method is given for them, as in ComfyUI's class. Key layouts: Krea's (which
-ComfyUI's files use) and diffusers' Krea2Transformer2DModel.
+1 + weight. Reference pictures are used only if the call names a method for them, as in ComfyUI's class. Key layouts: Krea's
+(which ComfyUI's files use) and diffusers' Krea2Transformer2DModel.
 """
 
 from typing import Any
 
 import torch
-from torch import nn
 
 from .base.blocks import BlockList, Blocks
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, cached
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import REFERENCES_AT_ZERO, Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
@@ -101,8 +101,9 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 class _Forward(Forward):
-    def prepare(self, model: nn.Module, step: StepInputs) -> None:
-        """The whole text is fused on each rank that has it, which then goes on with its own tokens."""
+    def prepare(self, model: Any, step: StepInputs) -> None:
+        """Replaces forwards: the whole text is fused on each rank that has it, and then cut to the rank's tokens; the last
+        layer gets the modulation for the sampler's time, without that for time 0."""
         fusion, project, last = model.text_fusion, model.txt_in, model.final_layer
         if (words := step.tensors.get("context")) is not None:
             layers = words.unflatten(-1, (model.config["num_text_layers"], -1))
@@ -111,17 +112,18 @@ class _Forward(Forward):
         last.forward = lambda tokens, embedded: type(last).forward(last, tokens, embedded[: len(tokens)])
 
     def float32(self, config: Config) -> tuple[str, ...]:
+        """Norms, whose 1 + weight diffusers adds in float32."""
         return tuple(f".{norm}.weight" for norm in ("norm", "norm1", "norm2", "norm_q", "norm_k"))
 
 
 def _modulation(modulation: torch.Tensor, step: StepInputs) -> torch.Tensor:
-    """[b, 1, c] as it is; [2 b, 1, c], for the sampler's time and for time 0, as [b, n, c]: each token's own."""
+    """[b, 1, c] unchanged; [2 b, 1, c], for the sampler's time and for time 0 -> [b, n, c], for each token's time."""
     references = step.at_zero()
     if references is None:
         return modulation
-    own, zero = modulation.chunk(2)
+    sampler_time, zero = modulation.chunk(2)
     at_zero = torch.cat((references.new_zeros(len(step.text)), references))
-    return torch.where(at_zero[None, :, None], zero, own)
+    return torch.where(at_zero[None, :, None], zero, sampler_time)
 
 
 def _arguments(step: StepInputs, _config: Config) -> dict[str, Any]:
@@ -143,12 +145,12 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
     method = call.get("ref_latents_method")
     if method is None:
         return tensors
-    method = AT_ZERO if method == AT_ZERO else "index"  # ComfyUI's class knows these two
+    method = AT_ZERO if method == AT_ZERO else "index"  # the two methods of ComfyUI's class
     return tensors | reference_tensors(PATCHING, call | {"ref_latents_method": method}, method, methods=(method,))
 
 
 def _check_grid(grid: tuple[int, ...], _tensors: dict[str, torch.Tensor]) -> None:
-    """See Inputs.check_grid. The latent has an axis of frames, and the model makes one."""
+    """The latent has an axis of frames, of which the model makes one."""
     if grid[0] > 1:
         raise ValueError(
             f"latent_image: the latent has {grid[0]} frames, this model makes 1. Use its own Empty Latent node."

@@ -1,8 +1,8 @@
-"""LTX-2, 2.3 and 2.5: text and pictures to video with sound. Two streams of tokens look at each other in every block.
+"""LTX-2, 2.3 and 2.5: text and pictures to video with sound. Two streams of tokens attend to each other in every block.
 
-The sound is the video's companion latent (base/patching.Companion), and the blocks' text stream. Prompts are read by cross
-attention, behind connectors that ComfyUI's process runs once for a prompt (parts/ltx2_text.py). Key layouts: that of
-Lightricks, which ComfyUI's files have, and diffusers' LTX2VideoTransformer3DModel.
+The sound is the video's companion latent (base/patching.Companion), and takes the place of the blocks' text stream. Prompts
+are read by cross-attention after connectors, which ComfyUI's process runs once for a prompt (parts/ltx2_text.py). Key
+layouts: Lightricks' (which ComfyUI's files use) and diffusers' LTX2VideoTransformer3DModel.
 """
 
 from collections.abc import Mapping
@@ -12,31 +12,21 @@ from typing import Any
 import torch
 
 from .base.blocks import IMAGE, IMAGE_TO_TEXT, TEXT, TEXT_TO_IMAGE, BlockList, Blocks
-from .base.family import (
-    Family,
-    FileLayout,
-    Forward,
-    HeaderConfig,
-    Inputs,
-    Sizes,
-    Source,
-    TextModel,
-    cached,
-    header_arguments,
-)
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
 from .base.patching import Companion, Patching
 from .base.step_inputs import Config, Shapes
-from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, TABLE_BY_HEADS
+from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, TABLE_BY_HEADS, LayerCut
 from .parts import ltx2_inputs, ltx2_text
 from .parts.conditioning import count_blocks
 from .parts.key_map import BOTH, WEIGHT, KeyMap
-from .parts.ltx_patchifier import Patchifier
+from .parts.ltx import FRAME_RATE, PIXELS, TIME, Patchifier
 
 HEADS = 32
 """Attention heads of both streams in every LTX-2. Nothing in the weights shows it."""
 BLOCKS = "transformer_blocks"
 NEEDED = ("rope_type", "causal_temporal_positioning", "use_middle_indices_grid")
-"""What a header must say. ComfyUI takes something else for granted that no LTX-2 was trained with."""
+"""Entries that a header must have. ComfyUI's defaults for them are values that no LTX-2 was trained with."""
 ROPES = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
 ATTENTIONS = {
     "attn1": IMAGE,
@@ -45,7 +35,7 @@ ATTENTIONS = {
     "video_to_audio_attn": TEXT_TO_IMAGE,
 }
 _CROSS = ("attn2", "audio_attn2")
-_TIMES = {  # diffusers module <- original module: an embedding of the time, each with a large layer behind it
+_TIMES = {  # diffusers module <- original module: embeddings of the time, each with a large layer at its end
     "time_embed": "adaln_single",
     "audio_time_embed": "audio_adaln_single",
     "av_cross_attn_video_scale_shift": "av_ca_video_scale_shift_adaln_single",
@@ -73,8 +63,8 @@ HEADER = HeaderConfig(  # what ComfyUI's LTXAVModel reads
         "audio_positional_embedding_max_pos": lambda _config: ((20,),),
         "causal_temporal_positioning": lambda _config: (True,),
         "use_middle_indices_grid": lambda _config: (True,),
-        "vae_scale_factors": lambda _config: (ltx2_inputs.PIXELS,),
-        "timestep_scale_multiplier": lambda _config: (ltx2_inputs.TIME,),
+        "vae_scale_factors": lambda _config: (PIXELS,),
+        "timestep_scale_multiplier": lambda _config: (TIME,),
         "av_ca_timestep_scale_multiplier": lambda _config: (1.0, 1000.0),
         "rope_type": lambda _config: ("split", "interleaved"),
         "frequencies_precision": lambda _config: ("float64", "float32"),
@@ -120,18 +110,18 @@ def _configure(shapes: Shapes) -> Config:
     }
 
 
-def _stated(said: Mapping[str, Any]) -> Config:
-    missing = next((entry for entry in NEEDED if entry not in said), None)
+def _stated(header: Mapping[str, Any]) -> Config:
+    missing = next((entry for entry in NEEDED if entry not in header), None)
     if missing is not None:
         raise ValueError(
             f"model_name: the header of this LTX-2 file does not say its {missing}, as Lightricks' own files do. Whoever "
             "wrote the file lost it: even ComfyUI would compute something else than the model. Get it from another source."
         )
     return {
-        "rope_type": said["rope_type"],
-        "rope_double_precision": said.get("frequencies_precision", "float32") == "float64",
-        "cross_attn_timestep_scale_multiplier": said.get("av_ca_timestep_scale_multiplier", 1.0),
-        "caption_channels": said.get("caption_channels", 3840),
+        "rope_type": header["rope_type"],
+        "rope_double_precision": header.get("frequencies_precision", "float32") == "float64",
+        "cross_attn_timestep_scale_multiplier": header.get("av_ca_timestep_scale_multiplier", 1.0),
+        "caption_channels": header.get("caption_channels", 3840),
     }
 
 
@@ -172,19 +162,19 @@ def _block_keys(block: KeyMap, config: Config) -> None:
 
 class _Sizes(Sizes):
     def text_hidden(self, config: Config) -> int:
-        """Of the sound, which is the text stream."""
+        """Channels of the sound, which is the text stream."""
         return config["audio_num_attention_heads"] * config["audio_attention_head_dim"]
 
 
 def _example(config: Config, text_tokens: int) -> dict[str, torch.Tensor]:
     widths = zip(("context", "sound_context"), ltx2_inputs.text_widths(config), strict=True)
     return {name: torch.randn(1, text_tokens, width) for name, width in widths} | {
-        "seconds": torch.full((1,), 1.0 / ltx2_inputs.FRAME_RATE)
+        "seconds": torch.full((1,), 1.0 / FRAME_RATE)
     }
 
 
-def _plan() -> dict[str, Any]:
-    plan = {}
+def _plan() -> dict[str, LayerCut]:
+    plan: dict[str, LayerCut] = {}
     for name in (*ATTENTIONS, *_CROSS):
         plan |= dict.fromkeys([f"{name}.{layer}" for layer in ("to_q", "to_k", "to_v", "to_gate_logits")], COLUMN_BY_HEADS)
         plan |= {f"{name}.norm_q": NORM_BY_HEADS, f"{name}.norm_k": NORM_BY_HEADS, f"{name}.to_out.0": ROW_BY_HEADS}
@@ -232,11 +222,8 @@ LTX2 = Family(
             band=ROPES,
         ),
     ),
-    tensor_plan={
-        BLOCKS: _plan(),
-        **{name: {"": TABLE_BY_HEADS} for name in ROPES},
-    },
+    tensor_plan={BLOCKS: _plan(), **{name: {"": TABLE_BY_HEADS} for name in ROPES}},
     patching=PATCHING,
-    text_model=TextModel(ltx2_text.PREFIXES, ltx2_text.through_connectors),
+    text_model=ltx2_text.TEXT_MODEL,
     native_values=lambda _config: {"patchifier": Patchifier(PATCHING), "a_patchifier": Patchifier(SOUND)},
 )

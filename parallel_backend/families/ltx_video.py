@@ -1,6 +1,6 @@
-"""LTX-Video 0.9 to 0.9.8, 2B and 13B: text and pictures to video, with keyframes behind the video's own frames.
+"""LTX-Video 0.9 to 0.9.8, 2B and 13B: text and pictures to video, with keyframes after the video's frames.
 
-Text is read by cross attention, and no part of the sequence. The class takes tokens and their coordinates in pixels.
+Text is read by cross-attention and is no part of the sequence. The class takes tokens and their coordinates in pixels.
 Key layouts: Lightricks' (which ComfyUI's files use) and diffusers' LTXVideoTransformer3DModel.
 """
 
@@ -11,30 +11,25 @@ import torch
 from parallel_backend.core.spans import Span
 
 from .base.blocks import Blocks
-from .base.family import Family, FileLayout, Forward, HeaderConfig, Inputs, Sizes, Source, cached, header_arguments
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import TABLE_BY_HEADS
 from .parts.conditioning import count_blocks, text
 from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
 from .parts.key_map import WEIGHT, KeyMap
-from .parts.ltx_patchifier import Patchifier
+from .parts.ltx import FRAME_RATE, PIXELS, TIME, Patchifier
 
 HEADS = 32
 """Attention heads of every model of this family. Nothing in the weights shows it."""
 SMALL = 28
-"""Blocks of the 2B models. Some of these count frames otherwise than the others, as a file's header says."""
-TIME = 1000.0
-"""Factor between ComfyUI's sigma and the model's timestep."""
+"""Blocks of the 2B models. Early 2B models count frames differently (`causal_temporal_positioning` in a file's header)."""
 BLOCKS = "transformer_blocks"
-PIXELS = (8, 32, 32)
-"""Frames, rows and columns of pixels that a token stands for."""
-FRAME_RATE = 25.0
-"""Frames per second, ComfyUI's own, if the conditioning names none."""
 
 PATCHING = Patching(side=1, video=True)
 
-HEADER = HeaderConfig(  # what ComfyUI's LTXVModel reads, beside `settings`
+HEADER = HeaderConfig(  # what ComfyUI's LTXVModel reads, without `settings`
     values={
         **header_arguments("in_channels", "attention_head_dim", "cross_attention_dim", "caption_channels", "num_layers"),
         "image_model": lambda _config: ("ltxv",),
@@ -92,10 +87,10 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """`context` [B, T, caption_channels], `frame_rate` [B]; `mask` [B, T] bool, which text may be seen; `keyframes`
-    [B, 3, K, 2] in pixels, of the last K tokens. ValueError for guides that want an attention of their own.
+    """`context` [B, T, caption_channels], `frame_rate` [B], `mask` [B, T] bool (text that may be seen), and `keyframes`
+    [B, 3, K, 2], pixel bounds of the last K tokens. ValueError for guides with attention weights.
 
-    `denoise_mask` has made the timesteps already. It is only looked at for marks of tokens that are left out.
+    ComfyUI has already made the timesteps from `denoise_mask`. Values below zero in it mark tokens that are left out.
     """
     context = text("LTX-Video", config["caption_channels"], call)
     tensors = {"context": context, "frame_rate": torch.full((len(context),), float(call.get("frame_rate", FRAME_RATE)))}
@@ -128,7 +123,7 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     time = TIME * step.timestep
     if time.ndim > 1:  # of each token
         time = time.flatten(1)[:, places]
-    # Where there is no prologue only the number of tokens counts.
+    # Without a prologue only the number of tokens counts.
     x = time.new_zeros(1, 1, 1).expand(len(time), len(places), 1) if step.x is None else step.x
     return {
         "hidden_states": x,
@@ -140,9 +135,9 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
 
 
 def _coordinates(step: StepInputs, causal: bool) -> torch.Tensor:
-    """[b, 3, n] float32 of the rank's tokens: seconds, row and column in pixels (comfy/ldm/lightricks/model.py).
+    """[b, 3, n] float32: second, pixel row and pixel column of the rank's tokens (comfy/ldm/lightricks/model.py).
 
-    `causal`: the first latent frame is one frame of the video, as in LTX-Video 0.9.5 and later.
+    `causal`: the first latent frame stands for one frame of the video, as in LTX-Video 0.9.5 and later.
     """
 
     def of_video(image: Span) -> torch.Tensor:

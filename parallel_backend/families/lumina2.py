@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .base.blocks import IMAGE, JOINT, BlockList, Blocks
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, COLUMN_BY_KEY_HEADS, ROW, ROW_BY_HEADS
 from .parts import next_dit
@@ -50,7 +51,7 @@ def _configure(shapes: Shapes) -> Config:
         "num_refiner_layers": size["refiners"],
         "num_attention_heads": size["heads"],
         "num_kv_heads": size["key_heads"],
-        # The class rounds 4 times the model's width up to a multiple of this: with the width itself it rounds to that.
+        # The class rounds 4 times the model's width up to a multiple of this, which gives the feed-forward's width again.
         "multiple_of": shapes["layers.0.feed_forward.w1.weight"][0],
         "axes_dim_rope": (size["head"] - 2 * sides, sides, sides),
         "axes_lens": next_dit.AXES_LENS,

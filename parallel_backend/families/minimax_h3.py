@@ -1,4 +1,4 @@
-"""MiniMax H3: a video and its sound in one packed sequence, with keyframes and references; plain and pruned files.
+"""MiniMax H3: a video and its sound in one sequence, with keyframes and references; plain and pruned files.
 
 Key layouts: MiniMax's (which ComfyUI's files use) and diffusers' MiniMaxH3Transformer3DModel.
 """
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from .base.blocks import BlockList, Blocks
-from .base.family import Family, FileLayout, Finish, Forward, HeaderConfig, Inputs, Sizes, Source, cached, header_arguments
+from .base.family import Family, Finish, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, HeaderConfig, Source, header_arguments
 from .base.patching import Latents
 from .base.step_inputs import REFERENCES, Config, Shapes
 from .base.tensor_plan import COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS, WIDTH, CutKind, LayerCut
@@ -35,7 +36,7 @@ _BLOCK_PLAN = {
     "ff.net.0.proj": LayerCut(CutKind.COLUMN, (WIDTH, WIDTH)),  # SwiGLU: value and gate
     "ff.net.2": ROW,
 }
-HEADER = HeaderConfig(  # arguments of ComfyUI's class, which takes no notice of others
+HEADER = HeaderConfig(  # arguments of ComfyUI's class, which ignores others
     values={
         **header_arguments("hidden_size", "num_layers", "num_attention_heads", "attention_head_dim"),
         **header_arguments("text_dim", "time_embed_dim", "adaln_curve_grid"),
@@ -64,7 +65,7 @@ def _configure(shapes: Shapes) -> Config:
     table, sound = shapes.get("adaln_t_table"), shapes["audio_patch_proj.weight"][1]
     if sound != SOUND_CHANNELS:
         raise ValueError(f"model_name: this MiniMax H3 takes sound of {sound} channels, ComfyUI's has {SOUND_CHANNELS}.")
-    frequencies, time_hidden, width, rows = 256, 5376, 0, None  # the first two: what pruned files have no use for
+    frequencies, time_hidden, width, rows = 256, 5376, 0, None  # pruned files do not use the first two
     if table is None:
         time_hidden, frequencies = shapes["time_embedder.proj_in.weight"]
         width = shapes["time_embedder.proj_out.weight"][0]

@@ -12,7 +12,8 @@ import torch
 
 from parallel_backend.core.spans import Span
 
-from .base.family import Family, FileLayout, FolderLayout, Forward, Inputs, Sizes, Source, TimeEmbed
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed
+from .base.file_layout import FileLayout, FolderLayout, Source
 from .base.patching import Patching
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, GATHER, ROW, WIDTH, CutKind, LayerCut
@@ -58,7 +59,8 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _folder_source(config: Config, parameter: str) -> Source:
-    """diffusers has value and gate of a double block's feed-forward in one layer, and names of its own."""
+    """In diffusers one layer gives a double block's value and gate, and layers have other names than in
+    models/ovis_image.py."""
     _, _, rest = parameter.rpartition(".ff")
     match rest.removeprefix("_context").split("."):
         case ["", "down_proj", leaf]:
@@ -72,7 +74,7 @@ def _folder_source(config: Config, parameter: str) -> Source:
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
-    words = step.text_tensor("context", config["joint_attention_dim"])  # a norm looks at them on every stage
+    words = step.text_tensor("context", config["joint_attention_dim"])  # a norm reads their shape on every stage
     return flux_blocks.token_arguments(step) | {"encoder_hidden_states": words, "txt_ids": flux_blocks.diagonal(step)}
 
 
@@ -85,7 +87,7 @@ OVIS_IMAGE = Family(
     name="ovis-image",
     model_class="OvisImageTransformer2DModel",
     class_module="parallel_backend.families.models.ovis_image",
-    native_classes=("FluxSchnell",),  # which ComfyUI takes it for: its class of Flux computes all of them
+    native_classes=("FluxSchnell",),  # ComfyUI detects it as Flux: its class computes all of them
     file=FileLayout(
         detect=lambda shapes: all(key in shapes for key in _NEEDED) and any(norm in shapes for norm in _NORMS),
         configure=_configure,

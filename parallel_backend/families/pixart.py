@@ -1,8 +1,8 @@
 """PixArt-alpha (with the picture's size and aspect ratio as conditioning, and without) and PixArt-Sigma.
 
-Key layouts: the authors' PixArtMS (which ComfyUI's files use) and diffusers' PixArtTransformer2DModel, whose folders call
-it Transformer2DModel where an older diffusers made them. Positions are the authors' and diffusers': they fill the square
-that the model was trained with, at any size.
+Key layouts: the authors' PixArtMS (which ComfyUI's files use) and diffusers' PixArtTransformer2DModel, named
+Transformer2DModel in folders of older versions. Positions are the authors' and diffusers': at any size they fill the square
+that the model was trained with.
 """
 
 import math
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .base.blocks import Blocks
-from .base.family import Family, FileLayout, FolderLayout, Forward, Inputs, Sizes, Source, cached
+from .base.family import Family, Forward, Inputs, Sizes, cached
+from .base.file_layout import FileLayout, FolderLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts.conditioning import check_learned_variance, count_blocks, hidden, text, without_variance
 from .parts.cross_attention import TEXT_KEYS, block_list, block_plan
@@ -20,17 +21,13 @@ from .parts.key_map import BOTH, WEIGHT, KeyMap
 HEAD = 72
 """Width of a head in every model of this family. Nothing in the weights shows it."""
 SAMPLE = 128
-"""Side of the latent that positions are made for, if the file does not show it. All multiples of 64 give the same."""
+"""Side of the latent for which positions are made, if the file does not show it. All multiples of 64 give the same."""
 BLOCKS = "transformer_blocks"
 UNUSED = ("pos_embed", r"y_embedder\.y_embedding")
 """`FileLayout.ignored`: a table of positions, which the class computes, and the text of prompts dropped in training."""
 EMBEDDER = {"timestep_embedder": "t_embedder"}
+NEEDED = ("t_block.1.weight", "blocks.0.cross_attn.kv_linear.weight", "blocks.0.mlp.fc1.weight")
 SIZE_EMBEDDERS = {"resolution_embedder": "csize_embedder", "aspect_ratio_embedder": "ar_embedder"}
-
-
-def _detect(shapes: Shapes) -> bool:
-    needed = ("t_block.1.weight", "blocks.0.cross_attn.kv_linear.weight", "blocks.0.mlp.fc1.weight")
-    return all(key in shapes for key in needed)
 
 
 def _configure(shapes: Shapes) -> Config:
@@ -51,7 +48,7 @@ def _configure(shapes: Shapes) -> Config:
 
 
 def _knows_sizes(config: Config) -> bool:
-    """Whether the picture's size is conditioning. A folder that does not say it follows the class's own rule."""
+    """Whether the picture's size is conditioning. For a folder without this entry the rule of diffusers' class holds."""
     stated = config["use_additional_conditions"]
     return config["sample_size"] == 128 if stated is None else stated
 
@@ -74,9 +71,9 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """`context` [B, T, caption_channels], and where the model knows them `resolution` [B, 2] and `aspect_ratio` [B, 1].
+    """`context` [B, T, caption_channels], and if the model takes them `resolution` [B, 2] and `aspect_ratio` [B, 1].
 
-    All of the text is seen, as in the native model, which passes no mask on.
+    No mask: ComfyUI's native model attends to all of the text.
     """
     tensors = {"context": text("PixArt", config["caption_channels"], call)}
     return tensors | ({"resolution": call["c_size"], "aspect_ratio": call["c_ar"]} if _knows_sizes(config) else {})
@@ -101,7 +98,7 @@ PIXART = Family(
     model_class="PixArtTransformer2DModel",
     native_classes=("PixArtAlpha", "PixArtSigma"),
     file=FileLayout(
-        detect=_detect,
+        detect=lambda shapes: all(key in shapes for key in NEEDED),
         configure=_configure,
         key_map=_key_map,
         ignored=UNUSED,

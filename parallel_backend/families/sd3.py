@@ -4,14 +4,14 @@ Key layouts: Stability AI's MMDiT (which ComfyUI's files use) and diffusers' SD3
 """
 
 import math
-from functools import partial
 from typing import Any
 
 from .base.blocks import IMAGE, JOINT, BlockList, Blocks
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, ROW, ROW_BY_HEADS
-from .parts.conditioning import count_blocks, example, hidden, text_and_pooled
+from .parts.conditioning import count_blocks, example, hidden, joint_widths, text_and_pooled
 from .parts.key_map import WEIGHT, KeyMap
 
 HEAD = 64
@@ -36,6 +36,7 @@ _PLAN = {
     **dict.fromkeys(("ff.net.0.proj", "ff_context.net.0.proj"), COLUMN),
     **dict.fromkeys(("ff.net.2", "ff_context.net.2"), ROW),
 }
+_LOADER = "TripleCLIPLoader, or a DualCLIPLoader of type sd3"
 _NEEDED = ("joint_blocks.0.context_block.adaLN_modulation.1.weight", "x_embedder.proj.weight", "pos_embed")
 
 
@@ -66,7 +67,7 @@ def _key_map(config: Config) -> dict[str, Source]:
     keys.copy(_OUTSIDE)
     keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, swap_halves=True)
     for index in range(config["num_layers"]):
-        # The last block's text only serves as keys: nothing follows its attention, and it has no gates.
+        # In the last block text only gives keys and values: no layers follow its attention, and its modulation has no gates.
         ends = index == config["num_layers"] - 1
         block, joint = f"{BLOCKS}.{index}.", f"joint_blocks.{index}."
         image, text = keys.inside(block, f"{joint}x_block."), keys.inside(block, f"{joint}context_block.")
@@ -124,10 +125,10 @@ SD3 = Family(
         max_side=lambda config: config["pos_embed_max_size"],
     ),
     inputs=Inputs(
-        conditioning=partial(text_and_pooled, "SD3", "TripleCLIPLoader, or a DualCLIPLoader of type sd3"),
+        conditioning=lambda config, call: text_and_pooled("SD3", _LOADER, joint_widths(config), call),
         token_tensors=("context",),
         vector_tensors=("pooled",),
-        example=example,
+        example=lambda config, tokens: example(joint_widths(config), tokens),
     ),
     forward=Forward(
         arguments=_arguments,

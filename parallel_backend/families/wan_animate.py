@@ -5,17 +5,18 @@ from typing import Any
 
 import torch
 
-from .base.family import FolderLayout, Source, cached
+from .base.family import cached
+from .base.file_layout import FolderLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN_BY_HEADS, ROW_BY_HEADS
 from .parts import wan
 from .parts.conditioning import count_blocks, hidden
-from .parts.cross_attention import block_plan
+from .parts.cross_attention import block_list, block_plan
 from .parts.key_map import WEIGHT, KeyMap
-from .wan import WAN
+from .wan import CUTS, WAN
 
 EVERY = 5
-"""Blocks from one look at faces to the next. No file says it."""
+"""Blocks from one face adapter to the next. No file says it."""
 CONVOLUTIONS = "motion_encoder.enc.net_app.convs."
 
 
@@ -60,7 +61,7 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _add_motion(motion: KeyMap, blocks: int) -> None:
-    """The motion encoder, of so many residual blocks."""
+    """Adds the motion encoder. `blocks`: number of its residual blocks."""
     motion.tensor("motion_synthesis_weight", "dec.direction.weight")
     motion.copy({f"motion_network.{index}": f"enc.fc.{index}" for index in range(5)})
     layers = motion.inside("", "enc.net_app.convs.")
@@ -89,7 +90,7 @@ def _folder_source(config: Config, parameter: str) -> Source:
 
 
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """As Wan's and, where there are any, `pose` [B, 16, t, H, W] in whole patches, `faces` [B, 3, t, side, side]."""
+    """As Wan's and, if the call has them, `pose` [B, 16, t, H, W] in whole patches and `faces` [B, 3, t, side, side]."""
     tensors, side = wan.conditioning(config, call), config["motion_encoder_size"]
     faces = call.get("face_pixel_values")
     if faces is not None and tuple(faces.shape[-2:]) != (side, side):
@@ -97,8 +98,8 @@ def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tenso
             f"positive, negative: the face video is {faces.shape[-1]} x {faces.shape[-2]}, this model needs {side} x "
             f"{side}. WanAnimateToVideo makes it so."
         )
-    found = {"pose": call.get("pose_latents"), "faces": faces}
-    return tensors | {name: tensor for name, tensor in found.items() if tensor is not None}
+    further = {"pose": call.get("pose_latents"), "faces": faces}
+    return tensors | {name: tensor for name, tensor in further.items() if tensor is not None}
 
 
 def _check_grid(grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
@@ -133,12 +134,8 @@ WAN_ANIMATE = replace(
     ),
     blocks=replace(
         WAN.blocks,
-        lists=(
-            replace(
-                WAN.blocks.lists[0], cuts=WAN.blocks.lists[0].cuts | {"seen": lambda seen, rows: rows.of_image(seen, 0)}
-            ),
-        ),
-        native=None,  # the look at faces would be skipped too
+        lists=(block_list("blocks", cuts=CUTS | {"seen": lambda seen, rows: rows.of_image(seen, 0)}),),
+        native=None,  # a replaced block would skip the face adapter too
     ),
     inputs=replace(
         WAN.inputs,
@@ -160,5 +157,4 @@ WAN_ANIMATE = replace(
         },
     ),
     tensor_plan={"blocks": block_plan("ffn") | _LOOK_PLAN},
-    native_values=wan.native_values,
 )

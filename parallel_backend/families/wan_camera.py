@@ -1,11 +1,12 @@
-"""Wan with camera control, 2.1 and 2.2: the camera moves on a given path."""
+"""Wan with camera control, 2.1 and 2.2: the camera moves along a path."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .base.family import Source, cached
+from .base.family import cached
+from .base.file_layout import Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .parts import wan
 from .wan import WAN
@@ -24,7 +25,7 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _conditioning(config: Config, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """As Wan's and, where there is one, `camera` [B, control_channels, T, 8 H, 8 W]."""
+    """As Wan's and, if the call has a path, its rays `camera` [B, control_channels, T, 8 H, 8 W]."""
     tensors, camera = wan.conditioning(config, call), call.get("camera_conditions")
     return tensors if camera is None else tensors | {"camera": camera}
 

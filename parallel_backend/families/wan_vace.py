@@ -1,4 +1,4 @@
-"""Wan VACE: a control video, with a mask, beside the one that is made."""
+"""Wan VACE: a control video with a mask guides the generated video."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from .base.blocks import JOINT
-from .base.family import FolderLayout, Source, cached
+from .base.family import cached
+from .base.file_layout import FolderLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import GATHER
 from .parts import wan
@@ -89,7 +90,7 @@ WAN_VACE = replace(
     blocks=replace(
         WAN.blocks,
         lists=(replace(WAN.blocks.lists[0], attention={"attn1": JOINT, "vace.attn1": JOINT}),),
-        native=None,  # the control block would be skipped too
+        native=None,  # a replaced block would skip the control block too
     ),
     sizes=replace(WAN.sizes, hidden=lambda config: 2 * hidden(config)),
     inputs=replace(
@@ -107,5 +108,4 @@ WAN_VACE = replace(
         cached_modules={**WAN.forward.cached_modules, **_CONTROL_KEYS, **cached(prompt=("patch_embedding.control",))},
     ),
     tensor_plan={"blocks": block_plan("ffn") | _CONTROL_PLAN},
-    native_values=wan.native_values,
 )

@@ -1,7 +1,7 @@
 """Z-Image and Z-Image-Turbo: refiners for image and caption, then single-stream blocks; joint sequence [image, text].
 
 Key layouts: Tongyi's, with attention fused as in Lumina 2 (which ComfyUI's files use), and diffusers'
-ZImageTransformer2DModel. The class makes whole 32s of the image's and of the caption's tokens.
+ZImageTransformer2DModel. The class pads the image's and the caption's tokens to multiples of 32.
 """
 
 from dataclasses import replace
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .base.blocks import IMAGE, JOINT, BlockList, Blocks
-from .base.family import Family, FileLayout, Forward, Inputs, Sizes, Source, TimeEmbed, cached
+from .base.family import Family, Forward, Inputs, Sizes, TimeEmbed, cached
+from .base.file_layout import FileLayout, Source
 from .base.step_inputs import Config, Shapes, StepInputs
 from .base.tensor_plan import COLUMN, COLUMN_BY_HEADS, ROW, ROW_BY_HEADS
 from .parts import next_dit
@@ -36,6 +37,7 @@ _PLAN = {
 
 class _Inputs(Inputs):
     def padded(self, tokens: int) -> int:
+        """The class attends to its padding tokens, so their number changes the result."""
         return tokens + -tokens % MULTIPLE
 
 
@@ -70,9 +72,10 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
+    # The image's padding counts as text of the stream, but is no part of the caption: the class adds it itself.
     words = replace(step, text_tokens=step.text_tokens - Z_IMAGE.image_padding(step.grid))
     return {
-        "x": list(step.x.unsqueeze(2).unbind()),
+        "x": list(step.image_tensor().unsqueeze(2).unbind()),
         "t": step.timestep,
         "cap_feats": list(words.text_tensor("context", config["cap_feat_dim"]).unbind()),
     }

@@ -29,44 +29,31 @@ class Links:
     """Two devices, the lower one first -> their link while the others are idle."""
     crowding: float = 1.0
     """How many times slower links are while all devices send."""
-    socket: int = 0
-    """Devices, counted from the first one, that share a side of a bridge. 0: there is no bridge."""
-    bridge: float = 0.0
-    """Bytes a second, each way, that all transfers over the bridge share."""
 
     def link(self, one: int, two: int) -> Link:
         """The link while all devices send."""
         quiet = self.between[min(one, two), max(one, two)]
         return Link(quiet.latency, quiet.bandwidth / self.crowding)
 
-    def crosses(self, one: int, two: int) -> bool:
-        return bool(self.socket) and one // self.socket != two // self.socket
-
     def send(self, one: int, two: int, size: float) -> float:
         """Seconds of a transfer of one pair."""
-        crossing = size / self.bridge if self.crosses(one, two) else 0.0
-        return max(self.link(one, two).seconds(size), crossing)
+        return self.link(one, two).seconds(size)
 
     def exchange(self, groups: Iterable[Sequence[int]], size: float) -> float:
         """Seconds of an all-to-all in every group at once: every device sends `size` bytes, evenly to the others."""
-        slowest, crossing = 0.0, [0.0, 0.0]
+        slowest = 0.0
         for group in groups:
             part = size / (len(group) - 1)
             for one in group:
-                ways = [(self.link(one, two), self.crosses(one, two)) for two in group if two != one]
-                seconds = max(link.latency for link, _ in ways) + sum(part / link.bandwidth for link, _ in ways)
+                links = [self.link(one, two) for two in group if two != one]
+                seconds = max(link.latency for link in links) + sum(part / link.bandwidth for link in links)
                 slowest = max(slowest, seconds)
-                crossing[one // self.socket % 2 if self.socket else 0] += part * sum(far for _, far in ways)
-        return max(slowest, max(crossing) / self.bridge if self.bridge else 0.0)
+        return slowest
 
     def shift(self, groups: Iterable[Sequence[int]], size: float) -> float:
         """Seconds of a ring step in every group at once: every device sends `size` bytes to the next one in the ring."""
-        slowest = crossing = 0.0
-        for group in groups:
-            ring = list(pairwise([*group, group[0]]))
-            slowest = max(slowest, *(self.link(*pair).seconds(size) for pair in ring))
-            crossing += sum(self.crosses(*pair) for pair in ring) / 2  # as many one way as the other
-        return max(slowest, crossing * size / self.bridge if self.bridge else 0.0)
+        rings = ([*group, group[0]] for group in groups)
+        return max(self.link(*pair).seconds(size) for ring in rings for pair in pairwise(ring))
 
     def all_reduce(self, groups: Sequence[Sequence[int]], size: float) -> float:
         """Seconds of an all-reduce in every group at once, of one tensor of `size` bytes on each device."""

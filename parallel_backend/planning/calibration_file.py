@@ -90,7 +90,7 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
     return {
         "devices": [[device.name, device.kind, device.memory, device.copies] for device in machine.devices],
         "between": [[*pair, link.latency, link.bandwidth] for pair, link in links.between.items()],
-        "shared": [links.crowding, links.socket, links.bridge],
+        "shared": [links.crowding],
         "costs": [asdict(cost) for cost in calibration.costs],
         "hop": calibration.hop,
     }
@@ -106,4 +106,4 @@ def _calibration(content: dict[str, Any]) -> Calibration:
         )
         for cost in content["costs"]
     )
-    return Calibration(Machine(devices, Links(between, *content["shared"])), costs, content["hop"])
+    return Calibration(Machine(devices, Links(between, content["shared"][0])), costs, content["hop"])

@@ -13,7 +13,7 @@ AS_GOOD = 1.03
 """Modes within this factor of the fastest count as equally fast: the simplest of them is advised."""
 DISPLACED = 2
 """The most ranks on the patch axis that `degrees` auto takes. In measured pictures of 4, 8 and 20 steps displaced patches of
-two ranks were closer to one rank's picture than PipeFusion with four patches. Of four ranks they were further from it."""
+two ranks were closer to one rank's picture than PipeFusion with four patches. Displaced patches of four ranks were not."""
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,6 @@ def summary(machine: Machine) -> str:
         text += f", links {slowest.bandwidth / 1e9:.3g} GB/s, {slowest.latency * 1e6:.0f} us"
     if links.crowding > 1:
         text += f", {links.crowding:.2g} times slower when all send"
-    if links.bridge:
-        text += f", {links.bridge / 1e9:.3g} GB/s each way between groups of {links.socket}"
     return text
 
 

@@ -47,6 +47,13 @@ class Edges:
     mode: str = "constant"
 
 
+class PartModule(nn.Module):
+    """Base of the modules that VAEClass.build makes."""
+
+    def reset(self) -> None:
+        """Drop the state that is kept between pieces. This base keeps none."""
+
+
 def set_edges(conv: nn.Module, edges: Edges) -> None:
     """Have a convolution without padding in space padded by `edges` on bands (see VAEClass.build)."""
     vars(conv)["edges"] = edges  # where nn.Module keeps attributes that are neither tensors nor modules
@@ -60,7 +67,7 @@ class VAEClass:
     weights: Callable[[Mapping[str, torch.Tensor], Part, Mapping[str, Any]], Weights | None]
     """Arguments: the file's tensors by their names in ComfyUI's class; the part; settings that the tensors do not tell, as
     JSON has them. Returns None if the part has an unknown module: such a VAE cannot be cut."""
-    build: Callable[[Part, dict[str, Any]], nn.Module]
+    build: Callable[[Part, dict[str, Any]], PartModule]
     """Makes the part without weights, on the current device. Its forward(x, first) takes a piece
     [B, C, (frames,) rows, columns] to its output. The module keeps the state that later pieces need until `reset()`.
 

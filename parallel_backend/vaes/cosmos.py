@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel_backend.core.spans import Span
 
-from .base import Edges, Part, Piece, VAEClass, Weights, set_edges
+from .base import Edges, Part, PartModule, Piece, VAEClass, Weights, set_edges
 from .layout import QUANT, fitting, levels, with_quant_conv
 
 PER_LATENT = 8
@@ -95,7 +95,7 @@ def _classes() -> Mapping[str, type[nn.Module]]:
     }
 
 
-class _Coder(nn.Module):
+class _Coder(PartModule):
     """[B, 3, 8 n + 1, H, W] -> [B, C, n + 1, H / 8, W / 8], or back, with the 1x1 convolution at the latent's end."""
 
     def __init__(self, part: Part, latent_channels: int, widths: list[int], layers: int):
@@ -128,11 +128,8 @@ class _Coder(nn.Module):
             x = getattr(self, name)(x)
         return x
 
-    def reset(self) -> None:
-        """No state is kept between pieces."""
 
-
-def _build(part: Part, config: dict[str, Any]) -> nn.Module:
+def _build(part: Part, config: dict[str, Any]) -> PartModule:
     return _Coder(part, **config)
 
 

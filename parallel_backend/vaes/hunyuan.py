@@ -15,7 +15,7 @@ from torch import nn
 
 from parallel_backend.core.spans import Span
 
-from .base import Part, Piece, VAEClass, Weights, whole
+from .base import Part, PartModule, Piece, VAEClass, Weights, whole
 from .layout import weights_by_levels
 from .ldm import (
     CarriedConv3d,
@@ -184,7 +184,7 @@ class Decoder(ChunkedDecoder):
         return pixels[:, :, -1:] if self.kind == "refiner" and z.shape[2] == 1 else pixels
 
 
-def _build(part: Part, config: dict[str, Any]) -> nn.Module:
+def _build(part: Part, config: dict[str, Any]) -> PartModule:
     settings = Config(**config | {"factors": [tuple(factor) for factor in config["factors"]]})
     return Encoder(settings) if part == "encoder" else Decoder(settings)
 

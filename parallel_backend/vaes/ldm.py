@@ -16,7 +16,7 @@ from torch import nn
 
 from parallel_backend.core.spans import Span
 
-from .base import Edges, Part, Piece, VAEClass, Weights, set_edges, whole
+from .base import Edges, Part, PartModule, Piece, VAEClass, Weights, set_edges, whole
 from .layout import QUANT, part_tensors, weights_by_levels
 from .streams import FrameByFrame, Streaming, forget, in_turn, joined
 
@@ -166,7 +166,7 @@ class Up(nn.Module):
         return self.conv(x.repeat_interleave(2, dim=-2).repeat_interleave(2, dim=-1))
 
 
-class ChunkedEncoder(nn.Module):
+class ChunkedEncoder(PartModule):
     """An encoder that gets a video's first frame, then 8 frames at a time, and at last none: then it returns the latent.
 
     Its levels see a chunk at a time (`chunked`), or the whole video at the end. The middle sees all frames.
@@ -299,7 +299,7 @@ class Decoder(ChunkedDecoder):
         return next(self.frames(z)) if z.ndim == 4 else super().forward(z, first)
 
 
-def _build(part: Part, config: dict[str, Any]) -> nn.Module:
+def _build(part: Part, config: dict[str, Any]) -> PartModule:
     return (Encoder if part == "encoder" else Decoder)(**config)
 
 

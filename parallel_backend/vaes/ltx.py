@@ -15,7 +15,7 @@ from torch import nn
 
 from parallel_backend.core.spans import Span
 
-from .base import Part, Piece, VAEClass, Weights
+from .base import Part, PartModule, Piece, VAEClass, Weights
 from .layout import fitting, with_quant_conv
 from .rearrange import channels_to_space, space_to_channels
 from .streams import FrameByFrame, Late, StreamedConv3d, Streaming, forget, in_turn, pieces, through
@@ -181,7 +181,7 @@ class ShuffleUp(Streaming):
         return y
 
 
-class Encoder(nn.Module):
+class Encoder(PartModule):
     """[B, 3, 8 n + 1, H, W] -> the latent's means [B, latent channels, n + 1, H / 32, W / 32], before normalisation."""
 
     def __init__(self, config: Mapping[str, Any]):
@@ -278,7 +278,7 @@ def _weights(state: Mapping[str, torch.Tensor], part: Part, settings: Mapping[st
     return Weights(config, used, scale, settings["latent_channels"] if part == "encoder" else config["channels"])
 
 
-def _build(part: Part, config: dict[str, Any]) -> nn.Module:
+def _build(part: Part, config: dict[str, Any]) -> PartModule:
     return (Encoder if part == "encoder" else Decoder)(config)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .base import Part, VAEClass, Weights, whole
+from .base import Part, PartModule, VAEClass, Weights, whole
 from .layout import part_tensors
 
 SPACE, TIME = (2, 2, 2, 2, 1, 1), (1, 2, 2, 1, 1, 1)
@@ -101,12 +101,7 @@ def _decoder(originals: Mapping[str, torch.Tensor]) -> Converted:
     return config, tensors, channels
 
 
-class _TilePart(nn.Module):
-    def reset(self) -> None:
-        """No state is kept between tiles."""
-
-
-class _Decoder(_TilePart):
+class _Decoder(PartModule):
     """A tile of a clip of the latent [1, C, T, H, W] -> raw pixels [1, 3, 4 T, 16 H, 16 W]."""
 
     def __init__(self, quant: list[int], **config: Any):
@@ -122,7 +117,7 @@ class _Decoder(_TilePart):
         return self.decoder(self.post_quant_conv(x))
 
 
-class _Encoder(_TilePart):
+class _Encoder(PartModule):
     """A tile of a clip of pixels [1, 3, T, 16 H, 16 W] -> moments [1, 2 C, frames, H, W]."""
 
     def __init__(self, quant: list[int], **config: Any):
@@ -138,7 +133,7 @@ class _Encoder(_TilePart):
         return self.quant_conv(self.encoder(x))
 
 
-def _build(part: Part, config: dict[str, Any]) -> nn.Module:
+def _build(part: Part, config: dict[str, Any]) -> PartModule:
     return (_Decoder if part == "decoder" else _Encoder)(**config)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from parallel_backend.core.spans import Span
 
-from .base import Piece
+from .base import PartModule, Piece
 
 FRAMES = 8
 """Most frames of a piece. It bounds memory. Results do not depend on it, except for rounding."""
@@ -31,7 +31,7 @@ def forget(model: nn.Module) -> None:
             module.forget()
 
 
-class FrameByFrame(nn.Module):
+class FrameByFrame(PartModule):
     """A part that gets a video's whole input at once, and returns its output in pieces of FRAMES (see `in_turn`)."""
 
     def __init__(self):

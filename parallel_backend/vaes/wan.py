@@ -14,7 +14,7 @@ from torch import nn
 
 from parallel_backend.core.spans import Span
 
-from .base import Edges, Part, Piece, VAEClass, Weights, set_edges
+from .base import Edges, Part, PartModule, Piece, VAEClass, Weights, set_edges
 from .layout import part_tensors
 
 FRAMES = 4
@@ -162,7 +162,7 @@ def for_bands(model: nn.Module) -> None:
             module.__class__ = nn.Upsample  # diffusers' class would copy 16-bit values to 32 bits
 
 
-class _Part(nn.Module):
+class _Part(PartModule):
     """One part of diffusers' AutoencoderKLWan, and the frames that its causal convolutions keep of earlier pieces."""
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class _Encoder(_Part):
         return self.quant_conv(self._causal(self.encoder, self._patchify(x, self._patch))).chunk(2, dim=1)[0]
 
 
-def _build(part: Part, config: dict[str, Any]) -> nn.Module:
+def _build(part: Part, config: dict[str, Any]) -> PartModule:
     model = (_Decoder if part == "decoder" else _Encoder)(**config)
     for_bands(model)
     return model

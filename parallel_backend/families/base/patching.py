@@ -106,7 +106,7 @@ class Patching:
     """Axis that bands cut: "rows", or "frames" of a video."""
 
     companion: Companion | None = None
-    """The latent that a call may have beside the picture's."""
+    """The second latent of a call. None: the family has none."""
 
     def __post_init__(self):
         assert self.along in ("rows", "frames")
@@ -175,16 +175,18 @@ class Patching:
 
     def companion_tokens(self, shapes: Sequence[tuple[int, ...]]) -> int:
         """Number of tokens of the companion latent in a call whose latents have these shapes."""
-        return self.companion.tokens(shapes[1]) if len(shapes) > 1 else 0
+        return 0 if self.companion is None or len(shapes) == 1 else self.companion.tokens(shapes[1])
 
     def pack_all(self, latents: Latents) -> torch.Tensor:
         """Tokens of all latents, those of the companion last: see `side_by_side`."""
         tokens = self.pack(latents[0])
-        return side_by_side(tokens, self.companion.pack(latents[1])) if len(latents) > 1 else tokens
+        if self.companion is None or len(latents) == 1:
+            return tokens
+        return side_by_side(tokens, self.companion.pack(latents[1]))
 
     def unpack_all(self, tokens: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Latents:
         """Tokens from `pack_all` -> latents of these shapes."""
-        if len(shapes) == 1:
+        if self.companion is None or len(shapes) == 1:
             return (self.unpack(tokens, shapes[0]),)
         image, companion = tokens.split(
             (tokens.shape[1] - self.companion_tokens(shapes), self.companion_tokens(shapes)), dim=1
@@ -194,8 +196,10 @@ class Patching:
 
     def band(self, latents: Latents, rows: Span) -> Latents:
         """Band of a call's latents. The first band has the whole companion latent, other bands have an empty one."""
-        picture = self.rows(latents[0], rows)
-        return picture, *(companion if rows.start == 0 else self.companion.none_of(companion) for companion in latents[1:])
+        picture, others = self.rows(latents[0], rows), latents[1:]
+        if self.companion is not None and rows.start > 0:
+            others = tuple(self.companion.none_of(latent) for latent in others)
+        return picture, *others
 
     def join(self, bands: Sequence[Latents]) -> Latents:
         """Latents of all bands, in order -> latents of the whole call."""

@@ -7,6 +7,7 @@ classes.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,15 @@ class Attention(nn.Module):
         return self.out_layer(self.processor(query, key, value))
 
 
+def residual(
+    x: torch.Tensor, norm: nn.Module, layer: Callable[[torch.Tensor], torch.Tensor], vectors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """`x` plus the gated output of a layer over the modulated norm of `x`. `vectors`: shift, scale and gate [b, 1,
+    width]."""
+    shift, scale, gate = vectors
+    return torch.addcmul(x, gate, layer(torch.addcmul(shift, norm(x), scale + 1)))
+
+
 class EncoderBlock(nn.Module):
     """A block of the text: self-attention and feed-forward."""
 
@@ -89,11 +99,9 @@ class EncoderBlock(nn.Module):
         self.feed_forward = feed_forward(width, inner)
 
     def forward(self, text: torch.Tensor, temb: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        shift, scale, gate, shift_ff, scale_ff, gate_ff = self.text_modulation(temb).unsqueeze(1).chunk(6, dim=-1)
-        normed = torch.addcmul(shift, self.self_attention_norm(text), scale + 1)
-        text = torch.addcmul(text, gate, self.self_attention(normed, rotary=rotary))
-        normed = torch.addcmul(shift_ff, self.feed_forward_norm(text), scale_ff + 1)
-        return torch.addcmul(text, gate_ff, self.feed_forward(normed))
+        vectors = self.text_modulation(temb).unsqueeze(1).chunk(6, dim=-1)
+        text = residual(text, self.self_attention_norm, lambda x: self.self_attention(x, rotary=rotary), vectors[:3])
+        return residual(text, self.feed_forward_norm, self.feed_forward, vectors[3:])
 
 
 class DecoderBlock(nn.Module):
@@ -110,17 +118,10 @@ class DecoderBlock(nn.Module):
         self.feed_forward = feed_forward(width, inner)
 
     def forward(self, hidden_states: torch.Tensor, text: torch.Tensor, temb: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        x = hidden_states
         vectors = self.visual_modulation(temb).unsqueeze(1).chunk(9, dim=-1)
-        shift, scale, gate = vectors[:3]
-        normed = torch.addcmul(shift, self.self_attention_norm(x), scale + 1)
-        x = torch.addcmul(x, gate, self.self_attention(normed, rotary=rotary))
-        shift, scale, gate = vectors[3:6]
-        normed = torch.addcmul(shift, self.cross_attention_norm(x), scale + 1)
-        x = torch.addcmul(x, gate, self.cross_attention(normed, text))
-        shift, scale, gate = vectors[6:]
-        normed = torch.addcmul(shift, self.feed_forward_norm(x), scale + 1)
-        return torch.addcmul(x, gate, self.feed_forward(normed))
+        x = residual(hidden_states, self.self_attention_norm, lambda x: self.self_attention(x, rotary=rotary), vectors[:3])
+        x = residual(x, self.cross_attention_norm, lambda x: self.cross_attention(x, text), vectors[3:6])
+        return residual(x, self.feed_forward_norm, self.feed_forward, vectors[6:])
 
 
 class OutLayer(nn.Module):
@@ -181,10 +182,10 @@ class Kandinsky5Transformer3DModel(ModelMixin, ConfigMixin):
         text = self.text_embeddings(encoder_hidden_states)
         temb = self.time_embeddings(timestep) + self.pooled_text_embeddings(pooled_projections)
         text_positions = torch.arange(text.shape[1], device=device)[:, None]
-        rotary = rotary_pairs(text_positions * rates(sum(self.config.axes_dims) // 2, device))
+        rotary = rotary_pairs(text_positions * rates(sum(self.config["axes_dims"]) // 2, device))
         for block in self.text_transformer_blocks:
             text = block(text, temb, rotary)
-        axes = zip(positions.T, self.config.axes_dims, strict=True)
+        axes = zip(positions.T, self.config["axes_dims"], strict=True)
         angles = [axis[:, None] * rates(width // 2, device) for axis, width in axes]
         rotary = rotary_pairs(torch.cat(angles, dim=-1))
         hidden_states = self.visual_embeddings(hidden_states)

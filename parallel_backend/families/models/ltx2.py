@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers import transformer_ltx2 as original
 
-from parallel_backend.families.parts.ltx2_inputs import UNSEEN, Times
-
+from ..parts.ltx2_inputs import UNSEEN, Times
 from .dispatched_attention import Rotary
 
 QUERY_KEY_EPS = 1e-5
@@ -39,7 +38,7 @@ class Modulation(NamedTuple):
     prompt: torch.Tensor | None
     """[b, 2 d]: for the latest time of the stream. None: the prompt is not modulated by time."""
     rows: torch.Tensor | None
-    """As Times.rows."""
+    """See Times.rows."""
 
 
 def modulation(table: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor | None, which: slice) -> list[torch.Tensor]:
@@ -90,8 +89,9 @@ class Attention(original.LTX2PerturbedAttnProcessor):
             )
             wide = -(-(size + factors) // 8) * 8  # kernels want head sizes of whole eights
             query, key, value = (F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
-        kernel = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
-        return dispatch_attention_fn(query, key, value, scale=size**-0.5, **kernel)[..., :size]
+        backend, parallel = self._attention_backend, self._parallel_config
+        out = dispatch_attention_fn(query, key, value, scale=size**-0.5, backend=backend, parallel_config=parallel)
+        return out[..., :size]
 
 
 def _rotated(attn: original.LTX2Attention, x: torch.Tensor, tables: Rotary) -> torch.Tensor:
@@ -129,8 +129,10 @@ class RotaryTables(original.LTX2AudioVideoRotaryPosEmbed):
     def forward(self, coords: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not coords.shape[-1]:
             return (coords.new_zeros(len(coords), 0, self.dim // 2 if self.rope_type == "split" else self.dim),) * 2
-        tables = super().forward(coords)
-        return tuple(table.transpose(1, 2).flatten(2) for table in tables) if self.rope_type == "split" else tables
+        cos, sin = super().forward(coords)
+        if self.rope_type != "split":
+            return cos, sin
+        return cos.transpose(1, 2).flatten(2), sin.transpose(1, 2).flatten(2)
 
 
 class Block(original.LTX2VideoTransformerBlock):
@@ -269,7 +271,7 @@ class LTX2VideoTransformer3DModel(original.LTX2VideoTransformer3DModel):
         audio_embedded, audio_modulated = self._embedded("audio_", audio_times, times.latest, x.dtype)
         bias, audio_bias = _biases(x, y, guide_weights, seen)
         text, audio_text = encoder_hidden_states, audio_encoder_hidden_states
-        if self.config.use_prompt_embeddings:
+        if self.config["use_prompt_embeddings"]:
             text, audio_text = self.caption_projection(text), self.audio_caption_projection(audio_text)
         for index, block in enumerate(self.transformer_blocks):
             x, y = block(
@@ -307,9 +309,9 @@ class LTX2VideoTransformer3DModel(original.LTX2VideoTransformer3DModel):
         gates = self.av_cross_attn_audio_v2a_gate if stream else self.av_cross_attn_video_a2v_gate
         within, embedded = getattr(self, f"{stream}time_embed")(times.distinct, hidden_dtype=dtype)
         cross, _ = getattr(self, f"av_cross_attn_{named}_scale_shift")(times.distinct, hidden_dtype=dtype)
-        factor = self.config.cross_attn_timestep_scale_multiplier / self.config.timestep_scale_multiplier
+        factor = self.config["cross_attn_timestep_scale_multiplier"] / self.config["timestep_scale_multiplier"]
         gate, _ = gates(others.max()[None] * factor, hidden_dtype=dtype)
         prompt = None
-        if self.prompt_modulation and self.config.use_prompt_adaln_single:
+        if self.prompt_modulation and self.config["use_prompt_adaln_single"]:
             prompt, _ = getattr(self, f"{stream}prompt_adaln")(times.latest, hidden_dtype=dtype)
         return embedded, Modulation(within, cross, gate, prompt, times.rows)

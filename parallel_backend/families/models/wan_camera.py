@@ -1,4 +1,4 @@
-"""Wan with camera control (ComfyUI's CameraWanModel): rays of a camera's path are added to the video's tokens."""
+"""Wan with camera control (ComfyUI's CameraWanModel): embedded rays of the camera's path are added to the video's tokens."""
 
 from typing import Any
 
@@ -6,23 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel_backend.families.parts.wan import PIXELS
-
+from ..parts.wan import PIXELS
 from .wan import WanVariant, register_variant, tokens
 
 
 class WanCamera(WanVariant):
-    """`control_channels`: of the camera's rays."""
+    """`control_channels`: channels of the camera's rays."""
 
     @register_variant
     def __init__(self, *, control_channels: int = 24, **wan: Any):
         super().__init__(**wan)
-        adapter = CameraAdapter(control_channels, self.width, tuple(self.config.patch_size)[1:])
-        self.patch_embedding = GuidedPatches(self.patches(self.config.in_channels), adapter)
+        adapter = CameraAdapter(control_channels, self.width, self.config["patch_size"][1:])
+        self.patch_embedding = GuidedPatches(self.patches(self.config["in_channels"]), adapter)
 
 
 class GuidedPatches(nn.Module):
-    """Patch embedding of the video and, added to it, of the camera's rays."""
+    """Patch embedding of the video plus that of the camera's rays."""
 
     def __init__(self, video: nn.Conv3d, camera: "CameraAdapter"):
         super().__init__()
@@ -35,7 +34,7 @@ class GuidedPatches(nn.Module):
 
 
 class CameraAdapter(nn.Module):
-    """Each frame's rays -> its patches."""
+    """Embeds each frame's rays in the patches of the latent."""
 
     def __init__(self, channels: int, width: int, patch: tuple[int, int]):
         super().__init__()

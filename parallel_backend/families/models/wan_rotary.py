@@ -25,8 +25,8 @@ class RotaryProcessor(WanAttnProcessor):
             return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         query = rotated(heads(attn, attn.norm_q(attn.to_q(hidden_states))), *rotary_emb)
         key = rotated(heads(attn, attn.norm_k(attn.to_k(hidden_states))), *rotary_emb)
-        kernel = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
-        out = dispatch_attention_fn(query, key, heads(attn, attn.to_v(hidden_states)), attn_mask=attention_mask, **kernel)
+        value, backend, parallel = heads(attn, attn.to_v(hidden_states)), self._attention_backend, self._parallel_config
+        out = dispatch_attention_fn(query, key, value, attention_mask, backend=backend, parallel_config=parallel)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
 
 

@@ -50,7 +50,8 @@ class GuidedProcessor(WanAttnProcessor):
             self._attend(query, heads(attn, attn.norm_k(attn.to_k(words))), heads(attn, attn.to_v(words)))
             for words in (text, away)
         )
-        out = normalized(toward, against, *settings[:, :, None, None, None].unbind(1)).type_as(query)
+        scale, tau, alpha = settings[:, :, None, None, None].unbind(1)
+        out = normalized(toward, against, scale, tau, alpha).type_as(query)
         if picture is not None:
             keys, values = attn.norm_added_k(attn.add_k_proj(picture)), attn.add_v_proj(picture)
             out = out + self._attend(query, heads(attn, keys), heads(attn, values))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.step_inputs import Shapes
+from ..base.step_inputs import Shapes
 
 
 def hidden(config: dict[str, Any]) -> int:
@@ -49,19 +49,24 @@ def text(model: str, width: int, call: dict[str, Any]) -> torch.Tensor:
     return context
 
 
-def text_and_pooled(model: str, loader: str, config: dict[str, Any], call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """`context` [B, T, joint_attention_dim] and `pooled` [B, pooled_projection_dim] of a call. ValueError as for `text`.
+def text_and_pooled(model: str, loader: str, widths: tuple[int, int], call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`context` [B, T, widths[0]] and `pooled` [B, widths[1]] of a model call. ValueError as for `text`.
 
     `model`: its name for the user. `loader`: the node that loads its text encoders.
     """
-    context, pooled = text(model, config["joint_attention_dim"], call), call.get("y")
+    context, pooled = text(model, widths[0], call), call.get("y")
     if pooled is None:
         raise ValueError(
             f"positive, negative: this conditioning has no pooled output, which {model} needs. Encode the prompt with a "
             f"{loader}."
         )
-    _check_width("pooled output", pooled, config["pooled_projection_dim"])
+    _check_width("pooled output", pooled, widths[1])
     return {"context": context, "pooled": pooled}
+
+
+def joint_widths(config: dict[str, Any]) -> tuple[int, int]:
+    """Widths of text and pooled text for `text_and_pooled` under diffusers' usual names."""
+    return config["joint_attention_dim"], config["pooled_projection_dim"]
 
 
 def embedded_guidance(config: dict[str, Any], call: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -81,9 +86,6 @@ def _check_width(name: str, tensor: torch.Tensor, width: int) -> None:
         )
 
 
-def example(config: dict[str, Any], text_tokens: int) -> dict[str, torch.Tensor]:
-    """`Inputs.example` of a family whose conditioning is `text_and_pooled`."""
-    return {
-        "context": torch.randn(1, text_tokens, config["joint_attention_dim"]),
-        "pooled": torch.randn(1, config["pooled_projection_dim"]),
-    }
+def example(widths: tuple[int, int], text_tokens: int) -> dict[str, torch.Tensor]:
+    """Random conditioning of batch 1 for `text_and_pooled`."""
+    return {"context": torch.randn(1, text_tokens, widths[0]), "pooled": torch.randn(1, widths[1])}

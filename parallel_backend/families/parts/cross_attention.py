@@ -5,9 +5,9 @@ Their `attn1` is self-attention over the image's tokens, their `attn2` looks at 
 
 from typing import Any
 
-from parallel_backend.families.base.blocks import JOINT, BlockList
-from parallel_backend.families.base.family import cached
-from parallel_backend.families.base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
+from ..base.blocks import JOINT, BlockList
+from ..base.family import cached
+from ..base.tensor_plan import COLUMN, COLUMN_BY_HEADS, NORM_BY_HEADS, ROW, ROW_BY_HEADS, LayerCut
 
 _COLUMNS = [f"{attention}.to_{part}" for attention in ("attn1", "attn2") for part in "qkv"]
 _NORMS = [f"{attention}.norm_{part}" for attention in ("attn1", "attn2") for part in "qk"]

@@ -9,22 +9,10 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, cached
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs
-from parallel_backend.families.base.tensor_plan import (
-    COLUMN,
-    COLUMN_BY_HEADS,
-    GATHER,
-    HEADS,
-    ROW,
-    ROW_BY_HEADS,
-    WIDTH,
-    CutKind,
-    LayerCut,
-    LayerCuts,
-)
-
+from ..base.blocks import BlockList, Blocks
+from ..base.family import CacheScope, cached
+from ..base.step_inputs import Config, Shapes, StepInputs
+from ..base.tensor_plan import COLUMN, COLUMN_BY_HEADS, GATHER, HEADS, ROW, ROW_BY_HEADS, WIDTH, CutKind, LayerCut, LayerCuts
 from .conditioning import count_blocks, hidden
 from .key_map import BOTH, KeyMap, Parameters
 
@@ -74,7 +62,6 @@ MODULATED_PLAN: LayerCuts = {
 
 
 def block_counts(config: Config) -> dict[str, int]:
-    """See Blocks.counts."""
     return {DOUBLE: config["num_layers"], SINGLE: config["num_single_layers"]}
 
 
@@ -86,7 +73,7 @@ BLOCKS = Blocks(
     native=NATIVE_BLOCKS,
     native_patches=("attn1_patch", "attn1_output_patch", "post_input"),
 )
-"""Of Flux.1 without ControlNet, and of the classes that differ only in the fields that their rows replace."""
+"""Blocks of Flux.1 without ControlNet. Rows replace the fields in which their class differs."""
 
 
 def cached_modules(time_embed: str) -> dict[str, CacheScope]:
@@ -142,7 +129,7 @@ def double_keys(
     `parameters`: those of the layers. `norms`: those of the norms of queries and keys.
     """
     for block in keys.each(DOUBLE, "double_blocks", config["num_layers"]):
-        block.copy(PROJECTIONS | layers, parameters)
+        block.copy({**PROJECTIONS, **layers}, parameters)
         block.copy(DOUBLE_NORMS, norms)
         block.split("img_attn.qkv", dict.fromkeys(QKV, hidden(config)), parameters)
         block.split("txt_attn.qkv", dict.fromkeys(ADDED_QKV, hidden(config)), parameters)
@@ -151,7 +138,7 @@ def double_keys(
 def single_keys(
     keys: KeyMap, config: Config, layers: Mapping[str, str], feed_forward: int = 4, norms: Parameters = SCALE
 ) -> None:
-    """Adds single blocks with biases. `layers`: those that not all have (diffusers' name -> original).
+    """Adds single blocks with biases. `layers`: further layers of the block (diffusers' name -> original).
 
     `feed_forward`: rows of the feed-forward's first layer, as multiples of the width. `norms`: see `double_keys`.
     """

@@ -1,4 +1,5 @@
-"""What the HunyuanVideo models and HunyuanImage share, which are one class in ComfyUI: key layout and checks of the text.
+"""What the HunyuanVideo models and HunyuanImage share, which are one class in ComfyUI: blocks, key layout, text
+conditioning.
 
 Key layouts: ComfyUI's, Tencent's and diffusers'.
 """
@@ -7,22 +8,11 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.blocks import BlockList, Blocks
-from parallel_backend.families.base.family import CacheScope, cached
-from parallel_backend.families.base.step_inputs import Config, Shapes, StepInputs, image_tables
-
+from ..base.blocks import BlockList, Blocks
+from ..base.family import CacheScope, cached
+from ..base.step_inputs import Config, Shapes, StepInputs, image_tables
+from . import flux_blocks
 from .conditioning import count_blocks, hidden, text
-from .flux_blocks import (
-    DOUBLE,
-    DOUBLE_MODULATION,
-    NATIVE_BLOCKS,
-    NORM_ALIASES,
-    QKV,
-    SINGLE,
-    SINGLE_MODULATION,
-    block_counts,
-    embedder_keys,
-)
 from .key_map import BOTH, KeyMap
 
 REFINER = "txt_in.individual_token_refiner.blocks"
@@ -51,7 +41,7 @@ ALIASES = {
     "_attn_k_norm.weight": "_attn.norm.key_norm.scale",
     ".q_norm.weight": ".norm.query_norm.scale",
     ".k_norm.weight": ".norm.key_norm.scale",
-    **NORM_ALIASES,
+    **flux_blocks.NORM_ALIASES,
 }
 
 
@@ -66,7 +56,8 @@ def is_video_15(shapes: Shapes) -> bool:
 
 
 def is_image(shapes: Shapes) -> bool:
-    """Whether a model with these keys, and no HunyuanVideo 1.5, is HunyuanImage 2.1. Its refiner is a video model."""
+    """Whether a model with these keys, other than HunyuanVideo 1.5, is HunyuanImage 2.1. Its refiner model counts as a
+    video's."""
     return not any(key.startswith("vector_in.") for key in shapes) and len(shapes["img_in.proj.weight"]) == 4
 
 
@@ -76,21 +67,21 @@ def block_list(name: str, rotary: str = "image_rotary_emb") -> BlockList:
 
 
 BLOCKS = Blocks(
-    lists=(block_list(DOUBLE), block_list(SINGLE)),
-    counts=block_counts,
+    lists=(block_list(flux_blocks.DOUBLE), block_list(flux_blocks.SINGLE)),
+    counts=flux_blocks.block_counts,
     prologue=("x_embedder", "context_embedder"),
     epilogue=("norm_out", "proj_out"),
     text_first=False,
-    residuals={"input": DOUBLE, "output": SINGLE},
-    native=NATIVE_BLOCKS,
+    residuals={"input": flux_blocks.DOUBLE, "output": flux_blocks.SINGLE},
+    native=flux_blocks.NATIVE_BLOCKS,
     native_patches=("attn1_patch", "attn1_output_patch"),
 )
-"""Of every class but for the fields that its row replaces."""
+"""Blocks of HunyuanImage without ByT5 text. Rows replace the fields in which their class differs."""
 
 
 def cached_modules(time_embed: str) -> dict[str, CacheScope]:
     """`Forward.cached_modules`. `time_embed`: the class's name of its time embedding."""
-    modulation = [f"*.{layer}" for layer in DOUBLE_MODULATION | SINGLE_MODULATION]
+    modulation = [f"*.{layer}" for layer in flux_blocks.DOUBLE_MODULATION | flux_blocks.SINGLE_MODULATION]
     call = (time_embed, "context_embedder", "norm_out.linear", *modulation)
     return cached(call, prompt=("rope", "context_embedder_2", "image_embedder"))
 
@@ -116,13 +107,13 @@ def outside_keys(keys: KeyMap, config: Config, embedders: dict[str, str]) -> Non
         "context_embedder.time_text_embed.timestep_embedder": "txt_in.t_embedder",
         "context_embedder.time_text_embed.text_embedder": "txt_in.c_embedder",
     }
-    embedder_keys(keys, embedders | refiner)
+    flux_blocks.embedder_keys(keys, embedders | refiner)
     keys.copy({"x_embedder.proj": "img_in.proj", "context_embedder.proj_in": "txt_in.input_embedder"})
     keys.copy({"proj_out": "final_layer.linear"})
     keys.copy({"norm_out.linear": "final_layer.adaLN_modulation.1"}, swap_halves=True)
     for block in keys.each("context_embedder.token_refiner.refiner_blocks", REFINER, config["num_refiner_layers"]):
         block.copy(_REFINER)
-        block.split("self_attn.qkv", dict.fromkeys(QKV, hidden(config)))
+        block.split("self_attn.qkv", dict.fromkeys(flux_blocks.QKV, hidden(config)))
 
 
 def glyph_keys(keys: KeyMap) -> None:

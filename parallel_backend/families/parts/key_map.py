@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.family import Source
+
+from ..base.file_layout import Source
 
 BOTH = ("weight", "bias")
 WEIGHT = ("weight",)

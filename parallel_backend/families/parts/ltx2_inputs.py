@@ -1,4 +1,4 @@
-"""LTX-2's inputs: what of ComfyUI's model call goes to the ranks, and what a rank calls the class with.
+"""LTX-2's inputs: conditioning tensors from ComfyUI's model call, and the class's arguments on a rank.
 
 The sound's tokens are those of the companion latent, then those of a reference voice, which are an input only.
 """
@@ -11,15 +11,11 @@ import torch.nn.functional as F
 
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.step_inputs import Config, StepInputs
-from parallel_backend.families.parts.conditioning import text
 
-PIXELS = (8, 32, 32)
-"""Frames, rows and columns of pixels that a video token stands for."""
-FRAME_RATE = 25.0
-"""Frames per second, ComfyUI's own, if the conditioning names none."""
-TIME = 1000.0
-"""Factor between ComfyUI's sigma and the model's timestep."""
+from ..base.step_inputs import Config, StepInputs
+from .conditioning import text
+from .ltx import FRAME_RATE, PIXELS, TIME
+
 SOUND = (4, 160, 16000)
 """Spectrogram columns of a sound token, samples between two columns, samples per second."""
 STG, TO_VIDEO, TO_SOUND = OPTIONS = ("stg_self_attn_blocks", "a2v_cross_attn", "v2a_cross_attn")
@@ -135,7 +131,7 @@ def arguments(step: StepInputs, config: Config) -> dict[str, Any]:
     """Arguments of LTX2VideoTransformer3DModel.forward."""
     tensors, batch = step.tensors, len(step.timestep)
     x, sound, voice = step.x, step.x_companion, tensors.get("voice")
-    if x is None:  # only the number of tokens counts
+    if x is None or sound is None:  # only the number of tokens counts
         x, sound = (step.timestep.new_zeros(1, 1, 1).expand(batch, len(span), 1) for span in (step.image, step.text))
     else:
         sound = sound[..., : config["audio_in_channels"]]

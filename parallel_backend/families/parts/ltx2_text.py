@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.step_inputs import Config
+from ..base.family import TextModel
+from ..base.step_inputs import Config
 
 STREAMS = ("video", "audio")
 PREFIXES = tuple(f"{stream}_embeddings_connector." for stream in STREAMS)
@@ -77,3 +78,6 @@ def _connector(weights: Weights, prefix: str, heads: int, config: Config, x: tor
         x = block(x, rotary_emb=tables)
         number += 1
     return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+
+TEXT_MODEL = TextModel(PREFIXES, through_connectors)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.families.base.family import Finish
-from parallel_backend.families.base.patching import Latents
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config
-
+from ..base.family import Finish
+from ..base.patching import Latents
+from ..base.step_inputs import REFERENCE_POSITIONS, REFERENCES, Config
 from .conditioning import text
 from .minimax_layout import SOUND_TIME, VISUAL_TIME, References, place_references
 

@@ -2,18 +2,18 @@
 
 A position is (time, row, column), as in ComfyUI's native model (comfy/ldm/minimax/model.py). In time, words come first, one
 each, then references, each for its duration, then video and sound at once. Rows and columns span a square of 32 with the
-picture's area. Computed in float64, where thirds of a frame add up exactly enough, and rounded to float32 at the end.
+picture's area. Computed in float64 and rounded to float32 at the end.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from einops import rearrange
 
-from parallel_backend.families.base.patching import Companion, Patching
+from ..base.patching import Companion, Patching
 
 FRAMES = (1, 4, 4, 4, 4)
 """Pictures in each of a video's latent frames. The pattern repeats."""
@@ -59,7 +59,7 @@ def frame_times(count: int) -> torch.Tensor:
     return spans.cumsum(0)
 
 
-def video_places(start: float, grid: tuple[int, int, int]) -> torch.Tensor:
+def video_places(start: float, grid: tuple[int, ...]) -> torch.Tensor:
     """Positions [frames * rows * columns, 3] of a video that begins at time `start`, in this order."""
     frames, rows, columns = grid
     down, right = frame_sides(rows, columns)
@@ -82,11 +82,9 @@ class References:
     visual_time: float
     sound_time: float
     seed: int
-
-    def __post_init__(self):
-        self.tokens: list[torch.Tensor] = []
-        self.places: list[torch.Tensor] = []
-        self.sound: list[torch.Tensor] = []
+    tokens: list[torch.Tensor] = field(default_factory=list)
+    places: list[torch.Tensor] = field(default_factory=list)
+    sound: list[torch.Tensor] = field(default_factory=list)
 
     def add_video(self, latent: torch.Tensor, start: float) -> None:
         """Latent [1, C, T, H, W]. ValueError for other channels, and for sides that are no whole number of tokens."""
@@ -119,7 +117,7 @@ class References:
         self.sound.append(torch.full((len(rows),), sound))
 
 
-def place_references(payload: Mapping[str, Any], words: int, grid: tuple[int, int, int], references: References) -> int:
+def place_references(payload: Mapping[str, Any], words: int, grid: tuple[int, ...], references: References) -> int:
     """Adds the payload's references and keyframes to `references`. Returns the video's start, in thirds of a unit of
     time."""
     now, columns = 3 * words, frame_sides(*grid[1:])[1]

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, Config, StepInputs
 
+from ..base.step_inputs import REFERENCE_POSITIONS, Config, StepInputs
 from .minimax_conditioning import shifted, sigma_of
 from .minimax_layout import CHANNELS, frame_sides, sound_places, video_places
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.step_inputs import Shapes
-from parallel_backend.families.base.tensor_plan import GATHER, LayerCut, LayerCuts
-
+from ..base.step_inputs import Shapes
+from ..base.tensor_plan import GATHER, LayerCut, LayerCuts
 from .conditioning import count_blocks, text
 from .key_map import WEIGHT, KeyMap
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.family import Family
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
-
+from ..base.family import Family
+from ..base.patching import Patching
+from ..base.step_inputs import REFERENCE_POSITIONS, REFERENCES, REFERENCES_AT_ZERO
 from .rope import NO_SHIFT, Shift, scale_and_shift
 
 ACCEPTS = ("ref_latents", "ref_latents_method")
@@ -20,7 +19,7 @@ AT_ZERO = "index_timestep_zero"
 
 
 def reference_tokens(family: Family, call: Mapping[str, Any]) -> int:
-    """Number of reference tokens in the arguments of ComfyUI's model call: those of `Inputs.references`."""
+    """Number of reference tokens of a model call, from the latents that `Inputs.references` names."""
     latents, patching = family.inputs.references(call), family.patching
     videos = (latent.unsqueeze(2) if patching.video and latent.ndim == 4 else latent for latent in latents)
     return sum(math.prod(patching.grid(tuple(latent.shape))) for latent in videos)
@@ -62,7 +61,7 @@ def reference_tensors(
             index = -index
         elif method == "offset":
             index = 1
-            # As ComfyUI: the picture goes to the side on which the longest side of all pictures grows less.
+            # As in ComfyUI: to the right of the pictures before it, where below them it would reach further.
             if picture.shape[-2] + height > picture.shape[-1] + width:
                 right = width
             else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.step_inputs import ROPE, ROPE_FREQUENCY
+from ..base.step_inputs import ROPE, ROPE_FREQUENCY
 
 OPTION = "rope_options"
 """Entry of ComfyUI's transformer_options: scale_t, scale_y, scale_x, shift_t, shift_y and shift_x, where they are set."""

@@ -8,7 +8,6 @@ ranks read about as much from disk as each other, and may need different blocks.
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
@@ -20,29 +19,7 @@ EMPTY, BEING_WRITTEN, WRITTEN = range(3)
 """States of a block. A rank that ends while it writes leaves BEING_WRITTEN behind; the client then ends the others."""
 
 
-class Arena(Protocol):
-    def tensor(self, name: str) -> torch.Tensor:
-        """The block's [nbytes] uint8. Until the block is written, blocks may have the same memory."""
-        ...
-
-    def state(self, name: str) -> int:
-        """EMPTY, BEING_WRITTEN or WRITTEN."""
-        ...
-
-    def claim(self, name: str) -> bool:
-        """True if the block was EMPTY: the caller must write it. MemoryError if there is no memory for it."""
-        ...
-
-    def written(self, name: str) -> None:
-        """The caller has written the block that it claimed."""
-        ...
-
-    def close(self) -> None:
-        """Release the handle. The memory is freed with its last tensor, on any rank."""
-        ...
-
-
-class OwnArena:
+class Arena:
     """Memory of one rank, for systems without anonymous files."""
 
     def __init__(self, layout: Layout):
@@ -52,6 +29,7 @@ class OwnArena:
         self._unwritten: torch.Tensor | None = None
 
     def tensor(self, name: str) -> torch.Tensor:
+        """The block's [nbytes] uint8. Until blocks are written, they may have the same memory."""
         if name in self._blocks:
             return self._blocks[name]
         if self._unwritten is None:  # parameters that are parked without a copy in memory need some address
@@ -59,9 +37,11 @@ class OwnArena:
         return self._unwritten[: len(self._layout.spans[name])]
 
     def state(self, name: str) -> int:
+        """EMPTY, BEING_WRITTEN or WRITTEN."""
         return WRITTEN if name in self._written else BEING_WRITTEN if name in self._blocks else EMPTY
 
     def claim(self, name: str) -> bool:
+        """True if the block was EMPTY: the caller must write it. MemoryError if there is no memory for it."""
         if name in self._blocks:
             return False
         try:
@@ -71,18 +51,21 @@ class OwnArena:
         return True
 
     def written(self, name: str) -> None:
+        """The caller has written the block that it claimed."""
         self._written.add(name)
 
     def close(self) -> None:
+        """Release the handle. The memory is freed with its last tensor, on any rank."""
         self._blocks, self._unwritten = {}, None
 
 
-class SharedArena:
+class SharedArena(Arena):
     """One rank's view of memory that ranks share. The memory is freed with the last rank's view."""
 
     def __init__(self, layout: Layout, segment: Segment, lock: int):
         """`lock`: this rank's handle of the segment, by which ranks exclude each other. `close` closes it."""
-        self._layout, self._segment, self._lock = layout, segment, lock
+        super().__init__(layout)
+        self._segment, self._lock = segment, lock
         self._states = segment.memory[DIGEST_BYTES : DIGEST_BYTES + len(layout.spans)]
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ from parallel_backend.core.host_memory import LEFT_FREE, host_memory
 from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.pinned import pinning
 
-from .arena import EMPTY, WRITTEN, Arena, OwnArena
+from .arena import EMPTY, WRITTEN, Arena
 from .layout import Layout
 from .sharing import Meeting
 
@@ -42,7 +42,7 @@ class HostStore:
         self._pinned: set[str] = set()  # blocks of the arena
         self._unpins: list[Callable[[], None]] = []
         self._sizes: Mapping[str, int] = {}
-        self._arena: Arena = OwnArena(Layout.of({}))
+        self._arena = Arena(Layout.of({}))
         self._buffer: torch.Tensor | None = None
         self._written: set[str] = set()  # blocks of the arena that this rank has written
         self._private: dict[str, torch.Tensor] = {}
@@ -145,7 +145,7 @@ class HostStore:
         self._pinned.clear()
         self._meeting.close()
         self._arena.close()
-        self._arena = OwnArena(Layout.of({}))
+        self._arena = Arena(Layout.of({}))
 
     def _read_unchanged(self, name: str, into: torch.Tensor) -> None:
         # Before reading, since behind the new end of a file that was cut it would end the process (SIGBUS); and after it.

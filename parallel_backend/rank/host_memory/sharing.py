@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parallel_backend.rank.comm.peers import Peers
 
-from .arena import Arena, OwnArena, new_file, shared_arena
+from .arena import Arena, new_file, shared_arena
 from .layout import Layout, digest
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Meeting:
     def arena(self, layout: Layout) -> Arena:
         """The shared memory, or memory of this rank where the system cannot share. Does not wait for other ranks."""
         if self._handle is None:
-            return OwnArena(layout)
+            return Arena(layout)
         try:
             return shared_arena(layout, *self._file)
         except (OSError, ValueError) as error:

@@ -118,7 +118,9 @@ class BlockSlot:
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A block's arguments by name, cut to the rank's tokens."""
-        values = self.named(args, kwargs)
+        return self._cut(self.named(args, kwargs))
+
+    def _cut(self, values: dict[str, Any]) -> dict[str, Any]:
         spec, rows = self.spec, self.stage_io.rows
         if rows is None:
             return values
@@ -131,15 +133,6 @@ class BlockSlot:
             values[spec.image] = rows.of_joint(image, 1) if spec.joined else rows.of_image(image, 1)
             if "text" in spec.returns:
                 values[spec.text] = values[spec.text][:, rows.text.slice]
-        return values
-
-    def for_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """A block's arguments by name, those of BlockList.by_token made for the rank's tokens."""
-        values, inputs = self.named(args, kwargs), self.stage_io.inputs
-        if inputs is not None:
-            for name, make in self.spec.by_token.items():
-                value = values.get(name)
-                values[name] = self.stage_io.once(name, value, functools.partial(make, value, inputs))
         return values
 
     def note_text(self, values: Mapping[str, Any], rows: Rows) -> None:
@@ -159,9 +152,10 @@ class BlockSlot:
             return (image[:, :t], image[:, t:]) if self.stage_io.text_first else (image[:, n:], image[:, :n])
         return values[self.spec.text] if "text" in self.spec.returns else image[:, :0], image
 
-    def results(self, text: torch.Tensor, image: torch.Tensor) -> Any:
+    def results(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
         """Text and image in the form in which the block returns them."""
         if self.spec.joined:
+            assert text is not None
             return torch.cat((text, image) if self.stage_io.text_first else (image, text), 1)
         out = tuple(text if name == "text" else image for name in self.spec.returns)
         return out if len(out) > 1 else out[0]
@@ -170,8 +164,8 @@ class BlockSlot:
         """The result of a block that changes nothing, for the arguments of its `forward`."""
         return self.results(*self.streams(self.named(args, kwargs)))
 
-    def emit(self, text: torch.Tensor, image: torch.Tensor) -> Any:
-        """`results`, after the last slot of a list as whole tensors."""
+    def emit(self, text: torch.Tensor | None, image: torch.Tensor) -> Any:
+        """`results`, after the last slot of a list as whole tensors. `text` is None if the block returns none."""
         rows, whole_text = self.stage_io.rows, self.stage_io.whole_text
         if rows is None or not self.last:
             return self.results(text, image)
@@ -179,8 +173,9 @@ class BlockSlot:
         # the rank's tokens are used.
         padded_image = image.new_zeros(len(image), rows.image_tokens, image.shape[-1])
         padded_image[:, rows.image] = image
-        padded_text = text.new_zeros(len(text), whole_text, text.shape[-1])
-        text_rows = rows.text.before(whole_text)
+        if text is None:
+            return self.results(None, padded_image)
+        padded_text, text_rows = text.new_zeros(len(text), whole_text, text.shape[-1]), rows.text.before(whole_text)
         padded_text[:, text_rows.slice] = text[:, : len(text_rows)]
         return self.results(padded_text, padded_image)
 
@@ -192,43 +187,41 @@ class BlockSlot:
         text, image = self._parts(out)
         return self.results(text, image + residual)
 
-    def fill_text(self, values: dict[str, Any]) -> dict[str, Any]:
-        """A block's arguments, with one text token if it has none. Attention ignores it (ParallelAttention.attend)."""
-        if self.stage_io.rows is not None and self.stage_io.text_tokens == 0:
+    def attach(self, block: nn.Module, whole_latent: bool) -> None:
+        """Hook the slot into a block of the stage."""
+        if whole_latent or self.spec.by_token:
+            block.register_forward_pre_hook(lambda _block, args, kwargs: ((), self._before(args, kwargs)), with_kwargs=True)
+        block.register_forward_hook(lambda _block, _args, out: self._after(out))
+
+    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with which the block computes the rank's tokens."""
+        values, stage_io = self.named(args, kwargs), self.stage_io
+        if stage_io.inputs is not None:
+            for name, make in self.spec.by_token.items():
+                value = values.get(name)
+                values[name] = stage_io.once(name, value, functools.partial(make, value, stage_io.inputs))
+        values = self._cut(values)
+        if self._lacks_text():  # attention ignores the token (ParallelAttention.attend)
             values[self.spec.text] = F.pad(values[self.spec.text], (0, 0, 0, 1))
         return values
 
-    def empty_text(self, out: Any) -> Any:
-        """A block's results, without the token that `fill_text` added."""
-        if self.stage_io.rows is None or self.stage_io.text_tokens:
-            return out
-        text, image = self._parts(out)
-        return self.results(text[:, :0], image)
-
-    def attach(self, block: nn.Module, whole_latent: bool) -> None:
-        """Hook the slot into a block of the stage."""
-        # Hooks run in the order of registration. Outputs are kept for later stages after the ControlNet's residual is added.
-        if self.spec.needs_text:
-            block.register_forward_hook(lambda _block, _args, out: self.empty_text(out))
-        block.register_forward_hook(lambda _block, _args, out: self.add_residual(out))
+    def _after(self, out: Any) -> Any:
+        """The block's results as the model's code expects them."""
+        if self._lacks_text():
+            text, image = self._parts(out)
+            out = self.results(text[:, :0], image)
+        out = self.add_residual(out)
+        # After the residual, since the model's later blocks read this block's output with it.
         if self.name in self.stage_io.leaving:
-            block.register_forward_hook(lambda _block, _args, out: self.stage_io.keep(self.name, *self._parts(out)))
-        if self.spec.by_token:
-            block.register_forward_pre_hook(
-                lambda _block, args, kwargs: ((), self.for_tokens(args, kwargs)), with_kwargs=True
-            )
-        if not whole_latent:
-            return
-        block.register_forward_pre_hook(lambda _block, args, kwargs: ((), self.arguments(args, kwargs)), with_kwargs=True)
-        if self.spec.needs_text:
-            block.register_forward_pre_hook(lambda _block, _args, values: ((), self.fill_text(values)), with_kwargs=True)
-        if self.last:
-            block.register_forward_hook(
-                lambda _block, _args, out: out if self.stage_io.rows is None else self.emit(*self._parts(out))
-            )
+            self.stage_io.keep(self.name, *self._parts(out))
+        return self.emit(*self._parts(out)) if self.last and self.stage_io.rows is not None else out
 
-    def _parts(self, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text and image of a block's results."""
+    def _lacks_text(self) -> bool:
+        """Whether the block needs one text token in place of none."""
+        return self.spec.needs_text and self.stage_io.rows is not None and self.stage_io.text_tokens == 0
+
+    def _parts(self, out: Any) -> tuple[Any, torch.Tensor]:
+        """Text (None if the block returns None) and image of a block's results."""
         if self.spec.joined or len(self.spec.returns) == 1:
             return self.streams({self.spec.image: out})
         named = dict(zip(self.spec.returns, out, strict=True))

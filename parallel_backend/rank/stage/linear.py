@@ -35,12 +35,14 @@ class RankLinear(nn.Linear):
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = RankLinear
+                assert isinstance(module, RankLinear)
                 module.adapters = []
 
     @property
     def weight_shape(self) -> tuple[int, int]:
         """(out, in) of this rank's weight, packed or not."""
-        return tuple(self.weight.shape)
+        rows, columns = self.weight.shape
+        return rows, columns
 
     def pack(self, packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> None:
         """Replace the weight by `packed` [out, n] uint8. The layer's input is in `dtype`."""

@@ -100,7 +100,7 @@ class Adapters:
     @property
     def nbytes(self) -> int:
         """Bytes on the device for the additions, whatever their strengths are."""
-        return sum(each.nbytes for each in (*self._low_rank, *self._values.values()))
+        return sum(each.nbytes for each in self._low_rank) + sum(each.nbytes for each in self._values.values())
 
     def add(self, part: Adapt) -> None:
         """Add to one of the rank's parameters, or replace its value. AttributeError if the rank has no such parameter."""

@@ -52,7 +52,7 @@ class ModuleCache:
         other bands read them (micro_step_graphs.py). Costs a copy of each output.
         """
         self._steady, self._numbers = steady, itertools.count()
-        self._places: dict[Hashable, Any] = {}  # (prompt, shape of the timestep, module call) -> outputs at fixed addresses
+        self._places: dict[tuple[Hashable, ...], Any] = {}  # by prompt, timestep's shape, module call
         self._prompt: tuple[Hashable, ...] = ()  # prompt and shape of the timestep of the micro-step under way
         self._time, self._called = float("nan"), set[int]()  # newest timestep, and conditionings called at it
         self._elsewhere = 0  # count of outputs that `_places` could not take, since they are not SIMPLE
@@ -69,7 +69,10 @@ class ModuleCache:
     def begin_step(self, step: Step, whole: bool) -> None:
         """A micro-step begins. A `whole` call is one micro-step, so its outputs are not kept."""
         prompt = (step.conditioning, step.entries)
-        keys = {CacheScope.PROMPT: prompt, CacheScope.BAND: (*prompt, step.tokens, step.with_text)}
+        keys: dict[CacheScope, tuple[Hashable, ...]] = {
+            CacheScope.PROMPT: prompt,
+            CacheScope.BAND: (*prompt, step.tokens, step.with_text),
+        }
         if not whole:
             keys[CacheScope.CALL] = (*prompt, step.timestep.numpy().tobytes())
         self.end_step()
@@ -136,7 +139,7 @@ class ModuleCache:
         if outputs:
             self.current[CacheScope.CALL].update(outputs)
 
-    def _in_its_place(self, key: Hashable, out: Any) -> Any:
+    def _in_its_place(self, key: tuple[Hashable, ...], out: Any) -> Any:
         """`out` at the fixed address of `key`."""
         if not all(isinstance(leaf, SIMPLE) for leaf in tree_leaves(out)):
             self._elsewhere += 1
@@ -151,7 +154,7 @@ class ModuleCache:
         return self._places[key]
 
 
-class CachedModule:
+class CachedModule(nn.Module):
     """Mixed into a module's class. Callers must not change its output in place."""
 
     module_cache: ModuleCache

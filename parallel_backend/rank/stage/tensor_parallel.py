@@ -76,9 +76,7 @@ class TensorPlan:
                 module.heads = module.num_heads = local_heads
                 module.num_kv_heads = local_key_heads
                 module.inner_dim = local_heads * self.head_size
-                if hasattr(
-                    module, "mlp_hidden_dim"
-                ):  # its layers compute the feed-forward too, and split their output by both widths
+                if hasattr(module, "mlp_hidden_dim"):  # its layers hold the feed-forward too, and are split by both widths
                     module.mlp_hidden_dim = len(split(Span(0, module.mlp_hidden_dim), self.axis.size)[self.axis.index])
             cut = self.layer_cut(f"{name}.weight")
             if cut is None:
@@ -116,12 +114,13 @@ class SharedRMSNorm(nn.RMSNorm):
     @staticmethod
     def adopt(norm: nn.RMSNorm, axis: Axis, traffic: Traffic) -> None:
         """Turn `norm`, whose weight is already this rank's part, into a SharedRMSNorm."""
-        (norm.width,) = norm.normalized_shape
-        norm.axis, norm.traffic = axis, traffic
         norm.__class__ = SharedRMSNorm
+        assert isinstance(norm, SharedRMSNorm)
+        (norm.width,), norm.axis, norm.traffic = norm.normalized_shape, axis, traffic
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., this rank's features] -> the same shape. Computed in float32."""
+        assert self.eps is not None
         wide = x.float()
         squares = all_reduce(wide.square().sum(dim=-1, keepdim=True), self.axis, self.traffic)
         scale = torch.rsqrt(squares / self.width + self.eps)

@@ -32,7 +32,7 @@ class StageWeights:
         device: torch.device,
         dtype_name: str,
     ):
-        """Give the parameters `targets` of `model` the rank's shapes and dtypes. They are on the meta device, and stay there.
+        """Give the parameters `targets` of `model` the rank's shapes and dtypes. They are, and stay, on the meta device.
 
         A parameter that `plan` cuts becomes this rank's shard, or None if the rank has no part of it. Linear layers become
         `RankLinear`s, whose weights stay packed as `Checkpoint.storage` says. All else is in the dtype that `device`

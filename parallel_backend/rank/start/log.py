@@ -3,6 +3,7 @@ library alone, since the log is opened before torch is imported."""
 
 import contextlib
 import faulthandler
+import io
 import logging
 import os
 import signal
@@ -23,10 +24,11 @@ def write_log(path: Path, name: str) -> None:
         handlers.append(console)
     file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for descriptor in (1, 2):
+    assert file.stream is not None
+    for descriptor in (1, 2):  # of the process, so that output of libraries and child processes goes there too
         os.dup2(file.stream.fileno(), descriptor)
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     logging.basicConfig(level=logging.INFO, handlers=[*handlers, file], force=True)
     logging.captureWarnings(True)

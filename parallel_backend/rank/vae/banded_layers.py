@@ -71,6 +71,7 @@ def _banded(kind: type[nn.Module], layer: type[nn.Module]) -> type[nn.Module]:
 def adopt_convolution(conv: nn.Conv2d | nn.Conv3d, bands: Bands) -> None:
     """Have a convolution with a kernel or padding in space pad its input by the neighbours' rows."""
     edges, kernel, stride = getattr(conv, "edges", None), conv.kernel_size[-2:], conv.stride[-2:]
+    assert not isinstance(conv.padding, str)
     if edges is None:
         (top, left), mode = conv.padding[-2:], conv.padding_mode
         edges = Edges(left, left, top, top, "constant" if mode == "zeros" else mode)

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-from typing import Protocol
 
 import psutil
 import torch
@@ -13,8 +12,8 @@ from parallel_backend.rank.free_memory import read_memory
 from parallel_backend.wire.diagnosis import DeviceMemoryReport
 
 
-class Ticket(Protocol):
-    """A copy under way."""
+class Ticket:
+    """A copy, here one that is over."""
 
     def wait(self) -> None:
         """Order all that the rank computes from now on after the copy. On CUDA the host does not wait."""
@@ -23,22 +22,31 @@ class Ticket(Protocol):
         """Return when the copy is done. Then its source may be written to, and the host may read its destination."""
 
 
-class DeviceCopies(Protocol):
-    """The device of one rank, for all of the rank's models."""
+class DeviceCopies:
+    """The device of one rank, for all of the rank's models. Here one without a second stream: `copy` waits."""
 
-    device: torch.device
-    unified: bool
-    """The device's memory is the host's memory: weights are there once, and never move."""
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.unified = device.type == "cpu"
+        """The device's memory is the host's memory: weights are there once, and never move."""
 
     @property
     def peak_bytes(self) -> int:
         """See RunStats."""
+        if sys.platform == "win32":
+            return psutil.Process().memory_info().peak_wset
+        import resource  # POSIX only
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
     def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
         """The device's memory. `held`, `others`, `vae`: bytes on it of the model that asks, other models, VAEs' parts."""
+        return read_memory(rank, self.device, held)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """[nbytes] uint8 on the device, not initialised. torch.OutOfMemoryError or MemoryError if there is no room."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def release(self, memory: torch.Tensor) -> None:
         """Call before dropping the last reference to memory from `allocate`."""
@@ -48,48 +56,11 @@ class DeviceCopies(Protocol):
 
         Copies run one after another, in the order of the calls, and after all that the rank has begun to compute so far.
         """
-
-
-class PlainCopies:
-    """A device without a stream for copies: the caller of `copy` waits."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.unified = device, device.type == "cpu"
-
-    @property
-    def peak_bytes(self) -> int:
-        if sys.platform == "win32":
-            return psutil.Process().memory_info().peak_wset
-        import resource  # POSIX only
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-
-    def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
-        return read_memory(rank, self.device, held)
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def release(self, memory: torch.Tensor) -> None:
-        """No copy is under way."""
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
         destination.copy_(source)
-        return Done()
+        return Ticket()
 
 
-class Done:
-    """The ticket of a copy that is over."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
-
-    def finish(self) -> None:
-        """There is nothing to wait for."""
-
-
-class CudaCopies(PlainCopies):
+class CudaCopies(DeviceCopies):
     """A CUDA device: copies run on a second stream, while the first computes."""
 
     @property
@@ -105,7 +76,7 @@ class CudaCopies(PlainCopies):
         return measured_copy_rate(self.device)
 
     @functools.cached_property
-    def _stream(self) -> "torch.cuda.Stream":
+    def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)
 
     def release(self, memory: torch.Tensor) -> None:
@@ -113,20 +84,21 @@ class CudaCopies(PlainCopies):
         # operation must come after the copies from and to the memory.
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> "CudaTicket":
-        # The destination may be a slot that a block launched before still reads, and the source may still be computed.
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
+        # The destination may be a slot that a block launched before still reads, or the source may still be computed.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
+            # From memory that is not page-locked the host would wait for the copy in any case.
             destination.copy_(source, non_blocking=page_locked(self.device))
             done = torch.cuda.Event()
             done.record(self._stream)
         return CudaTicket(done, self.device)
 
 
-class CudaTicket:
+class CudaTicket(Ticket):
     """An event that is recorded after a copy."""
 
-    def __init__(self, done: "torch.cuda.Event", device: torch.device):
+    def __init__(self, done: torch.cuda.Event, device: torch.device):
         self._done, self._device = done, device
 
     def wait(self) -> None:
@@ -137,4 +109,4 @@ class CudaTicket:
 
 
 def copies_of(device: torch.device) -> DeviceCopies:
-    return CudaCopies(device) if device.type == "cuda" else PlainCopies(device)
+    return CudaCopies(device) if device.type == "cuda" else DeviceCopies(device)

@@ -16,7 +16,7 @@ from parallel_backend.core.block_residency import SLOTS
 from parallel_backend.rank.comm.transfers import Elapsed, Traffic
 from parallel_backend.wire.timeline_kinds import FETCH
 
-from .device_copies import DeviceCopies, Done, Ticket
+from .device_copies import DeviceCopies, Ticket
 from .weight_group import WeightGroup
 
 
@@ -26,7 +26,7 @@ class _Slot:
 
     memory: torch.Tensor
     group: str | None = None
-    ticket: Ticket = field(default_factory=Done)
+    ticket: Ticket = field(default_factory=Ticket)
 
 
 class Slots:
