@@ -21,7 +21,7 @@ from parallel_backend.client.sampling import sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.model import WEIGHTS
-from parallel_backend.rank import loaded_stage
+from parallel_backend.rank.attention import context
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.parallel_attention import ParallelAttention
 from parallel_backend.rank.comm.change_codec import ChangeCodec
@@ -111,7 +111,7 @@ def main() -> None:
                 fewer = draw(name, model, asked, noise, steps - 1, 0, cfg)
                 report({"of": name, "steps": steps, "mode": "one step fewer", **judge(fewer, exact[steps], asked)})
             for mode, codec in CODECS.items():
-                with mock.patch.object(loaded_stage, "changes_for", lambda _, codec=codec: codec):
+                with mock.patch.object(context, "changes_for", lambda _, codec=codec: codec):
                     given = pools[1], open_checkpoint(weights), DISPLACED, "fp32", "auto"
                     model = Counting(*given, lambda: None)
                 for steps in options.steps:

@@ -15,10 +15,8 @@ from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.early_values import install_early_values
 from parallel_backend.rank.attention.kernel_choice import choose_kernel
 from parallel_backend.rank.attention.parallel_attention import install_parallel_attention
-from parallel_backend.rank.comm.change_codec import changes_for
 from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.stage_link import StageLink
-from parallel_backend.rank.comm.transfer_codec import codec_for
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.host_memory.host_store import HostStore
 from parallel_backend.rank.stage.build import build_stage
@@ -96,15 +94,9 @@ class LoadedStage:
         plan.apply(self.model, self.traffic)
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype, store)
         kernel = choose_kernel(setup.attention, device, setup.dtype, family.sizes.head_size(config), degrees.ring > 1)
+        sharing = family.sizes.heads(config) // (family.sizes.key_heads(config) or family.sizes.heads(config))
         self.attention = AttentionContext(
-            degrees,
-            axes,
-            kernel,
-            self.traffic,
-            family.forward.drops_mask,
-            codec_for(setup.transfer_dtype),
-            family.sizes.heads(config) // (family.sizes.key_heads(config) or family.sizes.heads(config)),
-            changes_for(setup.transfer_dtype),
+            degrees, axes, kernel, self.traffic, family.forward.drops_mask, sharing, setup.transfer_dtype
         )
         install_parallel_attention([(module, over) for module, over, _ in stage.attention], self.attention)
         if not setup.compile:  # a compiled block cannot call a layer earlier than its code does

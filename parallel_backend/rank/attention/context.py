@@ -10,9 +10,9 @@ from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import IMAGE, IMAGE_TO_TEXT, JOINT, PAIRED, TEXT, TEXT_TO_IMAGE
-from parallel_backend.rank.comm.change_codec import ChangeCodec
+from parallel_backend.rank.comm.change_codec import changes_for
 from parallel_backend.rank.comm.mesh import Axis
-from parallel_backend.rank.comm.transfer_codec import Codec
+from parallel_backend.rank.comm.transfer_codec import codec_for
 from parallel_backend.rank.comm.transfers import Traffic
 
 from .frame_rows import FrameRows
@@ -133,19 +133,17 @@ class AttentionContext:
         axes: dict[str, Axis],
         kernel: RankKernel,
         traffic: Traffic,
-        drops_mask: bool = False,
-        codec: Codec | None = None,
-        sharing: int = 1,
-        changes: ChangeCodec | None = None,
+        drops_mask: bool,
+        sharing: int,
+        transfer_dtype: str,
     ):
-        """`codec`: packs what Ulysses sends. `changes`: packs what displaced patches send. None: sent in full.
-
-        `sharing`: query heads in a row that share a head of keys and values. The class repeats it for each of them.
+        """`drops_mask`: see Family. `sharing`: query heads in a row that share a head of keys and values, which the class
+        repeats for each of them. `transfer_dtype`: how Ulysses and displaced patches pack what they send.
         """
         self.patch, self.ring, self.ulysses, self.tensor = axes["patch"], axes["ring"], axes["ulysses"], axes["tensor"]
         self.naive = degrees.naive
-        self.drops_mask = drops_mask  # see Family
-        self.kernel, self.traffic, self.codec, self.changes, self.sharing = kernel, traffic, codec, changes, sharing
+        self.kernel, self.traffic, self.drops_mask, self.sharing = kernel, traffic, drops_mask, sharing
+        self.codec, self.changes = codec_for(transfer_dtype), changes_for(transfer_dtype)
         self.step: AttentionStep | None = None
         self.early_values: EarlyValues | None = None
 

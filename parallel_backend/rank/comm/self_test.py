@@ -16,7 +16,6 @@ import torch.distributed as dist
 from parallel_backend.wire.rank_settings import P2P_DISABLE
 
 from .mesh import Axis, LinkEnd
-from .staging import transfer_device
 
 VALUES = {"cuda": 1 << 18, "cpu": 1 << 10}
 """float32 values of each transfer, by device. 1 MB is too much for NCCL's protocol for short messages."""
@@ -47,23 +46,26 @@ def advice(backend: str, p2p: bool) -> str:
 
 
 def try_axis(axis: Axis, device: torch.device) -> None:
-    """A sum over the axis, or over the world if it has no group. Collective over it. ValueError if the sum is wrong."""
-    values_N = torch.full((VALUES[device.type],), axis.index + 1.0, device=transfer_device(device, axis.group))
+    """A sum over the axis, or over the world if it has no group. Collective over it. ValueError if the sum is wrong.
+
+    `device`: a device that the backend transfers from directly.
+    """
+    values_N = torch.full((VALUES[device.type],), axis.index + 1.0, device=device)
     dist.all_reduce(values_N, group=axis.group)
     _check(values_N, torch.full((len(values_N),), axis.size * (axis.size + 1) / 2))
 
 
 def try_link(link: LinkEnd, device: torch.device) -> None:
     """A transfer over the link, in the calls of StageLink. Collective over both ends. ValueError for wrong values."""
-    pattern_N, target = torch.arange(VALUES[device.type], dtype=torch.float32), transfer_device(device, link.group)
-    sent_or_received_N = pattern_N.to(target) if link.sends else torch.zeros(len(pattern_N), device=target)
+    pattern_N = torch.arange(VALUES[device.type], dtype=torch.float32)
+    sent_or_received_N = pattern_N.to(device) if link.sends else torch.zeros(len(pattern_N), device=device)
     work = (dist.isend if link.sends else dist.irecv)(sent_or_received_N, link.peer, group=link.group)
     assert work is not None
     work.wait()
     if not link.sends:
         _check(sent_or_received_N, pattern_N)
-    elif target.type == "cuda":
-        torch.cuda.synchronize(target)  # NCCL's wait is one of the stream: the host would not see a send that hangs
+    elif device.type == "cuda":
+        torch.cuda.synchronize(device)  # NCCL's wait is one of the stream: the host would not see a send that hangs
 
 
 def _check(received_N: torch.Tensor, expected_N: torch.Tensor) -> None:

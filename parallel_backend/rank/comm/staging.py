@@ -17,11 +17,6 @@ def staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     return tensor.is_cuda and dist.is_initialized() and dist.get_backend(group) == "gloo"
 
 
-def transfer_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """The device of buffers that `group` transfers for `device`: `device` itself, or the host."""
-    return torch.device("cpu") if device.type == "cuda" and dist.get_backend(group) == "gloo" else device
-
-
 def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised tensor on the host, to receive a tensor for `device`."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=page_locked(device))
