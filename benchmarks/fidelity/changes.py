@@ -35,11 +35,11 @@ DISPLACED = Degrees(patch=2, patch_mode="displaced")
 class WithoutMemory(ChangeCodec):
     """Nothing is held from call to call: values are sent themselves."""
 
-    def encode(self, values: torch.Tensor, held: torch.Tensor, size: int) -> torch.Tensor:
-        return super().encode(values, held.zero_(), size)
+    def encode(self, values_N: torch.Tensor, held_N: torch.Tensor, size: int) -> torch.Tensor:
+        return super().encode(values_N, held_N.zero_(), size)
 
-    def add(self, packed: torch.Tensor, held: torch.Tensor, size: int) -> None:
-        super().add(packed, held.zero_(), size)
+    def add(self, packed_Y: torch.Tensor, held_N: torch.Tensor, size: int) -> None:
+        super().add(packed_Y, held_N.zero_(), size)
 
 
 CODECS: dict[str, ChangeCodec | None] = {
@@ -54,11 +54,13 @@ CODECS: dict[str, ChangeCodec | None] = {
 AT_ONCE = "at once"
 
 
-def start_at_once(layer: ParallelAttention, step: AttentionStep, own: torch.Tensor, lengths: list[int]):
+def start_at_once(layer: ParallelAttention, step: AttentionStep, kv_2BshD: torch.Tensor, lengths: list[int]):
     """In the place of ParallelAttention._start_patches: the codec is used in exact calls too, behind the first one."""
     patch, traffic = layer.context.patch, layer.context.traffic
     held = step.buffer.held.get((layer.layer, step.entries))
-    return start_gather(own, lengths, 2, patch, traffic) if held is None else held.start_gather(own, patch, traffic)
+    return (
+        start_gather(kv_2BshD, lengths, 2, patch, traffic) if held is None else held.start_gather(kv_2BshD, patch, traffic)
+    )
 
 
 @contextlib.contextmanager

@@ -131,30 +131,38 @@ def has_token_times(timestep: torch.Tensor) -> bool:
     return timestep.ndim > 1 and timestep.shape[1] > 1
 
 
-def fail(future: Future, error: Exception) -> None:
+def fail(future: Future, error: BaseException) -> None:
     """End a call with `error`, unless it has ended already: a rank may fail while others are asked about an output."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(again(error))
 
 
 class PartialOutput:
-    """The output of a call while its parts arrive. Parts are (entries, tokens) of [B, n + a, c], by micro-step and rank."""
+    """A call's output while its parts arrive, each from one rank and of one micro-step.
 
-    def __init__(self, call: PostedCall):
-        self.call, self.missing, self.value = call, 0, None
-        self.first_seq = 0  # number of the call's first micro-step
+    `first_seq`: number of the call's first micro-step. `parts`: how many parts come.
+    """
+
+    def __init__(self, call: PostedCall, first_seq: int, parts: int):
+        self.call, self.first_seq = call, first_seq
         self.nonfinite = False  # a part was not finite: the call is going to fail, with what the ranks know of it
+        self._missing = parts
+        self._parts: list[tuple[Span, tuple[Span, ...], torch.Tensor]] = []
 
     def put(self, entries: Span, rows: tuple[Span, ...], part: torch.Tensor) -> bool:
         """`rows`: spans of the output that the part has, one behind the other. True when this was the last part."""
-        if self.value is None:
-            self.value = part.new_empty(*self.call.x.shape[:2], part.shape[-1])
-        start = 0
-        for span in rows:
-            self.value[entries.slice, span.slice] = part[:, start : start + len(span)]
-            start += len(span)
-        self.missing -= 1
-        return self.missing == 0
+        self._parts.append((entries, rows, part))
+        self._missing -= 1
+        return self._missing == 0
+
+    def tokens(self) -> torch.Tensor:
+        """[B, n + a, c], once all parts have come."""
+        first = self._parts[0][2]
+        tokens = first.new_empty(*self.call.x.shape[:2], first.shape[-1])
+        for entries, rows, part in self._parts:
+            for span, values in zip(rows, part.split([len(span) for span in rows], dim=1), strict=True):
+                tokens[entries.slice, span.slice] = values
+        return tokens
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def give_way(
         return freed
     before = sum(weights.device_bytes[rank] for rank in own)
     added = 0 if adaptation is None else sum(adaptation.bytes[rank] for rank in own)
-    if added and before < nbytes - freed:
+    if adaptation is not None and added and before < nbytes - freed:
         adaptation.drop(poll)
         freed += added
     computes = weights.working and adaptation is None

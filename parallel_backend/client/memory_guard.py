@@ -183,9 +183,9 @@ class MemoryGuard:
         memories = []
         for memory in found:
             missing = self.memory_check.missing(requests, memory, resident)
-            memories.append(
-                replace(memory, free=memory.free + self.make_room(memory.device, missing)) if missing else memory
-            )
+            if missing and memory.free is not None:
+                memory = replace(memory, free=memory.free + self.make_room(memory.device, missing))
+            memories.append(memory)
         return tuple(memories)
 
     def _device_memories(self, poll: Poll) -> tuple[DeviceMemory, ...]:

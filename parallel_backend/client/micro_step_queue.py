@@ -45,15 +45,15 @@ class MicroSteps:
     def post(self, call: PostedCall) -> None:
         """Queue the call's micro-steps, and send what the window allows. What `send` raises is raised: then of the call
         nothing more is sent."""
-        assembly = PartialOutput(call)
-        assembly.first_seq = self._newest + 1
         whole = call.tokens == call.conditioning.token_order.span
         apart = whole and not call.conditioning.changes.together
-        for replica, entries in enumerate(call.conditioning.shares(self._degrees.batch)):
-            for part in entry_parts(entries, apart, self._degrees.pipe):
+        shares = call.conditioning.shares(self._degrees.batch)
+        by_replica = [entry_parts(entries, apart, self._degrees.pipe) for entries in shares]
+        assembly = PartialOutput(call, self._newest + 1, sum(map(len, by_replica)) * self._degrees.sequence)
+        for entries, parts, waiting in zip(shares, by_replica, self._waiting, strict=True):
+            for part in parts:
                 self._newest += 1
-                assembly.missing += self._degrees.sequence
-                self._waiting[replica].append(PostedStep(self._newest, assembly, part, part.shift(-entries.start)))
+                waiting.append(PostedStep(self._newest, assembly, part, part.shift(-entries.start)))
         try:
             for replica in range(self._degrees.batch):
                 self._fill(replica)
@@ -103,8 +103,10 @@ class MicroSteps:
     def end(self) -> list[PostedCall]:
         """Forget all; the calls that had not ended."""
         steps = [step for queue in (*self._waiting, *(flying.values() for flying in self._in_flight)) for step in queue]
-        for queue in (*self._waiting, *self._in_flight):
-            queue.clear()
+        for waiting in self._waiting:
+            waiting.clear()
+        for flying in self._in_flight:
+            flying.clear()
         self._awaited_ranks.clear()
         return list({id(step.assembly): step.assembly.call for step in steps}.values())
 

@@ -76,14 +76,14 @@ class Pools:
         for pool in self._pools:
             if pool.devices != devices and not apart(pool.devices, devices):
                 self.end(pool.devices)
-        pool = next((pool for pool in self._pools if pool.devices == devices), None)
-        if pool is None:
+        there = [pool for pool in self._pools if pool.devices == devices]
+        if not there:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
             without = devices in self._without_p2p
             self_test = replace(SELF_TEST, p2p=False, seconds=SECOND_TRY_SECONDS) if without else SELF_TEST
-            pool = self._start(devices, self_test)
-        self._pools = (*(each for each in self._pools if each is not pool), pool)
-        return pool
+            there = [self._start(devices, self_test)]
+        self._pools = (*(pool for pool in self._pools if pool not in there), *there)
+        return there[0]
 
 
 def apart(these: tuple[str, ...], others: tuple[str, ...]) -> bool:

@@ -108,7 +108,7 @@ class Posting:
         if nonfinite:
             self._causes.fail(assembly.call, output.seq, assembly.first_seq)
         elif complete and not assembly.nonfinite:
-            assembly.call.future.set_result(assembly.value)
+            assembly.call.future.set_result(assembly.tokens())
 
     def _send_step(self, replica: int, step: PostedStep) -> None:
         try:

@@ -88,7 +88,7 @@ def sample_whole(
     def predict(x, timestep, tensors):
         time, allowed = prompt.timestep * timestep, may_forecast(timestep, sigmas)
         call = ModelCall(unpacked(x, shapes), time, tensors, may_forecast=allowed)
-        return packed(model.predict(call, poll, cache=cache))
+        return packed(latents_of(model.predict(call, poll, cache=cache)))
 
     return like(noise, unpacked(euler(predict, packed(latents_of(noise)), sigmas, prompt), shapes))
 
@@ -122,9 +122,9 @@ def sample_in_bands(
     def sample(band: int) -> torch.Tensor:  # as a sampler sees it
         def predict(x, timestep, tensors):
             exact, allowed = float(timestep[0]) > limit, may_forecast(timestep, sigmas)
-            own = unpacked(x, cut.shapes_of(band))
-            call = ModelCall(own, prompt.timestep * timestep, tensors, may_forecast=allowed)
-            return packed(run.predict(band, call, exact))
+            band_latents = unpacked(x, cut.shapes_of(band))
+            call = ModelCall(band_latents, prompt.timestep * timestep, tensors, may_forecast=allowed)
+            return packed(latents_of(run.predict(band, call, exact)))
 
         return euler(predict, cut.band(packed(latents), band), sigmas, prompt)
 

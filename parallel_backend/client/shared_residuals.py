@@ -5,7 +5,6 @@ block, and no output of the micro-step is there before each rank has begun its b
 outputs are. No message says so, and ranks need not agree.
 """
 
-import itertools
 import logging
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.host_memory import host_memory
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import RankError
-from parallel_backend.wire.shared_memory import ALIGNMENT, Segment, make_segment, sharing_possible
+from parallel_backend.wire.shared_memory import Segment, bytes_of_copies, make_segment, sharing_possible
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +38,12 @@ class SharedResiduals:
 
     def place(self, replica: int, seq: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors in a segment that the replica's ranks have, until `done`; as they are where that is not possible."""
-        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-        segment = self._segment(replica, sum(sizes)) if sum(sizes) >= LEAST_BYTES else None
+        nbytes = bytes_of_copies(tensors)
+        segment = self._segment(replica, nbytes) if nbytes >= LEAST_BYTES else None
         if segment is None:
             return list(tensors)
         self._used[seq] = replica, segment
-        offsets = itertools.accumulate(sizes, initial=0)
-        return [
-            segment.tensor(tensor.dtype, list(tensor.shape), offset).copy_(tensor)
-            for tensor, offset in zip(tensors, offsets, strict=False)
-        ]
+        return segment.copies(tensors)
 
     def done(self, seq: int) -> None:
         """All outputs of that micro-step are there."""

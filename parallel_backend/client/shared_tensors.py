@@ -1,7 +1,6 @@
 """Memory that all ranks of a pool have for a while: pictures that they write, weights that they read. Neither is sent."""
 
 import contextlib
-import itertools
 import logging
 import math
 import secrets
@@ -11,7 +10,7 @@ import torch
 
 from parallel_backend.core.host_memory import host_memory
 from parallel_backend.processes.pool import Pool, RankError
-from parallel_backend.wire.shared_memory import ALIGNMENT, MAX_SEGMENT_BYTES, Segment, make_segment, sharing_possible
+from parallel_backend.wire.shared_memory import MAX_SEGMENT_BYTES, Segment, bytes_of_copies, make_segment, sharing_possible
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +31,8 @@ def shared_weights(pool: Pool, tensors: Mapping[str, torch.Tensor]) -> Iterator[
 
     A CPU rank goes on with that memory: one copy does for all.
     """
-    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
-    with _lent(pool, sum(sizes)) as segment:
-        if segment is None:
-            yield dict(tensors)
-            return
-        offsets = itertools.accumulate(sizes, initial=0)
-        yield {
-            name: segment.tensor(tensor.dtype, list(tensor.shape), offset).copy_(tensor)
-            for (name, tensor), offset in zip(tensors.items(), offsets, strict=False)
-        }
+    with _lent(pool, bytes_of_copies(tensors.values())) as segment:
+        yield dict(tensors if segment is None else zip(tensors, segment.copies(tensors.values()), strict=True))
 
 
 @contextlib.contextmanager

@@ -55,7 +55,8 @@ class _History:
     """The computed calls for one conditioning, oldest first, and how far off forecasts in their places would have been."""
 
     def __init__(self, bands: int):
-        self.bands, self.count, self.calls = bands, 0, []
+        self.bands, self.count = bands, 0
+        self.calls: list[Computed] = []
         self._measured = 0  # of `count`
         self._error_rate = float("inf")  # relative error of a forecast by time from the last computed call
         self._error_at_rest = float("inf")  # of one for the time of the last computed call itself

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -106,7 +106,8 @@ class RemoteVAE:
 
         with contextlib.closing(self._replies(requests(), bytes_needed, poll)) as replies:
             for parts in replies:
-                yield torch.cat([part.band for part in parts if part.band.numel()])
+                outputs = [self._band(reply) for reply in parts]
+                yield torch.cat([output for output in outputs if output.numel()])
 
     def shape(self, x: torch.Tensor, scale: int, channels: int) -> tuple[int, ...]:
         """Of the output of `run`, [B, C', (frames',) rows', columns']. `channels`: its."""
@@ -125,12 +126,21 @@ class RemoteVAE:
         """Put a rank's band into its place. RankError for one that does not belong there."""
         if shared:
             return
-        if reply.band is None or reply.band.shape != target.shape:
-            found = None if reply.band is None else list(reply.band.shape)
-            raise self.pool.refuse(reply.rank, f"a band of a picture of the shape {found} for {list(target.shape)}")
-        target.copy_(reply.band)
+        band = self._band(reply)
+        if band.shape != target.shape:
+            shapes = f"{list(band.shape)} for {list(target.shape)}"
+            raise self.pool.refuse(reply.rank, f"a band of a picture of the shape {shapes}")
+        target.copy_(band)
 
-    def _replies(self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll) -> Iterator[list[m.VAEOutput]]:
+    def _band(self, reply: m.VAEOutput) -> torch.Tensor:
+        """The band that a rank sent. RankError for a rank that sent none."""
+        if reply.band is None:
+            raise self.pool.refuse(reply.rank, "an output without its band")
+        return reply.band
+
+    def _replies(
+        self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll
+    ) -> Generator[list[m.VAEOutput], None, None]:
         """The ranks' answers to each request. `IN_FLIGHT` requests are under way at a time."""
         self._begin(bytes_needed, poll)
         self.bytes_sent = [{} for _ in self.pool.devices]

@@ -1,7 +1,7 @@
-"""The attention kernels that a rank may have, as data: a row of KERNELS for each module in rank/attention/kernels.
+"""The attention kernels that ranks can use: a row of KERNELS for each module in rank/attention/kernels.
 
-The widget `attention` lists them, and what cannot run is refused before ranks start. `auto` is ComfyUI's own choice: the
-nodes write it as `auto/sage`, which is a wish. A kernel's name alone is a demand. `auto` alone is torch's SDPA.
+The widget `attention` lists the kernels. A kernel's name alone is a demand, refused before ranks start if the kernel cannot
+run. `auto/sage` is a wish: for the widget's `auto` the nodes name ComfyUI's kernel. `auto` alone is torch's SDPA.
 """
 
 import importlib.util
@@ -15,30 +15,30 @@ from .dtypes import HALVES, compute_name
 
 AUTO, SDPA = "auto", "sdpa"
 FLASH_CAPABILITY = (8, 0)
-"""Compute capability that FlashAttention 2 needs, also torch's own: Ampere."""
+"""Compute capability that FlashAttention 2 needs: Ampere."""
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """What is known of a kernel before it is tried."""
+    """A kernel and its requirements."""
 
     name: str
-    """The widget's word, and the module in rank/attention/kernels."""
+    """The value of the widget, and the module in rank/attention/kernels."""
     title: str
-    """In reports, logs and errors."""
+    """The name in reports, logs and errors."""
     package: str = ""
-    """The module that has to be installed. Empty: none."""
+    """The Python module that must be installed. Empty: none."""
     capability: tuple[int, int] = (0, 0)
-    """Least compute capability of NVIDIA's GPUs."""
+    """The lowest compute capability of an NVIDIA GPU."""
     dtypes: tuple[str, ...] = HALVES
-    """What queries may be in."""
+    """Dtypes of queries."""
     masks: bool = False
-    """It takes key masks. Calls with a mask go to SDPA otherwise."""
+    """The kernel takes key masks. False: calls with a mask go to SDPA."""
     exact: bool = True
     """False: queries and keys are quantised."""
 
     def possible(self, device: str, dtype: str) -> bool:
-        """Whether it may run on `device` with weights of `dtype`: a trial on a rank has the last word."""
+        """Whether the kernel meets its requirements on `device` with weights of `dtype`. The rank then tries it."""
         if self.name == SDPA:
             return True
         return (
@@ -50,7 +50,7 @@ class AttentionKernel:
 
     @property
     def needs(self) -> str:
-        """In words: what has to be there."""
+        """The requirements as a clause of an error."""
         least = ".".join(map(str, self.capability))
         return (
             f"it needs the package {self.package}, and CUDA devices of compute capability {least} or more with "
@@ -77,24 +77,24 @@ KERNELS = {
         AttentionKernel("xformers", "xformers", "xformers", (6, 0), ("fp32", *HALVES)),
     )
 }
-"""By name, in the widget's order."""
+"""Kernels by name, in the widget's order."""
 
 ATTENTION = (AUTO, *KERNELS)
-"""Words of the widget `attention`."""
+"""Values of the widget `attention`."""
 
 
 def as_wish(kernel: str) -> str:
-    """The `attention` that prefers this kernel and does without it."""
+    """The value of `attention` that prefers this kernel and falls back to SDPA."""
     return AUTO if kernel == SDPA else f"{AUTO}/{kernel}"
 
 
 def wanted(attention: str) -> tuple[AttentionKernel, bool]:
-    """The kernel that `attention` names, and whether nothing else will do."""
+    """The kernel that `attention` names, and whether it is a demand, without a fallback."""
     if attention == AUTO:
         return KERNELS[SDPA], False
     return KERNELS[attention.removeprefix(f"{AUTO}/")], attention in KERNELS
 
 
 def known_devices(devices: Iterable[str]) -> list[str]:
-    """Those that this machine can say something of: not the GPUs of a Ray cluster."""
+    """The devices whose properties this process can read: all but the GPUs of a Ray cluster."""
     return [device for device in devices if not (on_ray(device) and device_kind(device) == "cuda")]

@@ -1,5 +1,7 @@
-"""What a model call changes inside the model's blocks, as guidance methods ask for it. Data that travels with a call's
-conditioning: the stage that has a block applies what is about it."""
+"""Changes that guidance methods make inside the blocks for one model call.
+
+They are sent with the call's conditioning. The stage that owns a block applies the changes of that block.
+"""
 
 from dataclasses import dataclass
 
@@ -8,32 +10,33 @@ from .spans import Span
 
 @dataclass(frozen=True)
 class NormalizedGuidance:
-    """Normalized attention guidance (arXiv 2505.21179): in every layer the image tokens' attention outputs of two sets of
-    batch entries become one, which leads away from the second set's. Both get it."""
+    """Normalized attention guidance (arXiv 2505.21179): each layer moves the attention output of image tokens from the
+    negative batch entries' output towards the positive ones', and beyond. Both sets of entries get the result."""
 
     scale: float
-    """Of the way from the negative output to the positive one; 1 stays at the positive one."""
+    """Factor on the way from the negative output to the positive one; 1 gives the positive output."""
     tau: float
-    """Most that a token's L1 norm may grow, as a factor."""
+    """Limit of the growth of a token's L1 norm, as a factor."""
     alpha: float
     """Share of the guided output in the result. The rest is the positive output."""
     positive: Span
     """Batch entries of the call."""
     negative: Span
-    """As many."""
+    """As many batch entries."""
 
 
 @dataclass(frozen=True)
 class BlockChanges:
-    """The default changes nothing. Calls with other changes have K/V buffers of their own: they are other conditionings."""
+    """The default changes nothing. Calls that differ in their changes are different conditionings, with separate K/V
+    buffers."""
 
     skipped: tuple[str, ...] = ()
-    """Blocks "<list>.<index>" that give out what they are given (skip layer guidance)."""
+    """Blocks "<list>.<index>" that return their input (skip layer guidance)."""
     guidance: NormalizedGuidance | None = None
 
     @property
     def together(self) -> bool:
-        """A layer looks at several batch entries at once, so all are in one micro-step of one replica."""
+        """Whether layers combine batch entries. All entries are then in one micro-step of one replica."""
         return self.guidance is not None
 
 

@@ -1,20 +1,20 @@
-"""Which of a rank's blocks stay on its device, and which come there from host memory whenever they are needed.
+"""Which of a rank's blocks stay on its device, and which are streamed from host memory each time they are computed.
 
-Ranks place their weights by it, and the client predicts memory and seconds by it.
+Ranks place weights by these functions, and the client predicts memory and seconds by them.
 """
 
 from collections.abc import Collection, Sequence
 
 SLOTS = 2
-"""Places on the device for streamed blocks, each as large as the largest of them: one is computed with, the next arrives."""
+"""Buffers on the device for streamed blocks, each as large as the largest: one is computed while the next arrives."""
 
 
 def streamed_blocks(sizes: Sequence[int], room: int) -> tuple[int, ...]:
-    """Indices of the blocks that are streamed; the others stay. Empty where all fit, or where streaming saves nothing.
+    """Indices of the blocks to stream; the others stay. Empty if all blocks fit, or if streaming saves nothing.
 
-    `sizes`: bytes of a rank's blocks, in the order in which they run. `room`: bytes that they may take on the device, slots
-    included. As few are streamed as that allows, spread evenly, so that each one's copy has the blocks before it to hide
-    behind. All of them where not even that fits.
+    `sizes`: bytes of a rank's blocks, in the order in which they run. `room`: bytes for them on the device, slots included.
+    As few blocks as possible are streamed; all of them if `room` is too small even so. They are spread evenly, so that each
+    copy is hidden behind the compute of the blocks before it.
     """
     if sum(sizes) <= room or least_bytes(sizes) == sum(sizes):
         return ()
@@ -23,9 +23,9 @@ def streamed_blocks(sizes: Sequence[int], room: int) -> tuple[int, ...]:
 
 
 def nearest_streamed(sizes: Sequence[int], room: int, now: Sequence[int]) -> tuple[int, ...]:
-    """As `streamed_blocks`, where the blocks at the indices `now` are streamed: all of these or some, or all and others.
+    """As `streamed_blocks`, while the blocks at the indices `now` are streamed: a subset or a superset of `now`.
 
-    No more blocks than needed change their place, which leaves them less evenly spread.
+    As few blocks as possible move, so the streamed ones may be spread less evenly.
     """
     fresh = streamed_blocks(sizes, room)
     if not 0 < len(fresh) < len(sizes) or not 0 < len(now) < len(sizes):
@@ -33,7 +33,7 @@ def nearest_streamed(sizes: Sequence[int], room: int, now: Sequence[int]) -> tup
     chosen = set(now)
     while device_bytes(sizes, sorted(chosen)) > room:
         others = set(range(len(sizes))) - chosen
-        if not others:  # a large block among them makes the slots too large
+        if not others:  # a large block among the streamed ones makes the slots too large
             return fresh
         chosen.add(max(others, key=lambda index: _nearest(index, chosen, len(sizes))))
     while len(chosen) > SLOTS + 1:
@@ -45,21 +45,21 @@ def nearest_streamed(sizes: Sequence[int], room: int, now: Sequence[int]) -> tup
 
 
 def _nearest(index: int, chosen: Collection[int], total: int) -> int:
-    """Blocks from one to the nearest of the chosen ones, in a circle."""
+    """Distance in blocks from `index` to the nearest chosen block, around the circle of all blocks."""
     return min(min((index - other) % total, (other - index) % total) for other in chosen)
 
 
 def device_bytes(sizes: Sequence[int], streamed: Sequence[int]) -> int:
-    """Bytes of blocks on the device, slots included, where those at the indices `streamed` are streamed."""
+    """Bytes of the blocks on the device, slots included, if the blocks at the indices `streamed` are streamed."""
     slot = max((sizes[index] for index in streamed), default=0)
     return sum(sizes) - sum(sizes[index] for index in streamed) + min(SLOTS, len(streamed)) * slot
 
 
 def least_bytes(sizes: Sequence[int]) -> int:
-    """The fewest bytes of the device with which these blocks run: of their slots."""
+    """The fewest bytes of device memory with which these blocks run: those of the slots."""
     return min(sum(sizes), SLOTS * max(sizes, default=0))
 
 
 def _spread(count: int, total: int) -> tuple[int, ...]:
-    """So many of `total` indices, at equal distances as far as they divide."""
+    """`count` of `total` indices, spread as evenly as possible."""
     return tuple((2 * number + 1) * total // (2 * count) for number in range(count))

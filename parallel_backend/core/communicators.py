@@ -1,7 +1,6 @@
-"""Which ranks speak to each other over a communicator of their own, as data: a mesh's lines, its pipeline's links, and how
-many communicators that makes on a rank.
+"""Which ranks share a communicator: the lines of the mesh along each axis, and the links between pipeline stages.
 
-The ranks make their process groups from it (rank/comm/mesh.py), the memory model counts what they take.
+Ranks make their process groups by these functions (rank/comm/mesh.py). The memory model counts the memory of the groups.
 """
 
 from dataclasses import replace
@@ -9,16 +8,16 @@ from dataclasses import replace
 from .degrees import Coordinate, Degrees
 
 COLLECTIVE_AXES = ("patch", "ring", "ulysses", "tensor")
-"""Axes whose ranks take part in common transfers. Replicas have none, and stages hand on from one to the next."""
+"""Axes with collective transfers. Replicas exchange nothing, and pipeline stages send from one to the next."""
 
 
 def grouped_axes(degrees: Degrees) -> tuple[str, ...]:
-    """The axes that need a communicator for each of their lines. Naive patches never hear of each other."""
+    """The axes that need a communicator for each of their lines. Naive patches exchange nothing."""
     return tuple(name for name in COLLECTIVE_AXES if getattr(degrees, name) > 1 and not (name == "patch" and degrees.naive))
 
 
 def lines_along(degrees: Degrees, name: str) -> list[tuple[int, ...]]:
-    """All ranks, in lines along one axis."""
+    """All ranks, grouped into lines along the axis `name`."""
     lines: dict[Coordinate, list[int]] = {}
     for rank in range(degrees.world):
         lines.setdefault(replace(degrees.coordinate(rank), **{name: 0}), []).append(rank)
@@ -26,9 +25,9 @@ def lines_along(degrees: Degrees, name: str) -> list[tuple[int, ...]]:
 
 
 def pipe_links(degrees: Degrees) -> list[tuple[int, int]]:
-    """(sender, receiver) of every two stages that follow each other: first from each even stage, then from each odd one.
+    """(sender, receiver) of every pair of successive stages: first from the even stages, then from the odd ones.
 
-    So links of one half come up side by side, and every rank meets its own in the order of this list.
+    Every rank sets its links up in the order of this list. In this order the links of each half are set up in parallel.
     """
     lines = lines_along(degrees, "pipe")
     senders = sorted(range(degrees.pipe - 1), key=lambda stage: stage % 2)
@@ -36,19 +35,19 @@ def pipe_links(degrees: Degrees) -> list[tuple[int, int]]:
 
 
 def receives_early(degrees: Degrees) -> bool:
-    """Whether a stage may receive for the next micro-step while it computes this one: only where it has no collectives.
+    """Whether a stage may receive for the next micro-step during the present one: only if it has no collectives.
 
-    Which receives are posted early depends on when messages arrive, so that it differs from rank to rank. Links alone form
-    a path of stages, each in micro-step order: however a rank interleaves its two, no circle of waits can come of it. A
-    collective ties the paths of several ranks together, and torch wants all ranks to use their groups in one order.
+    When a receive is posted depends on the arrival of messages, and so differs between ranks. Point-to-point links form a
+    path of stages, each in micro-step order, so no interleaving of them deadlocks. A collective joins the paths of several
+    ranks, and torch requires all ranks to use their groups in the same order.
     """
     return not grouped_axes(degrees)
 
 
 def communicators(degrees: Degrees, rank: int) -> int:
-    """How many `rank` has while a model of these degrees is loaded: the world's, its axes', and its links'.
+    """Number of communicators of `rank` while a model of these degrees is loaded: the world's, its axes' and its links'.
 
-    None where it is alone. Under NCCL each takes memory on the rank's device; under Gloo none of that.
+    0 for a single rank. An NCCL communicator takes device memory; a Gloo communicator takes none.
     """
     if degrees.world == 1:
         return 0

@@ -1,4 +1,4 @@
-"""Checks that torch.compile has what it needs on this machine beside torch, before any rank starts."""
+"""Checks, before ranks start, that this machine has the packages and compilers that torch.compile needs."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ TRITON_CAPABILITY = (7, 0)
 
 
 def check_compile(devices: tuple[str, ...]) -> None:
-    """Raise ValueError, naming the widget, if blocks cannot be compiled for these devices. Ray's are not checked."""
+    """Raise ValueError, naming the widget, if blocks cannot be compiled for these devices. Ray devices are not checked."""
     for reason in filter(None, map(_reason, sorted({device for device in devices if not on_ray(device)}))):
         raise ValueError(f"compile: {reason} Install that, or turn compile off.")
 
@@ -28,7 +28,7 @@ def _reason(device: str) -> str | None:
         if importlib.util.find_spec("triton") is None:
             package = "triton-windows" if sys.platform == "win32" else "triton"
             return f"torch.compile needs the package {package}, which is not in ComfyUI's environment."
-        if sys.platform == "win32":  # triton-windows brings its own compiler
+        if sys.platform == "win32":  # triton-windows contains a compiler
             return None
         if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name):
             return "torch.compile needs a C compiler (gcc or clang), and none is on the PATH."

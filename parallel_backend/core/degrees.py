@@ -7,8 +7,7 @@ AXES = ("batch", "pipe", "patch", "ring", "ulysses", "tensor")
 """Mesh axes, outer to inner. Rank numbers count along the last axis first."""
 
 SEQUENCE_AXES = ("patch", "ring", "ulysses")
-"""Axes that cut one stage's tokens. They stand next to each other in AXES, so a stage's sequence ranks have consecutive
-places."""
+"""Axes that cut the tokens of a stage. They are adjacent in AXES, so the sequence ranks of a stage are consecutive."""
 
 WIDGETS = {
     "batch": "split_batch_degree",
@@ -18,26 +17,24 @@ WIDGETS = {
     "ulysses": "ulysses_degree",
     "tensor": "tensor_parallel_degree",
 }
-"""Axis -> widget that sets its degree. Errors name the widget."""
+"""Axis -> widget that sets its degree."""
 
 PATCH_MODES = ("none", "displaced", "naive")
-"""What ranks on the patch axis know of each other. naive: nothing. displaced: the others' keys, one step old (DistriFusion,
+"""Keys and values of other patches that attention uses. naive: none. displaced: those of the step before (DistriFusion,
 arXiv 2402.19481)."""
 
-
 TRANSFER_DTYPES = ("full", "int8", "fp8", "residual")
-"""How transfers carry values: in the compute dtype (full); Ulysses' in one byte each (transfer_codec.py); those of displaced
-patches as what changed since the last call (residual, change_codec.py), and Ulysses' then in int8."""
-
+"""Encoding of transfers. full: the compute dtype. int8, fp8: one byte a value under Ulysses (transfer_codec.py). residual:
+displaced patches send the change since the last call (change_codec.py), and Ulysses int8."""
 
 DTYPES = ("default", "fp32", "bf16", "fp16", "fp8_e4m3fn", "int8")
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks on each mesh axis. Their product is the number of ranks, which is the number of devices.
+    """Ranks on each mesh axis. The product is the number of ranks, one for each device.
 
-    ValueError for degrees that do not combine. Degrees that a model cannot be cut by are refused by validate.check_model.
+    ValueError for degrees that do not combine. validate.check_model refuses degrees by which a model cannot be cut.
     """
 
     batch: int = 1
@@ -76,7 +73,7 @@ class Degrees:
 
     @property
     def sequence(self) -> int:
-        """Ranks that share one stage's tokens."""
+        """Number of ranks that share the tokens of a stage."""
         return math.prod(getattr(self, axis) for axis in SEQUENCE_AXES)
 
     @property
@@ -100,13 +97,13 @@ class Degrees:
         return range(first, first + self.tensor)
 
     def same_weights(self, rank: int) -> tuple[int, ...]:
-        """Ranks that hold the same blocks, cut alike, `rank` among them: those of its stage and tensor index."""
-        at = self.coordinate(rank)
-        others = ((other, self.coordinate(other)) for other in range(self.world))
-        return tuple(other for other, it in others if (it.pipe, it.tensor) == (at.pipe, at.tensor))
+        """Ranks that hold the same weights as `rank`, itself included: those with its stage and tensor index."""
+        coordinates = [self.coordinate(other) for other in range(self.world)]
+        stage, tensor = coordinates[rank].pipe, coordinates[rank].tensor
+        return tuple(other for other, at in enumerate(coordinates) if (at.pipe, at.tensor) == (stage, tensor))
 
     def sequence_index(self, at: "Coordinate") -> int:
-        """Number of the rank at `at` among the sequence ranks of its stage."""
+        """Index of the rank at `at` among the sequence ranks of its stage."""
         index = 0
         for axis in SEQUENCE_AXES:
             index = index * getattr(self, axis) + getattr(at, axis)

@@ -1,5 +1,4 @@
-"""The `devices` widget: which device each rank gets, and what to do where ComfyUI shows too few or runs on none that ranks
-have."""
+"""The `devices` widget: the device of each rank, and errors that say how to get more devices."""
 
 import os
 import re
@@ -20,42 +19,41 @@ OTHER_KINDS = {
     "mlu": "a Cambricon MLU",
     "privateuseone": "DirectML",
 }
-"""Kinds of devices, as torch calls them, that ComfyUI runs on and ranks do not."""
+"""Device types, by torch's names, that ComfyUI supports and ranks do not."""
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
 class Host:
-    """What ComfyUI runs on, and its options by which it shows GPUs.
-
-    `kind`: torch's name for its device, `cpu` under --cpu. `cuda_device`: of --cuda-device, None where that is not given.
-    `takes_all`: this version has `--cuda-device all`, and without it shows the first GPU only on Windows.
-    """
+    """ComfyUI's device, and its options about GPUs."""
 
     kind: str = "cuda"
+    """Torch's name for the type of the device, `cpu` under --cpu."""
     cuda_device: str | None = None
+    """Value of --cuda-device. None: the option is not set."""
     takes_all: bool = True
+    """This version has `--cuda-device all`. Without that option it shows only the first GPU on Windows."""
 
 
 def is_auto(text: str) -> bool:
-    """The `devices` widget leaves the choice to the pack."""
+    """Whether the `devices` widget leaves the choice to the pack."""
     return text.strip().lower() in ("auto", "")
 
 
 def all_gpus() -> tuple[str, ...]:
-    """The GPUs that this process is shown, of NVIDIA (CUDA) or AMD (ROCm)."""
+    """The GPUs, of NVIDIA (CUDA) or AMD (ROCm), that this process sees."""
     return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
 
 
 def gpus_of(host: Host) -> tuple[str, ...]:
-    """The GPUs that `auto` means: none where ComfyUI itself runs on something else."""
+    """The GPUs that `auto` stands for: none if ComfyUI runs on another type of device."""
     return all_gpus() if host.kind == "cuda" else ()
 
 
 def choose_devices(text: str, degrees: Degrees, host: Host) -> tuple[str, ...]:
-    """The device of each rank. `auto`: the first GPUs, or CPU ranks where ComfyUI runs on the CPU.
+    """The device of each rank. `auto`: the first GPUs, or the CPU if ComfyUI runs on the CPU.
 
-    ValueError, naming the widget, for too few, for ones that are not there, and for a ComfyUI on something else.
+    ValueError, naming the widget, for too few or unknown devices, and if ComfyUI runs on a device without ranks.
     """
     check_ranks(degrees)
     if is_auto(text):
@@ -75,9 +73,9 @@ def choose_devices(text: str, degrees: Degrees, host: Host) -> tuple[str, ...]:
 
 
 def possible_devices(text: str, host: Host) -> tuple[str, ...]:
-    """Devices that degrees `auto` may use. Where `devices` is auto: every GPU, or one CPU rank, which has all cores.
+    """Devices among which degrees `auto` choose. With `devices` auto: every GPU, or one CPU rank, which has all cores.
 
-    ValueError for GPUs beside CPUs.
+    ValueError for a mixture of GPUs and CPUs.
     """
     if not is_auto(text):
         devices = named_devices(text, host)
@@ -87,7 +85,7 @@ def possible_devices(text: str, host: Host) -> tuple[str, ...]:
 
 
 def named_devices(text: str, host: Host) -> tuple[str, ...]:
-    """The devices of a list such as cuda:0,cuda:1 or ray:cuda,cuda. ValueError for one that this machine does not have."""
+    """The devices of a list such as cuda:0,cuda:1 or ray:cuda,cuda. ValueError for a device that does not exist here."""
     if names_ray(text):
         return ray_devices(text)
     devices = tuple(part.strip() for part in text.split(","))
@@ -106,18 +104,18 @@ def named_devices(text: str, host: Host) -> tuple[str, ...]:
 
 
 def why_hidden(host: Host, environment: Mapping[str, str] = os.environ) -> str:
-    """How to have ComfyUI show the GPUs that it may be hiding, a sentence with a space before it; empty if it hides none.
+    """A sentence, with a leading space, on how to have ComfyUI show hidden GPUs. Empty if no option hides GPUs.
 
-    How many there are is not known: this process does not see them.
+    Whether hidden GPUs exist is unknown: this process cannot see them.
     """
     if host.kind != "cuda":
         return ""
     options = "--cuda-device all" if host.takes_all else "no --cuda-device"
     if sys.platform == "win32" and host.takes_all:
-        options += " --disable-pinned-memory"  # ComfyUI names the two together: pinned copies fail there with several GPUs
+        options += " --disable-pinned-memory"  # with several GPUs page-locked copies fail on Windows
     if host.cuda_device not in (None, "all"):
-        given = f"--cuda-device {host.cuda_device}"
-        return f" ComfyUI was started with {given}, which hides all other GPUs: restart it with {options}."
+        option = f"--cuda-device {host.cuda_device}"
+        return f" ComfyUI was started with {option}, which hides all other GPUs: restart it with {options}."
     variable = next((name for name in VISIBLE if name in environment), None)
     if variable is None:
         return ""
@@ -130,7 +128,7 @@ def why_hidden(host: Host, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def _auto_gpus(host: Host) -> tuple[str, ...] | None:
-    """None where ComfyUI runs on the CPU. ValueError where it runs on what ranks do not: never silently on CPU ranks."""
+    """GPUs for `auto`. None: ComfyUI runs on the CPU. ValueError if ComfyUI runs on a device without ranks."""
     if host.kind == "cpu":
         return None
     if host.kind != "cuda":

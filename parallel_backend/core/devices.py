@@ -1,6 +1,6 @@
-"""What devices are called: cpu, cpu:1 and cuda:0 on this machine, ray:cpu and ray:cuda for one somewhere on a Ray cluster.
+"""Names of devices: cpu, cpu:1 and cuda:0 on this machine, ray:cpu and ray:cuda for any device of a Ray cluster.
 
-CPU ranks of other numbers are other ones: cpu:0 and cpu:1 stay beside cpu:2 and cpu:3.
+CPU names with different numbers are different devices: pools on cpu:0,cpu:1 and on cpu:2,cpu:3 run at the same time.
 """
 
 import importlib.util
@@ -9,7 +9,7 @@ import sys
 RAY = "ray"
 PREFIX = "ray:"
 IN_AN_ACTOR = {"ray:cuda": "cuda:0", "ray:cpu": "cpu"}
-"""Ray shows an actor no GPU but its own."""
+"""Device of a Ray rank, by torch's name in its process: Ray shows an actor only the GPU that the actor has."""
 
 
 def on_ray(device: str) -> bool:
@@ -17,12 +17,12 @@ def on_ray(device: str) -> bool:
 
 
 def device_kind(device: str) -> str:
-    """cuda or cpu."""
+    """Type of the device: cuda or cpu."""
     return device.removeprefix(PREFIX).partition(":")[0]
 
 
 def in_its_process(device: str) -> str:
-    """What torch calls it in the process of its rank, which on Windows sees no other GPU (rank_environment.only_gpu)."""
+    """Torch's name for the device in its rank's process. On Windows a rank sees only one GPU (rank_environment.only_gpu)."""
     if sys.platform == "win32" and device.startswith("cuda"):
         return "cuda:0"
     return "cpu" if device_kind(device) == "cpu" else IN_AN_ACTOR.get(device, device)
@@ -34,10 +34,10 @@ def names_ray(text: str) -> bool:
 
 
 def ray_devices(text: str, world: int | None = None) -> tuple[str, ...]:
-    """The devices of a list such as ray:cuda,cuda; of `ray` alone a GPU for each of `world` ranks.
+    """The devices of a list such as ray:cuda,cuda. `ray` alone stands for a GPU for each of `world` ranks.
 
-    Whether the cluster has them shows when they are used. ValueError for other names, for `ray` alone where the number of
-    ranks is not known, and where the ray package is not installed.
+    ValueError for other names, for `ray` alone without `world`, and if the ray package is missing. Whether the cluster has
+    the devices is found out when ranks start.
     """
     if importlib.util.find_spec(RAY) is None:
         raise ValueError(f"devices: {text.strip()} needs the ray package: pip install ray, in ComfyUI's environment.")

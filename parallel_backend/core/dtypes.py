@@ -1,7 +1,7 @@
-"""Dtypes of weights by name. The client needs them and must not import diffusers.
+"""Dtypes of weights by name.
 
-A name is that of the dtype in which weights are stored, such as `bf16`. If they are computed in another dtype, the name has
-both: `bf16/fp32`. `fp8_e4m3fn` and `int8` alone are computed in bf16 on GPUs and in fp32 on CPUs.
+A name is the dtype in which weights are stored, such as `bf16`. `bf16/fp32` are stored in bf16 and computed in fp32.
+`fp8_e4m3fn` and `int8` alone are computed in bf16 on GPUs and in fp32 on CPUs.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,18 +17,18 @@ TORCH_DTYPES = {
     "fp8_e4m3fn": torch.float8_e4m3fn,
 }
 STORED_ONLY = ("fp8_e4m3fn", "int8")
-"""Names of dtypes that a model's input is never in."""
+"""Dtypes in which weights are stored and never computed."""
 HALVES = ("bf16", "fp16")
-"""What GPUs compute in fast, where they do at all."""
+"""Dtypes of 16 bits, which GPUs compute fastest."""
 
 BF16_CAPABILITY = (8, 0)
-"""CUDA devices from Ampere on compute in bf16. Older ones take it, and are slow in it."""
+"""CUDA devices from Ampere on compute bf16 in hardware. Older ones emulate bf16, slowly."""
 FP16_CAPABILITY = (7, 0)
-"""CUDA devices from Volta on compute in fp16 faster than in fp32."""
+"""CUDA devices from Volta on compute faster in fp16 than in fp32."""
 NO_FP16 = ("GTX 16", "T500", "T550", "T600", "T1000", "T1200", "T2000", "MX450", "MX550", "CMP 30HX")
-"""In the names of Turing's small chips, whose results in fp16 are not to be used (ComfyUI, should_use_fp16)."""
+"""Parts of the names of small Turing chips, whose fp16 results are wrong (ComfyUI, should_use_fp16)."""
 NO_BF16_ARCHITECTURES = ("gfx8", "gfx900", "gfx906", "gfx101", "gfx103")
-"""AMD's, up to RDNA 2 (ComfyUI, should_use_bf16)."""
+"""AMD architectures up to RDNA 2 (ComfyUI, should_use_bf16)."""
 
 
 def storage_name(name: str) -> str:
@@ -47,14 +47,14 @@ def compute_name(name: str, kind: str = "cuda") -> str:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that weights of dtype `name` are computed in."""
+    """The dtype in which weights of dtype `name` are computed on `device`."""
     return TORCH_DTYPES[compute_name(name, device.type)]
 
 
 def native_halves(device: str) -> tuple[str, ...]:
-    """Those of HALVES that the GPU `device`, such as cuda:0, computes in. A GPU of a Ray cluster is not asked: both.
+    """The dtypes of HALVES in which the GPU `device`, such as cuda:0, computes. Both for a GPU of a Ray cluster.
 
-    The nodes ask ComfyUI instead, which knows what its user has set.
+    The nodes ask ComfyUI instead, since ComfyUI's options can change them.
     """
     if on_ray(device):
         return HALVES
@@ -75,17 +75,17 @@ def resolve_dtype(
     allowed: Sequence[str] = HALVES,
     native: Collection[str] | None = None,
 ) -> str:
-    """The dtype that weight_dtype `name` stands for, the same on all devices.
+    """The dtype for weight_dtype `name`, the same on all devices.
 
-    `default` is fp32 on CPU ranks, elsewhere the file's dtype `stored`, or fp32 if that is none of TORCH_DTYPES. If GPUs do
-    not compute in a dtype, weights are computed in the first dtype of `allowed` that they do compute in, else in fp32 with
-    the weights stored as they are: ComfyUI's rule. `allowed`: the family's half_dtypes. An explicit `name` may be another
-    one. `native`: those of HALVES that all GPUs compute in. None: torch is asked.
+    `default` is fp32 on CPU ranks. On GPUs it is the file's dtype `stored`, or fp32 if `stored` is not in TORCH_DTYPES. If
+    the GPUs do not compute in that dtype, weights are computed in the first dtype of `allowed` (the family's half_dtypes)
+    that the GPUs support, else in fp32 with the weights stored unchanged, as in ComfyUI. An explicit `name` need not be in
+    `allowed`. `native`: the dtypes of HALVES in which all GPUs compute. None: torch is asked.
     """
     on_gpus = [device for device in devices if device_kind(device) == "cuda"]
     if not on_gpus:
         return "fp32" if name == "default" else name
-    if len(on_gpus) < len(devices):  # all ranks have to compute in the same
+    if len(on_gpus) < len(devices):  # CPU ranks and GPU ranks must compute in one dtype
         return "fp32" if name in ("default", "fp32") else f"{name}/fp32" if name in STORED_ONLY else name
     storage = name if name != "default" else stored if stored in TORCH_DTYPES else "fp32"
     if storage == "fp32":
@@ -97,5 +97,5 @@ def resolve_dtype(
         return storage
     compute = usable[0] if usable else "fp32"
     if storage in HALVES and compute in HALVES:
-        return compute  # as large, and converted once
+        return compute  # as large as `storage`, and converted only once, at loading
     return storage if compute == compute_name(storage) else f"{storage}/{compute}"

@@ -1,4 +1,4 @@
-"""How much memory this machine has free: of the machine itself, or of the container that this process is in."""
+"""Free memory of this machine, or of the container in which this process runs."""
 
 import sys
 from collections.abc import Iterable
@@ -8,14 +8,14 @@ import psutil
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
-"""What version 1 of control groups writes for no limit is larger."""
+"""Version 1 of control groups writes a number above this for no limit."""
 LEFT_FREE = 1 << 29
-"""Bytes of the machine's memory, or its container's, that no weights take: who goes to the end is killed by the system."""
+"""Bytes that weights leave free in host memory: the system kills a process that takes all of it."""
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes of this machine's memory, swap included, that are free for one more process, and of all of it; or of the
-    container's, where that has less. On other systems than Linux without swap, which cannot be told from what is in use.
+    """(free, total) bytes of this machine's memory, or of the container's if that has less. Free memory includes swap on
+    Linux; other systems do not say how much of it is in use.
     """
     if sys.platform != "linux":
         memory = psutil.virtual_memory()
@@ -26,13 +26,13 @@ def host_memory() -> tuple[int, int]:
     return min([machine, *group_limits(Path("/proc/self/cgroup").read_text(), CONTROL_GROUPS)])
 
 
-def group_limits(own: str, root: Path) -> Iterable[tuple[int, int]]:
-    """(free, limit) in bytes of every control group with a limit on memory that a process is in.
+def group_limits(membership: str, root: Path) -> Iterable[tuple[int, int]]:
+    """(free, limit) in bytes of every control group that limits a process's memory.
 
-    `own`: what its /proc/self/cgroup says; `root`: where the groups are mounted. A container often sees its own group as
-    the root, whatever its name outside.
+    `membership`: text of the process's /proc/self/cgroup. `root`: where the groups are mounted. In a container `root` is
+    often the container's group, whatever path the text names.
     """
-    for line in own.splitlines():
+    for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, names = root, ("memory.max", "memory.current", "inactive_file")
@@ -42,19 +42,19 @@ def group_limits(own: str, root: Path) -> Iterable[tuple[int, int]]:
             continue
         parts = Path(path.lstrip("/")).parts
         for count in range(len(parts), -1, -1):
-            found = _limit(base.joinpath(*parts[:count]), *names)
-            if found is not None:
-                yield found
+            memory = _limit(base.joinpath(*parts[:count]), *names)
+            if memory is not None:
+                yield memory
 
 
 def _limit(group: Path, limit: str, used: str, cached: str) -> tuple[int, int] | None:
-    """Of one group. The kernel takes back pages of files that nothing uses, so they count as free."""
+    """(free, limit) of one group. Unused file pages count as free, since the kernel reclaims them."""
     try:
         text = (group / limit).read_text().strip()
         if text == "max" or int(text) > UNLIMITED:
             return None
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         free = int(text) - int((group / used).read_text()) + int(statistics.get(cached, 0))
-    except OSError:  # no such group from here, or no such controller
+    except OSError:  # the group is not visible from here, or has no memory controller
         return None
     return max(0, free), int(text)

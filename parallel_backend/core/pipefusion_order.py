@@ -2,10 +2,8 @@
 
 A *call* is one evaluation of the transformer by the sampler. An exact call is one micro-step over the whole latent; a
 banded call is one micro-step per band. Every stage executes the same micro-steps in the same order, and a micro-step moves
-only from one stage to the next, so the traffic is acyclic. (PipeFusion: arXiv 2405.14430. There the last stage sends back
-to the first; here that link is the sampler.)
-
-The sampling run, the client's queue, the predictions and the tests take the order from this module.
+only from one stage to the next, so the traffic is acyclic. In PipeFusion (arXiv 2405.14430) the last stage sends back to the
+first; here the sampler in the client is between them.
 """
 
 from collections.abc import Sequence
@@ -17,17 +15,17 @@ from .spans import Span, split
 @dataclass(frozen=True)
 class MicroStep:
     call: int
-    """Number of the call in the run, from 0."""
+    """Index of the call in the run."""
     band: int | None
     """Band whose rows are computed; None in an exact call, which computes the whole latent."""
 
     def covers(self, bands: int) -> range:
-        """Bands whose rows the micro-step computes. It waits for the outputs of these bands in the call before."""
+        """Bands whose rows the micro-step computes. The micro-step needs these bands' outputs of the call before."""
         return range(bands) if self.band is None else range(self.band, self.band + 1)
 
     @property
     def with_text(self) -> bool:
-        """Text tokens run through the blocks once in a call, with its first micro-step."""
+        """Whether text tokens run through the blocks too: once in a call, with its first micro-step."""
         return self.band in (None, 0)
 
 
@@ -42,9 +40,9 @@ def micro_steps(exact: Sequence[bool], bands: int) -> list[MicroStep]:
 
 
 def entry_parts(entries: Span, exact: bool, stages: int) -> tuple[Span, ...]:
-    """Batch entries that go through the stages together. `exact`: the call is, and its entries do not depend on each other.
+    """Batch entries, grouped by micro-step. `exact`: the call is exact, and its entries do not depend on each other.
 
-    An exact call fills a pipeline with its batch entries one by one: nothing else could overlap in it.
+    The entries of such a call go through the pipeline one by one, since nothing else can overlap in an exact call.
     """
     if not len(entries):
         return ()
@@ -52,5 +50,5 @@ def entry_parts(entries: Span, exact: bool, stages: int) -> tuple[Span, ...]:
 
 
 def window(stages: int) -> int:
-    """Micro-steps that the client has under way at most: one on each stage, and one that waits for the first stage."""
+    """Most micro-steps under way: one on each stage, and one that waits for the first stage."""
     return stages + 1

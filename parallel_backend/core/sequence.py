@@ -11,11 +11,11 @@ class SequenceCut:
     """Sequence ranks are numbered patch, ring, ulysses, outer to inner."""
 
     shares: tuple[float, ...]
-    """Share of the tokens by patch rank. A slower device has a smaller share."""
+    """Each patch rank's share of the tokens. A slower device has a smaller share."""
     inner: int
-    """Ring x ulysses ranks, which share a patch rank's tokens evenly."""
+    """Number of ring x ulysses ranks, which share the tokens of a patch evenly."""
     repeat_text: bool
-    """Every patch rank has the whole text. In naive patch mode it has no other way to know the prompt."""
+    """Every patch rank has all text tokens: naive patches exchange no keys, so a part of the text would miss the rest."""
 
     def image(self, tokens: Span) -> tuple[Span, ...]:
         """Each sequence rank's part of the image tokens `tokens`."""
@@ -28,15 +28,17 @@ class SequenceCut:
         return tuple(part for band in bands for part in split(band, self.inner))
 
     def rows(self, order: TokenOrder, tokens: Span, text: int, companion_tokens: int) -> list[tuple[Span, Span]]:
-        """By sequence rank, its rows of a micro-step's latents as the client has them: the picture's among `tokens`, and
-        behind all those, of its companion, the `companion_tokens` first of `text` text tokens."""
+        """By sequence rank, two spans of a micro-step's input rows in the client: the rank's picture tokens among `tokens`,
+        and its part of the companion's tokens, which follow all picture tokens.
+
+        `text`: number of text tokens, whose first `companion_tokens` are the companion's.
+        """
         image = order.images(tokens)
         return [
-            (order.images(own).shift(-image.start), text_span.before(companion_tokens).shift(len(image)))
-            for own, text_span in zip(self.image(tokens), self.text(text), strict=True)
+            (order.images(part).shift(-image.start), text_part.before(companion_tokens).shift(len(image)))
+            for part, text_part in zip(self.image(tokens), self.text(text), strict=True)
         ]
 
     def gives_companion(self, index: int) -> bool:
-        """Whether the output of sequence rank `index` has tokens of the companion latent: of repeated ones the first patch
-        rank's are taken."""
+        """Whether the output of sequence rank `index` has companion tokens. If text is repeated, only patch rank 0 has."""
         return not self.repeat_text or index < self.inner

@@ -1,4 +1,4 @@
-"""Spans of tokens, rows, blocks or batch entries, and how they are cut. Client and ranks cut by the same functions."""
+"""Spans of tokens, rows, blocks or batch entries, and the functions by which client and ranks cut them."""
 
 import math
 from collections.abc import Sequence
@@ -41,10 +41,7 @@ class Shard:
 
 
 def split(span: Span, parts: int) -> tuple[Span, ...]:
-    """Cut `span` into `parts` consecutive spans whose lengths differ by at most one, longer ones first.
-
-    Parts may be empty: 4 text tokens over 8 ranks leave four ranks without text.
-    """
+    """Cut `span` into `parts` consecutive spans, longer ones first. Lengths differ by at most one, and may be 0."""
     size, extra = divmod(len(span), parts)
     edges = [span.start]
     for index in range(parts):
@@ -53,9 +50,9 @@ def split(span: Span, parts: int) -> tuple[Span, ...]:
 
 
 def split_carrying(span: Span, parts: int, carried: float) -> tuple[Span, ...]:
-    """As `split`, where the first part also carries `carried`: lengths that keep the largest load small, then loads alike.
+    """As `split`, if the first part also carries the load `carried`: the cut with the smallest largest load.
 
-    Among cuts that are alike in both the first part is the shortest. It is at least half as long as an even one.
+    Among such cuts, the loads differ least, and then the first part is shortest. It is at least half as long as in `split`.
     """
     if parts == 1 or not carried:
         return split(span, parts)
@@ -71,7 +68,7 @@ def split_carrying(span: Span, parts: int, carried: float) -> tuple[Span, ...]:
 
 
 def split_by_share(span: Span, shares: Sequence[float]) -> tuple[Span, ...]:
-    """Cut `span` into consecutive spans, as long as `shares` of its length, rounded. `shares` sum to 1."""
+    """Cut `span` into consecutive spans whose lengths are `shares` of its length, rounded. `shares` sum to 1."""
     edges, total = [span.start], 0.0
     for share in shares[:-1]:
         total += share
@@ -81,7 +78,7 @@ def split_by_share(span: Span, shares: Sequence[float]) -> tuple[Span, ...]:
 
 
 def in_proportion(sizes: Sequence[int], length: int) -> tuple[Span, ...]:
-    """Cut `length` into consecutive spans that are to it as `sizes` are to their sum."""
+    """Cut `length` into consecutive spans in the proportion of `sizes`, which must divide it without remainder."""
     total, edges = sum(sizes), [0]
     for size in sizes:
         edges.append(edges[-1] + size)

@@ -1,8 +1,7 @@
-"""The order of a request's image tokens: the picture's own, and those of reference pictures (Flux Kontext, Qwen-Image-Edit).
+"""The order of image tokens: those of the picture, and those of reference pictures (Flux Kontext, Qwen-Image-Edit).
 
-Reference tokens go through the blocks like the picture's, but their output is dropped. Every token row of the picture is
-followed by an equal share of them, so bands have equal lengths. All of them in one band would make that band several times
-as long as the others.
+Reference tokens go through the blocks like picture tokens, but their output is dropped. An equal share of them follows every
+token row of the picture, so that bands have equal lengths.
 """
 
 from bisect import bisect_right
@@ -15,7 +14,7 @@ from .spans import Span, split
 
 
 def class_order(grid: tuple[int, ...], along: str) -> torch.Tensor | None:
-    """[N]: place in our order -> place in diffusers' classes' order: frames, rows, columns. None if they are the same.
+    """[N]: place in this order -> place in the order of diffusers' classes (frames, rows, columns). None: both are equal.
 
     `grid`: (frames,) rows, columns. `along`: see TokenOrder.
     """
@@ -26,16 +25,16 @@ def class_order(grid: tuple[int, ...], along: str) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """Places 0 to `tokens` - 1 of a request's image tokens."""
+    """Places, from 0, of the image tokens of a call."""
 
     image: int
-    """Tokens of the picture."""
+    """Number of picture tokens."""
     row: int
-    """Tokens of one row of the picture; of one frame, along frames."""
+    """Number of picture tokens in a row; if `along` is "frames", in a frame."""
     references: int = 0
-    """Tokens of all reference pictures together."""
+    """Number of tokens of all reference pictures together."""
     along: str = "rows"
-    """Patching.along: which axis of the picture the order goes by first."""
+    """The picture's axis by which tokens are ordered first, see Patching.along."""
 
     @property
     def tokens(self) -> int:
@@ -47,17 +46,17 @@ class TokenOrder:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Place of each row's first token, and `tokens`."""
+        """Place of each row's first token; last, `tokens`."""
         rows = self.image // self.row
         shares = split(Span(0, self.references), rows)
         return [index * self.row + share.start for index, share in enumerate(shares)] + [self.tokens]
 
     def of_rows(self, rows: Span) -> Span:
-        """Places of these token rows, with the reference tokens behind each row."""
+        """Places of the tokens of `rows`, the reference tokens behind each row included."""
         return Span(self._starts[rows.start], self._starts[rows.stop])
 
     def images(self, span: Span) -> Span:
-        """The picture's tokens in `span`, numbered without reference tokens."""
+        """The picture tokens in `span`, numbered without reference tokens."""
         return Span(self._images_before(span.start), self._images_before(span.stop))
 
     def _images_before(self, place: int) -> int:
@@ -67,7 +66,7 @@ class TokenOrder:
         return row * self.row + min(place - self._starts[row], self.row)
 
     def places(self, span: Span) -> torch.Tensor:
-        """[n] int64, by place of `span`: number of the picture's token, or `image` + number of the reference token."""
+        """[n] int64: for each place in `span` the picture token's number, or `image` + the reference token's number."""
         index = torch.arange(span.start, span.stop)
         starts = torch.tensor(self._starts[:-1])
         row = torch.searchsorted(starts, index, right=True) - 1
@@ -75,22 +74,22 @@ class TokenOrder:
         return torch.where(inside < self.row, row * self.row + inside, self.image + index - (row + 1) * self.row)
 
     def places_in_class(self, grid: tuple[int, ...], span: Span) -> torch.Tensor:
-        """[n] int64, as `places`, but the picture's tokens are numbered as the class does (class_order)."""
+        """[n] int64, as `places`, but picture tokens have the numbers of diffusers' class (class_order)."""
         order, places = class_order(grid, self.along), self.places(span)
         if order is None:
             return places
-        own = places < self.image
-        return torch.where(own, order[places.where(own, 0)], places)
+        of_picture = places < self.image
+        return torch.where(of_picture, order[places.where(of_picture, 0)], places)
 
     def picture_rows(self, span: Span) -> torch.Tensor:
-        """[m]: which of the tokens of `span`, counted from its start, are the picture's."""
+        """[m]: indices in `span`, from its start, of the picture tokens."""
         return (self.places(span) < self.image).nonzero()[:, 0]
 
     def reference_rows(self, span: Span) -> torch.Tensor:
-        """[n - m]: the others."""
+        """[n - m]: indices in `span`, from its start, of the reference tokens."""
         return (self.places(span) >= self.image).nonzero()[:, 0]
 
     def reference_numbers(self, span: Span) -> torch.Tensor:
-        """[n - m]: the others' numbers among all reference tokens."""
+        """[n - m]: the numbers of the reference tokens in `span` among all reference tokens."""
         places = self.places(span)
         return places[places >= self.image] - self.image

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from .attention_kernels import ATTENTION, AUTO, KERNELS, known_devices, wanted
-from .degrees import Degrees
+from .degrees import AXES, Degrees
 from .devices import device_kind
 
 MOST_RANKS = 64
@@ -19,8 +19,16 @@ def factors(world: int, axes: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in factors(world // first, axes - 1))
 
 
+def all_degrees(world: int) -> Iterator[Degrees]:
+    """All degrees of `world` ranks that combine. Patches are displaced."""
+    for sizes in factors(world, len(AXES)):
+        named = dict(zip(AXES, sizes, strict=True))
+        if named["patch"] == 1 or named["pipe"] == 1:
+            yield Degrees(**named, patch_mode="displaced" if named["patch"] > 1 else "none")
+
+
 def check_ranks(degrees: Degrees) -> None:
-    """Raise ValueError for more than MOST_RANKS ranks. Each rank is a process."""
+    """Raise ValueError for more than MOST_RANKS ranks."""
     if degrees.world > MOST_RANKS:
         raise ValueError(
             f"{degrees} makes {degrees.world} ranks, of which {MOST_RANKS} are the most. Lower the degrees: their product "
@@ -29,9 +37,9 @@ def check_ranks(degrees: Degrees) -> None:
 
 
 def check_devices(degrees: Degrees, devices: tuple[str, ...]) -> None:
-    """Raise ValueError unless there is one device per rank, and under Ulysses all are of one kind.
+    """Raise ValueError unless there is one device per rank, and under Ulysses all are of one type.
 
-    A GPU rank exchanges a layer's heads in more parts than a CPU rank (HEAD_GROUPS): mixed ranks would wait for ever. No
+    Under Ulysses a GPU rank exchanges heads in more parts than a CPU rank (HEAD_GROUPS), so mixed ranks would deadlock. No
     other transfer's order or size depends on the device.
     """
     if len(devices) != degrees.world:
@@ -48,7 +56,7 @@ def check_devices(degrees: Degrees, devices: tuple[str, ...]) -> None:
 
 
 def check_one_kind(devices: Sequence[str]) -> None:
-    """Raise ValueError for GPUs beside CPUs, before degrees are chosen for these devices or all modes are tried on them."""
+    """Raise ValueError for a mixture of GPUs and CPUs, for which the planner chooses no degrees."""
     if _mixed(devices):
         raise ValueError(
             f"devices names GPUs and CPUs ({', '.join(devices)}): which degrees are best for them is not looked for, since "
@@ -68,10 +76,10 @@ def check_model(
     key_heads: int | None = None,
     tensor_degrees: Collection[int] | None = None,
 ) -> None:
-    """Raise ValueError, naming the widget, if a model with that many attention heads and blocks cannot be cut so.
+    """Raise ValueError, naming the widget, if a model with so many attention heads and blocks cannot be cut by `degrees`.
 
-    `key_heads`: None for as many as `heads`.
-    `tensor_degrees`: those that the file's quantised weights can be cut to. None: all.
+    `key_heads`: None: as many as `heads`. `tensor_degrees`: tensor degrees by which the file's quantised weights can be cut.
+    None: all.
     """
     if degrees.pipe > blocks:
         raise ValueError(
@@ -90,7 +98,7 @@ def check_model(
             f"tensor_parallel_degree is {degrees.tensor}, which cuts weights of this file inside of groups of values that "
             f"are quantised together. Use tensor_parallel_degree {smaller}, and other degrees for the other GPUs."
         )
-    fewest = whole // degrees.tensor * (heads // whole)  # heads that a rank of the tensor axis has
+    fewest = whole // degrees.tensor * (heads // whole)  # query heads of a rank on the tensor axis
     if degrees.ulysses > fewest:
         raise ValueError(
             f"ulysses_degree is {degrees.ulysses}, but this model has {heads} attention heads"
@@ -101,7 +109,7 @@ def check_model(
 
 
 def check_attention(attention: str, devices: Sequence[str], dtype: str) -> None:
-    """Raise ValueError for a kernel that cannot run on these devices. GPUs of a Ray cluster are not checked."""
+    """Raise ValueError for a kernel that cannot run on these devices; those of a Ray cluster are not checked."""
     if attention != AUTO and attention.removeprefix(f"{AUTO}/") not in KERNELS:
         raise ValueError(f"attention is '{attention}'; it is one of {', '.join(ATTENTION)}.")
     kernel, demanded = wanted(attention)

@@ -1,7 +1,6 @@
-"""The ranks' processes: started, watched, ended; what is said when one fails or hangs.
+"""The ranks' processes: their start, watch and end, and the errors about ranks that fail or hang.
 
-Where to look. Start: pool.py, local.py (this machine) or ray_ranks.py (a Ray cluster). What they run, named as a string:
-rank/start/entry.py. Requests and replies:
-gathers.py. A hang: watchdog.py judges by the ranks' heartbeats, watchdog_thread.py ends ranks that hang. A failure:
-failure_report.py finds the root cause, failure_text.py has the words, rank_log.py the rank's own log.
+Start: pool.py, local.py (this machine), ray_ranks.py (a Ray cluster). Requests and replies: gathers.py. Hangs: watchdog.py
+judges heartbeats, watchdog_thread.py ends ranks that hang. Failures: failure_report.py finds the root cause, failure_text.py
+has the text, rank_log.py the log. A rank's process runs rank/start/entry.py, which is imported by name.
 """

@@ -1,9 +1,10 @@
-"""Failures and hangs of ranks: what is known of them, and the error that names the rank at fault."""
+"""Failures and hangs of ranks, and the error that names the rank at fault."""
 
 import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from parallel_backend.wire import messages as m
 
@@ -11,8 +12,10 @@ from .failure_text import died, explained, failed
 from .local import Ranks
 from .watchdog import Verdict
 
+E = TypeVar("E", bound=BaseException)
+
 ROOT_CAUSE_SECONDS = 1.0
-"""How long to look for the root cause after a rank reports that a transfer failed: the rank that died explains more."""
+"""Time to wait for the root cause after a rank reports a failed transfer: the death of another rank explains more."""
 
 
 class RankError(RuntimeError):
@@ -22,20 +25,20 @@ class RankError(RuntimeError):
 class LinksDown(RankError):
     """The ranks' self-test of their links failed. `backend`: nccl or gloo."""
 
-    def __init__(self, text: str, backend: str = ""):  # `again` makes a copy with the text alone, and sets the rest
+    def __init__(self, text: str, backend: str = ""):  # copy.copy calls it with the text alone, then sets `backend`
         super().__init__(text)
         self.backend = backend
 
 
-def again(error: Exception) -> Exception:
-    """A copy of the error, to be raised to someone else: it does not keep alive what the error was raised through before."""
+def again(error: E) -> E:
+    """A copy of the error for another caller: raising the error itself again would keep the earlier traceback's frames."""
     return copy.copy(error)
 
 
 class FailureReport:
-    """Failures of one pool's ranks, as the pool's receiving thread notes them.
+    """Failures of the ranks of one pool, noted by the pool's receiving thread.
 
-    `doing`: by rank, what it was last seen to do. `logs`: the folder in which the ranks' logs are kept, if they are.
+    `doing`: gives a rank's last known work. `logs`: the folder in which the ranks' logs are kept. None: they are not kept.
     """
 
     def __init__(self, ranks: Ranks, doing: Callable[[int], str], logs: Path | None):
@@ -46,11 +49,11 @@ class FailureReport:
 
     @property
     def pending(self) -> bool:
-        """Something has failed."""
+        """Whether a rank has failed or ended."""
         return self._since is not None
 
     def note_failure(self, failure: m.Failure) -> None:
-        """A rank says that it failed."""
+        """A rank reports a failure."""
         self._failures.append(failure)
         self.note_end()
 
@@ -65,14 +68,15 @@ class FailureReport:
 
     def root_cause(self) -> RankError | None:
         """The error that names the rank at fault; None while another rank may still explain more."""
+        assert self._since is not None, "nothing has failed"
         reported = {failure.rank for failure in self._failures}
         ended = {rank: how for rank in range(len(self._ranks.names)) if (how := self._ranks.how_ended(rank)) is not None}
-        own = [failure for failure in self._failures if not failure.peer]
+        causes = [failure for failure in self._failures if not failure.peer]
         late = time.monotonic() - self._since > ROOT_CAUSE_SECONDS
-        # One that has ended may have said why: what it sent last is read first, until its connection's end.
+        # A rank that has ended may have sent the reason: its connection is first read to the end.
         died_unheard = [rank for rank in ended if rank not in reported and (late or rank in self._cut_off)]
-        if own:
-            failure = own[0]
+        if causes:
+            failure = causes[0]
             return self._error(failed(self._name(failure.rank), failure.doing, failure.summary), failure.traceback)
         if died_unheard:
             return self._died(died_unheard[0], ended[died_unheard[0]])
@@ -84,22 +88,22 @@ class FailureReport:
         return self._died(self._cut_off[0], "closed its connection") if late else None
 
     def refusal(self, rank: int, why: str) -> RankError:
-        """The error for a rank that sent what cannot be."""
+        """The error for a rank that sent an invalid message."""
         text = f"{self._name(rank)} sent what cannot be: {why}. All ranks were ended; the next use starts new ones."
         return self._error(text, "", self._ranks.log_tail(rank))
 
     def cut_short(self, error: BaseException) -> RankError:
-        """The error for messages of which an error in this process let some ranks have a part alone."""
+        """The error for messages that reached only some ranks, or in part, because of an error in this process."""
         text = f"what was being sent to the ranks was cut short by {type(error).__name__}: {error}"
         return self._error(f"{text}. All ranks were ended; the next use starts new ones.", "")
 
     def hang(self, verdict: Verdict) -> RankError:
-        """The error for ranks that the watchdog found to hang or to be stopped."""
+        """The error for ranks that hang or are stopped, by the watchdog's verdict."""
         names = " and ".join(map(self._name, verdict.ranks))
         return self._error(f"{names} {verdict.text}", "", *map(self._ranks.log_tail, verdict.ranks))
 
     def _links_down(self, failures: list[m.Failure]) -> LinksDown:
-        """Each end of a link says which one it waited for; ranks beyond wait for those."""
+        """The error for a failed self-test. Every rank's report is shown: each names the rank for which it waited."""
         text = f"{self._name(failures[0].rank)}: {failures[0].summary}"
         others = "\n".join(f"{self._name(failure.rank)}: {failure.summary}" for failure in failures[1:])
         logs = (self._ranks.log_tail(failure.rank) for failure in failures)

@@ -1,4 +1,4 @@
-"""Requests to all ranks, and their replies until there is one of each rank."""
+"""Requests to all ranks of a pool: replies are gathered until every rank has sent one."""
 
 import itertools
 import threading
@@ -13,7 +13,7 @@ from .failure_report import again
 
 @dataclass
 class _Gather:
-    """One request. `reply`: type of the replies; `replies`: those that have come, by rank."""
+    """One request. `reply`: type of the replies. `replies`: received replies by rank."""
 
     reply: type
     future: Future = field(default_factory=Future)
@@ -21,7 +21,7 @@ class _Gather:
 
 
 class Gathers:
-    """The open requests of a pool of `world` ranks, by the id that a request's replies repeat. Thread-safe."""
+    """The open requests of a pool of `world` ranks, by request id. Thread-safe."""
 
     def __init__(self, world: int):
         self._world = world
@@ -31,7 +31,7 @@ class Gathers:
         self._error: Exception | None = None
 
     def open(self, reply: type) -> tuple[int, Future]:
-        """A new request's id, and the future that gives its replies of type `reply` in rank order."""
+        """The id of a new request, and the future of its replies of type `reply` in rank order."""
         gather = _Gather(reply)
         with self._lock:
             request_id = next(self._ids)
@@ -42,15 +42,14 @@ class Gathers:
         return request_id, gather.future
 
     def drop(self, request_id: int) -> None:
-        """Wait for that request's replies no more: it did not go out."""
+        """Forget a request that was not sent to all ranks."""
         with self._lock:
             self._open.pop(request_id, None)
 
     def add(self, request_id: int | None, rank: int, reply: Any) -> None:
-        """A rank's reply. One that nobody waits for is dropped. BadMessage for one of another type than was asked for."""
+        """Add a rank's reply. A reply without an open request is dropped. BadMessage for a reply of the wrong type."""
         with self._lock:
-            gather = self._open.get(request_id)
-            if gather is None:
+            if request_id is None or (gather := self._open.get(request_id)) is None:
                 return
             if type(reply) is not gather.reply:
                 raise BadMessage(f"{type(reply).__name__} in reply to a request for {gather.reply.__name__}")
@@ -63,12 +62,12 @@ class Gathers:
 
     @property
     def awaited(self) -> list[type]:
-        """Types of the replies that have not all come."""
+        """Reply types of the open requests."""
         with self._lock:
             return [gather.reply for gather in self._open.values()]
 
     def fail(self, error: Exception) -> None:
-        """All requests end with `error`, those to come too."""
+        """End all requests, later ones too, with `error`."""
         with self._lock:
             self._error = error
             gathers, self._open = self._open, {}

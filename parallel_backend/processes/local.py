@@ -1,4 +1,4 @@
-"""Starting and ending the processes of ranks. The pool speaks to them over their channels, wherever they run."""
+"""Starts and ends the processes of ranks on this machine, and the protocol by which a pool uses ranks anywhere."""
 
 import contextlib
 import importlib
@@ -31,52 +31,53 @@ log = logging.getLogger(__name__)
 RankEntry = Callable[[RankSettings, Connection], None]
 
 RANK_ENTRY = "parallel_backend.rank.start.entry"
-"""Module whose `main` runs a rank. By name: this room and the client's know nothing of what ranks are made of."""
+"""Module whose `main` runs a rank. It is imported by name, since this room may not import the ranks' room."""
 KILL_SECONDS = 5.0
-"""For a process that was killed. One that is stuck in a driver does not go, and nobody can help that."""
+"""Time for killed processes to end. A process that is stuck in a driver does not end."""
 
 _MAIN_MODULE = threading.Lock()
 
 
 class Ranks(Protocol):
-    """Processes that were started by StartSettings. `channels`: one to each, in rank order."""
+    """The processes of the ranks of one pool."""
 
     channels: list[Channel]
+    """One to each rank, in rank order."""
     names: tuple[str, ...]
-    """What errors call each rank's device."""
+    """Name of each rank's device for errors."""
 
     @property
     def pids(self) -> tuple[int, ...]: ...
 
     @property
     def ends(self) -> Mapping[Any, int]:
-        """What multiprocessing.connection.wait can wait for, and which rank has ended when it is ready.
+        """Objects for multiprocessing.connection.wait -> the rank that has ended when the object is ready.
 
-        May be empty: a rank whose channel has ended has ended too, and `how_ended` then says so within half a second.
+        May be empty: then the end of a rank's channel means its end, which `how_ended` confirms within half a second.
         """
 
     def how_ended(self, rank: int) -> str | None:
-        """How its process ended, such as 'was killed by signal 9'; None while it lives."""
+        """How the process ended, such as 'was killed by signal 9'. None: it lives."""
 
     def log_tail(self, rank: int) -> str:
-        """The last lines of its log; empty where there is none, or nothing in it."""
+        """The last lines of the rank's log. Empty if it has none."""
 
     def dump(self, rank: int) -> None:
-        """Have it add its Python stacks to its log, even if it hangs. Nothing happens where that is not possible."""
+        """Have the rank write its Python stacks to its log, even if it hangs. Does nothing where that is not possible."""
 
     def join(self, seconds: float) -> None:
-        """Wait until all have ended, but no longer."""
+        """Wait until all processes have ended, at most `seconds`."""
 
     def kill(self) -> None:
-        """End all by force, and remove whatever they had on this machine. From any thread; idempotent.
+        """Kill all processes and remove their files on this machine. From any thread; idempotent.
 
-        Whoever is blocked in one of the channels is let go by that. The pool closes them.
+        A thread that is blocked in a channel returns with an error. The pool closes the channels.
         """
 
 
 @contextlib.contextmanager
 def clean_main_module() -> Iterator[None]:
-    """Spawn makes a child import the parent's `__main__` again, which is ComfyUI's main.py: show it an empty one."""
+    """Context in which `__main__` is empty: a spawned child imports its parent's `__main__`, here ComfyUI's main.py."""
     with _MAIN_MODULE:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -87,19 +88,19 @@ def clean_main_module() -> Iterator[None]:
 
 
 def rank_entry() -> RankEntry:
-    """What runs in a rank's process: called with the rank's settings and its end of the control connection."""
+    """The main function of a rank's process, called with the rank's settings and its end of the control connection."""
     return importlib.import_module(RANK_ENTRY).main
 
 
 class LocalRanks:
-    """Processes of this machine, children of this one. `directory`: theirs alone, which nobody else can read.
+    """Child processes of this one. `entry`: main function of each process instead of `rank_entry`.
 
-    Their logs are in there too, and go away with it, unless the settings say where to keep them. `entry`: what runs in
-    each, in the place of `rank_entry`.
+    `directory` is a temporary folder that only this user can read. It has the ranks' logs, unless the settings name a folder
+    to keep logs in.
     """
 
     def __init__(self, start: StartSettings, entry: RankEntry | None = None):
-        """RuntimeError if this torch has nothing by which ranks speak to each other."""
+        """RuntimeError if this torch has no torch.distributed."""
         if not torch.distributed.is_available():
             raise RuntimeError(
                 f"Parallel DiT: torch {torch.__version__} was built without torch.distributed, which ranks need. AMD's "
@@ -120,7 +121,7 @@ class LocalRanks:
             self._logs = self._new_logs(start)
             for index in range(len(start.devices)):
                 self._start(index, start, context)
-        except BaseException:  # the machine has no more processes, memory or room in its folder for temporary files
+        except BaseException:  # such as OSError: no more processes, memory or disk space
             self.kill()
             raise
 
@@ -150,7 +151,7 @@ class LocalRanks:
             return None
         if code < 0:
             return f"was killed by signal {-code}"
-        return f"ended with exit code {code}" + (f" ({code:#x})" if code > 255 else "")  # of Windows, known in hexadecimal
+        return f"ended with exit code {code}" + (f" ({code:#x})" if code > 255 else "")  # as Windows' are known
 
     def log_tail(self, rank: int) -> str:
         return tail(self._logs[rank])

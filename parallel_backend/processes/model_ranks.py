@@ -1,4 +1,4 @@
-"""The ranks of a pool as one of the models on them speaks to them."""
+"""The ranks of a pool, as one of the models on them uses them."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,36 +12,34 @@ from .pool import Pool
 
 
 class ModelRanks:
-    """One model's place on a pool: what it sends is for that model alone, by its `number`.
+    """Marks one model's messages to a pool with the model's `number`, and receives the ranks' messages about the model.
 
-    `keep_others`: other models on the ranks stay. Methods without a word are the pool's.
+    `keep_others`: other models on the ranks stay. Methods without a docstring: see Pool and pool.Listener.
     """
 
     def __init__(self, pool: Pool, keep_others: bool = False):
         self.loaded = [0.0] * len(pool.devices)
-        """By rank, the share of its weights that is in place."""
+        """By rank, the share of its weights that is loaded."""
         self._on_output: Callable[[m.Output], None] = lambda output: None
         self._on_failure: Callable[[Exception], None] = lambda error: None
         self._failure: Exception | None = None
         self.pool, self.number = pool, pool.enter(self, keep_others)
 
     def listen(self, on_output: Callable[[m.Output], None], on_failure: Callable[[Exception], None]) -> None:
-        """From now on `on_output` gets every Output of the model, and `on_failure` what ends it: the pool's failure, or why
-        the model has to go. Both run on the pool's own thread. What has ended the model before is told at once."""
+        """From now on `on_output` gets every Output of the model, and `on_failure` the error that ends the model: a failure
+        of the pool, or the reason why the model leaves. Both run on the pool's thread. `on_failure` is called at once if the
+        model has ended already."""
         self._on_output, self._on_failure = on_output, on_failure
         if self._failure is not None:
             on_failure(self._failure)
 
     def on_output(self, output: m.Output) -> None:
-        """See pool.Listener."""
         self._on_output(output)
 
     def on_loading(self, loading: m.Loading) -> None:
-        """See pool.Listener."""
         self.loaded[loading.rank] = loading.fraction
 
     def on_failure(self, error: Exception) -> None:
-        """See pool.Listener."""
         self._failure = error
         self._on_failure(error)
 
@@ -69,11 +67,11 @@ class ModelRanks:
         return self.pool.refuse(rank, why)
 
     def leave(self) -> None:
-        """The model has no place any more. See Pool.leave."""
+        """The model leaves the ranks, see Pool.leave."""
         self.pool.leave(self.number)
 
     def next_segment(self) -> int:
-        """A number for a segment of shared memory, which no other one of these ranks has."""
+        """A number for a segment of shared memory, unique on these ranks."""
         return next(self.pool.segments)
 
     def lends_to(self, rank: int) -> bool:

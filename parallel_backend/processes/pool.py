@@ -1,4 +1,4 @@
-"""The ranks of one set of devices: started once, watched, kept between prompts, ended together when one fails."""
+"""The ranks on one set of devices: started once, watched, kept between prompts, and ended together when one fails."""
 
 import contextlib
 import itertools
@@ -29,21 +29,21 @@ from .watchdog_thread import WatchdogThread
 log = logging.getLogger(__name__)
 
 Poll = Callable[[], None]
-"""Called many times a second while the client waits; raises to give up (ComfyUI's Cancel does)."""
+"""Called many times a second while the client waits. Raises to give up, as at ComfyUI's Cancel."""
 
 LoadProgress = Callable[[str, float], None]
-"""Called now and then while a model is brought onto the ranks: what they are doing, and the share of it that is done."""
+"""(work of the ranks, share of it that is done): called now and then while a model is loaded."""
 
 
 class Listener(Protocol):
-    """A model's side of its pool. All is called on the pool's own thread, but for what has a model go."""
+    """Receives the ranks' messages about one model, on the pool's receiving thread."""
 
     def on_output(self, output: m.Output) -> None: ...
 
     def on_loading(self, loading: m.Loading) -> None: ...
 
     def on_failure(self, error: Exception) -> None:
-        """The pool has failed, or the model has to go."""
+        """The pool has failed; or, on the thread that calls Pool.clear, the model has to leave."""
 
 
 POLL_SECONDS = 0.05
@@ -51,12 +51,12 @@ STOP_SECONDS = 3.0
 
 
 def wait_for(future: Future, poll: Poll) -> Any:
-    """The future's result; `poll` runs while it is not there yet."""
+    """The future's result. `poll` is called until it is there."""
     while True:
         try:
             return future.result(timeout=POLL_SECONDS)
         except FutureTimeout:
-            if future.done():  # it came between the time-out and here, or is a time-out error itself
+            if future.done():  # the result came just now, or is a TimeoutError itself
                 return future.result()
             poll()
 
@@ -64,10 +64,10 @@ def wait_for(future: Future, poll: Poll) -> Any:
 class Pool:
     """One process per device, and the models on them (see `enter`).
 
-    `threads`: CPU threads per rank; None shares the machine's cores out evenly. `start`: where the processes run.
-    `silence`: seconds without a heartbeat after which a rank counts as stopped; `watchdog` has the other limits. `logs`: the
-    folder in which the ranks' logs are kept; None keeps them no longer than the ranks. LinksDown where the ranks'
-    `self_test` of their links fails.
+    `threads`: CPU threads per rank; None divides the machine's cores evenly. `start`: starts the processes. `silence`:
+    seconds without a heartbeat after which a rank counts as stopped; `watchdog` has the other limits. `logs`: the folder in
+    which the ranks' logs are kept; None deletes them with the ranks. The pool fails with LinksDown if the ranks' `self_test`
+    fails.
     """
 
     def __init__(
@@ -87,9 +87,10 @@ class Pool:
         """Numbers for segments of shared memory."""
         self._models: WeakValueDictionary[int, Listener] = WeakValueDictionary()
         self._numbers = itertools.count(1)  # of models
-        self._newest = 0  # the newest of them
-        self._order = threading.RLock()  # held by who sends: messages that ranks need all of have one order on all ranks
-        self._depth, self._cut_short = 0, None  # of `together` inside each other, and the first error between messages
+        self._newest = 0  # number of the newest model
+        self._order = threading.RLock()  # held while sending, so that messages to several ranks have one order on all ranks
+        self._depth = 0  # of nested `together` contexts
+        self._cut_short: BaseException | None = None  # the first error after a message was begun in them
         self._closing = False
         self._gathers = Gathers(len(devices))
         self._start_id, ready = self._gathers.open(m.Ready)
@@ -101,7 +102,7 @@ class Pool:
         self._watchdog_thread = WatchdogThread(self.watchdog, self.ranks, self._gathers, self._failures, tick)
         self._receiver = threading.Thread(target=self._receive_all, name="parallel-dit-pool", daemon=True)
         self._watchdog_thread.start()
-        self._receiver.start()  # last: what it hears may end the pool at once, and with it the other thread
+        self._receiver.start()  # last: a message may end the pool at once, and that joins the watchdog's thread
         self.ready: Future = ready
 
     @property
@@ -110,14 +111,13 @@ class Pool:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What whoever uses these ranks should know of them."""
+        """Notes about these ranks for the user."""
         return () if self.self_test.p2p else (P2P_OFF,)
 
     def enter(self, model: Listener, keep_others: bool = False) -> int:
-        """The number of one more model, which is told of its own as long as it lives.
+        """The number of a new model, which receives its messages until it is garbage-collected or leaves.
 
-        Not `keep_others`: the models that are there are let go, and the ranks free what they hold before anything that is
-        sent from now on.
+        Without `keep_others` all other models leave, and the ranks free them before they handle later messages.
         """
         if not keep_others:
             self.clear(RuntimeError("Parallel DiT: another model has been loaded on these ranks"))
@@ -126,21 +126,20 @@ class Pool:
         return number
 
     def clear(self, why: Exception) -> None:
-        """Let all models go, and a VAE's coder: their calls raise `why`. The ranks free them after what was sent before."""
+        """End all models with the error `why`. The ranks free them, and parts of VAEs, after all earlier messages."""
         while self._models:
             self._models.popitem()[1].on_failure(why)
         if self._newest and self.error is None:
             self.tell(m.Unload())
 
     def leave(self, number: int) -> None:
-        """That model has no place any more: what the ranks still say of it is dropped."""
+        """From now on messages about that model are dropped."""
         self._models.pop(number, None)
 
     def send(self, rank: int, message: Any, request_id: int | None = None, model: int | None = None) -> None:
-        """Raises RankError if the pool has failed; a rank that is just gone is reported by the receiving thread. `model`:
-        see Envelope.
+        """Raises RankError if the pool has failed. The receiving thread reports a rank that has just ended.
 
-        Blocks while the rank takes nothing: no longer than the watchdog lets a rank be silent.
+        `request_id`, `model`: see Envelope. Blocks while the rank reads nothing, until the watchdog ends it.
         """
         self._raise_error()
         self.watchdog.sent(message, model)
@@ -153,9 +152,11 @@ class Pool:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Around messages that the ranks need all of, or none: they would wait for each other. No others come between them,
-        of whichever model. An error between them, or in the middle of one, ends the pool at once, and the next prompt has
-        nothing to do with it."""
+        """Context for messages of which the ranks need all or none, since with a part they would wait for each other.
+
+        No other message comes between them. An error after the first of them is begun ends the pool at once, so that the
+        next prompt gets new ranks.
+        """
         cut_short = None
         try:
             with self._order:
@@ -170,37 +171,37 @@ class Pool:
                     self._depth -= 1
                     cut_short = self._cut_short if not self._depth else None
                     self._cut_short = None if not self._depth else self._cut_short
-        finally:  # not in the order's lock: who fails waits for models' locks, whose holders may wait for their turn to send
+        finally:  # outside the lock: `_fail` takes the models' locks, whose holders may be waiting to send
             if cut_short is not None and self.error is None:
                 self._fail(self._failures.cut_short(cut_short))
 
     @property
     def _begun(self) -> int:
-        """Messages of which at least a part was written, to whichever rank."""
+        """Number of messages, to all ranks, of which at least a part may have been written."""
         return sum(channel.begun for channel in self.ranks.channels)
 
     def lends_to(self, rank: int) -> bool:
-        """Whether tensors for the rank can lie in memory that it shares with this process."""
+        """Whether tensors for the rank can be in memory that it shares with this process."""
         return self.ranks.channels[rank].lends
 
     def lend(self, rank: int, segment: Segment, model: int | None = None) -> None:
-        """See Channel.lend. Raises as `send`."""
+        """As Channel.lend. Raises as `send`."""
         self._raise_error()
         with self.together(), contextlib.suppress(OSError):
             self.ranks.channels[rank].lend(segment, model)
 
     def drop(self, rank: int, segment: Segment) -> None:
-        """See Channel.drop. Raises as `send`."""
+        """As Channel.drop. Raises as `send`."""
         self._raise_error()
         with self.together(), contextlib.suppress(OSError):
             self.ranks.channels[rank].drop(segment.number)
 
     def forget(self, rank: int, segment: Segment) -> None:
-        """See Channel.forget. Also once the pool has failed."""
+        """As Channel.forget. Works also after the pool has failed."""
         self.ranks.channels[rank].forget(segment.number)
 
     def ask(self, message: Any, reply: type, model: int | None = None) -> Future:
-        """Send to every rank; the future gives their replies of type `reply`, in rank order."""
+        """Send to every rank. The future gives their replies, of type `reply`, in rank order."""
         return self.ask_each([message] * len(self.devices), reply, model)
 
     def ask_each(self, messages: Sequence[Any], reply: type, model: int | None = None) -> Future:
@@ -216,21 +217,19 @@ class Pool:
         return future
 
     def tell(self, message: Any, model: int | None = None) -> None:
-        """Send to every rank; whatever they reply is dropped."""
+        """Send to every rank, without waiting for replies."""
         with self.together():
             for rank in range(len(self.devices)):
                 self.send(rank, message, None, model)
 
     def refuse(self, rank: int, why: str) -> Exception:
-        """End the pool: what the rank sent cannot be, and nothing else from it is to be trusted. The error, to be raised."""
-        if self.error is None:
-            self._fail(self._failures.refusal(rank, why))
-        return self.error
+        """End the pool, since the rank sent an invalid message. Returns the error, which the caller raises."""
+        return self.error or self._fail(self._failures.refusal(rank, why))
 
     def close(self, politely: bool = True) -> None:
-        """End all ranks: politely, then by force. Idempotent.
+        """End all ranks. Idempotent.
 
-        Not `politely`: by force at once. A rank that starts or loads would not hear the request until it is done.
+        `politely`: ask first, then kill. False: kill at once, since a rank that starts or loads reads no messages.
         """
         if self._closing:
             return
@@ -244,32 +243,34 @@ class Pool:
         if self.error is not None:
             raise again(self.error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> Exception:
+        """End the pool, with the error that says most. That error."""
         error = self._watchdog_thread.error or error
         log.warning("%s", str(error).partition("\n")[0])
         self._end(error)
+        return error
 
     def _end(self, error: Exception) -> None:
-        """Kill all, and let go whoever waits for them."""
+        """Kill all ranks, and end all waits for them with `error`."""
         self._closing = True
         self._watchdog_thread.end()
         try:
-            # Before any lock of the client's is asked for: who holds it may be blocked in a send, which this ends.
+            # Before any lock of a model is taken: its holder may be blocked in a send, which the kill ends.
             self.ranks.kill()
-            # Both threads, before their connections are closed under them.
+            # Both threads end before the connections that they use are closed.
             self._watchdog_thread.join(STOP_SECONDS)
             if self._receiver is not threading.current_thread():
                 self._receiver.join(STOP_SECONDS)
             for channel in self.ranks.channels:
                 channel.close()
-        finally:  # whatever the system refuses to do, nobody goes on waiting
+        finally:  # even if the system refuses to end a process, all waits end
             self.error = error
             self._gathers.fail(error)
             for model in list(self._models.values()):
                 model.on_failure(error)
 
     def _receive_all(self) -> None:
-        """The receiving thread. Whatever goes wrong in it ends the pool with that error: nobody else would notice."""
+        """Main function of the receiving thread. An exception in it ends the pool, which would otherwise wait for ever."""
         try:
             self._receive_until_end()
         except Exception as error:
@@ -278,7 +279,7 @@ class Pool:
             raise
 
     def _receive_until_end(self) -> None:
-        """Hand messages on, notice that ranks have ended, end the pool once the cause of a failure is known."""
+        """Hand messages on, note ranks that have ended, and end the pool once the cause of a failure is known."""
         sources = {channel.connection: rank for rank, channel in enumerate(self.ranks.channels)}
         ends = dict(self.ranks.ends)
         while not self._closing:
@@ -301,11 +302,11 @@ class Pool:
                 return
             if self._watchdog_thread.error is not None:
                 self._fail(self._watchdog_thread.error)
-            elif self._failures.pending and (error := self._failures.root_cause()) is not None:
-                self._fail(error)
+            elif self._failures.pending and (cause := self._failures.root_cause()) is not None:
+                self._fail(cause)
 
     def _receive_from(self, rank: int) -> bool:
-        """Receive a message and hand it on; False where the connection has ended."""
+        """Receive a message and hand it on. False: the connection has ended."""
         self.watchdog.receiving = rank
         try:
             envelope = self.ranks.channels[rank].receive()
@@ -324,8 +325,12 @@ class Pool:
             case m.Output() | m.Loading():
                 if model is None or model > self._newest:
                     raise m.BadMessage(f"{type(message).__name__} of a model that is not there")
-                if (place := self._models.get(model)) is not None:  # else it has been let go meanwhile
-                    (place.on_output if isinstance(message, m.Output) else place.on_loading)(message)
+                if (listener := self._models.get(model)) is None:  # the model has been let go meanwhile
+                    return
+                if isinstance(message, m.Output):
+                    listener.on_output(message)
+                else:
+                    listener.on_loading(message)
             case m.Failure():
                 self._failures.note_failure(message)
             case m.Ready():

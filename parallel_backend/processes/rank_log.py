@@ -1,24 +1,24 @@
-"""The logs of ranks as their pool makes and reads them. rank/start/log.py writes them."""
+"""Makes and reads the logs of ranks, which rank/start/log.py writes."""
 
 import contextlib
 from pathlib import Path
 
 TAIL_LINES, STACK_LINES, WIDTH = 20, 30, 300
-"""Of a log's end as an error shows it: lines, lines of a stack (the most recent call first), characters of a line."""
+"""How much of a log an error shows: lines, or lines of a stack (most recent call first); characters of a line."""
 TAIL_BYTES = 1 << 16
 STACK, FATAL = "(most recent call first):", "Fatal Python error"
-"""How faulthandler begins a thread's stack, of which the main thread's comes last, and what a crash is told with."""
+"""The first line of a thread's stack in faulthandler's output, and that of a crash. The main thread's stack comes last."""
 
 
 def new_logs(folder: Path, count: int) -> list[Path]:
-    """An empty log for each rank in `folder`. Those of the start before stay, as rank-0.log.1 and so on.
+    """An empty log for each rank in `folder`. Logs of the last start are kept as rank-0.log.1 and so on.
 
     OSError if the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"rank-{rank}.log" for rank in range(count)]
     for path in paths:
-        # There is none yet; or, on Windows, a rank that is about to end still has it open, and it is written on.
+        # The log does not exist yet; or, on Windows, a rank that is ending has it open, and the new rank appends to it.
         with contextlib.suppress(OSError):
             path.replace(path.with_name(f"{path.name}.1"))
         path.touch()
@@ -26,7 +26,7 @@ def new_logs(folder: Path, count: int) -> list[Path]:
 
 
 def tail(path: Path) -> str:
-    """The log's last lines; where stacks were added to it, the main thread's. Empty if there is nothing in it."""
+    """The log's last lines, or the main thread's stack if stacks were dumped. Empty for an empty or missing log."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))

@@ -1,7 +1,7 @@
-"""Ray's side of RayRanks, in a process of its own: Ray ends its driver when a cluster is lost, and that must not be ComfyUI.
+"""The Ray driver of RayRanks, in a separate process: Ray ends its driver when the cluster is lost, and ComfyUI must live on.
 
-It places one actor for each rank, has it run the rank, and tells the client what becomes of it: JSON over an inherited pipe.
-It ends with that pipe, and the actors with it.
+The driver places an actor for each rank, has it run the rank, and reports to the client in JSON over an inherited pipe. When
+the pipe closes, the driver and the actors end.
 """
 
 import json
@@ -23,27 +23,28 @@ LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class RayJob:
-    """What to run. `entry`: see local.rank_entry. `root`: the folder that this package is in. `patience`: seconds that the
-    cluster has to find room.
-    """
+    """The ranks to run on a cluster."""
 
     start: StartSettings
     entry: Callable[[RankSettings, Connection], None]
+    """See local.rank_entry."""
     root: str
+    """The folder that has the pack, on every machine."""
     patience: float
+    """Seconds in which the cluster must find room."""
 
     @property
     def devices(self) -> tuple[str, ...]:
         return self.start.devices
 
     def needs(self, rank: int) -> dict[str, float]:
-        """Of Ray's resources."""
+        """The resources of a rank's actor, by Ray's names."""
         return {"GPU": 1} if device_kind(self.devices[rank]) == "cuda" else {"CPU": self.start.threads}
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster, by Ray's name for it."""
+    """A machine of the cluster. `name`: Ray's id of it."""
 
     name: str
     address: str
@@ -54,8 +55,8 @@ class Refused(Exception):
 
 
 def drive(connection: Connection, job: RayJob) -> None:
-    """Entry of the process. Says where the ranks will be, waits for the client to be ready for them, starts them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the console's Ctrl-C is for ComfyUI, and this ends with it
+    """Main function of the process: reports the ranks' machines, waits for the client to listen, and starts the ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for ComfyUI, whose end closes the pipe
     try:
         ray = connect()
     except Refused as error:
@@ -67,7 +68,7 @@ def drive(connection: Connection, job: RayJob) -> None:
         tell(connection, placed=[nodes[bundle].address for bundle in bundles], here=ray.util.get_node_ip_address())
         ready = json.loads(connection.recv_bytes())
         runs = start(ray, job, group, bundles, ready, actors)
-        while not connection.poll(LOOK_SECONDS):  # nothing comes but the end
+        while not connection.poll(LOOK_SECONDS):  # the client sends nothing more: True means that the pipe has closed
             ended, _ = ray.wait(list(runs), num_returns=len(runs), timeout=0) if runs else ([], [])
             for run in ended:
                 rank = runs.pop(run)
@@ -79,7 +80,7 @@ def drive(connection: Connection, job: RayJob) -> None:
     finally:
         for actor in actors:
             ray.kill(actor)
-        ray.shutdown()  # leaves the cluster, which frees what was held there
+        ray.shutdown()  # leaves the cluster, which frees the resources
 
 
 def tell(connection: Connection, **what: Any) -> None:
@@ -107,28 +108,28 @@ def connect() -> Any:
 
 
 def place(ray: Any, job: RayJob) -> tuple[Any, dict[int, Node], list[int]]:
-    """(placement group, bundle -> where it is, rank -> its bundle). Few machines; neighbours on the same one."""
+    """(placement group, bundle -> its machine, rank -> its bundle). Few machines, with successive ranks on the same one."""
     bundles = [job.needs(rank) for rank in range(len(job.devices))]
     wanted = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("GPU", "CPU")}
-    there = ray.cluster_resources()
-    if any(there.get(name, 0) < count for name, count in wanted.items()):
-        raise Refused(f"devices: {_short(job, wanted)}, and the Ray cluster has {_counted(there)} in all.")
+    total = ray.cluster_resources()
+    if any(total.get(name, 0) < count for name, count in wanted.items()):
+        raise Refused(f"devices: {_short(job, wanted)}, and the Ray cluster has {_counted(total)} in all.")
     group = ray.util.placement_group(bundles, strategy="PACK")
     if not group.wait(job.patience):
-        free = ray.available_resources()
+        available = ray.available_resources()
         raise Refused(
-            f"devices: {_short(job, wanted)}. The Ray cluster has {_counted(free)} free of {_counted(there)}, and found no "
-            f"room within {job.patience:.0f} s. End what else runs there, or name fewer devices."
+            f"devices: {_short(job, wanted)}. The Ray cluster has {_counted(available)} free of {_counted(total)}, and "
+            f"found no room within {job.patience:.0f} s. End what else runs there, or name fewer devices."
         )
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    found = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    node_ids = ray.util.placement_group_table(group)["bundles_to_node_id"]
     order: list[int] = []
-    free = sorted(range(len(bundles)), key=lambda bundle: (found[bundle], bundle))
-    for rank in range(len(bundles)):
-        bundle = next(bundle for bundle in free if bundles[bundle] == bundles[rank])
+    free = sorted(range(len(bundles)), key=lambda bundle: (node_ids[bundle], bundle))
+    for needs in bundles:
+        bundle = next(bundle for bundle in free if bundles[bundle] == needs)
         free.remove(bundle)
         order.append(bundle)
-    return group, {bundle: Node(name, addresses[name]) for bundle, name in found.items()}, order
+    return group, {bundle: Node(name, addresses[name]) for bundle, name in node_ids.items()}, order
 
 
 def _short(job: RayJob, wanted: dict[str, float]) -> str:
@@ -141,7 +142,7 @@ def _counted(resources: dict[str, float]) -> str:
 
 
 def rank_actor() -> type:
-    """The actor's class. Made in a function, it is sent with its code: it says where this package is before it needs it."""
+    """The actor's class. Ray sends a class made in a function with its code, so it can add `root` to the path first."""
 
     class ParallelDiTRank:
         def __init__(self, root: str):
@@ -165,7 +166,7 @@ def rank_actor() -> type:
 
 
 def start(ray: Any, job: RayJob, group: Any, bundles: list[int], ready: dict[str, Any], actors: list[Any]) -> dict[Any, int]:
-    """{what Ray gives for an actor's run: its rank}; the actors go into `actors` as they are made."""
+    """Ray's reference to an actor's run -> its rank. Each actor is appended to `actors` as it is made."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     kind_of_actor = ray.remote(max_restarts=0)(rank_actor())
@@ -185,19 +186,19 @@ def start(ray: Any, job: RayJob, group: Any, bundles: list[int], ready: dict[str
 
 
 def how_ended(ray: Any, run: Any, node: Node) -> str:
-    """In words that follow 'rank 1'."""
+    """How the rank ended, as a clause that follows its name."""
     try:
         ray.get(run)
     except ray.exceptions.RayTaskError as error:
         return f"could not run: {type(error.cause).__name__}: {error.cause}"
     except ray.exceptions.RayError as error:
-        alive = {found["NodeID"] for found in ray.nodes() if found["Alive"]}
+        alive = {each["NodeID"] for each in ray.nodes() if each["Alive"]}
         lost = "was lost with its machine" if node.name not in alive else "was ended"
         return f"{lost}: {_cause(error)}"
     return "has ended"
 
 
 def _cause(error: Exception) -> str:
-    """Of what Ray says the last line, without its list of what may be behind it."""
+    """The last line of Ray's message, without its list of common causes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1].partition(" Some common causes")[0].rstrip(".")

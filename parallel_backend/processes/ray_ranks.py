@@ -1,4 +1,4 @@
-"""Ranks as actors on a Ray cluster: the same worker, engine and messages as on one machine, the channels over TCP."""
+"""Ranks as actors on a Ray cluster. They run the same code as local ranks; their channels are TCP connections."""
 
 import contextlib
 import json
@@ -22,33 +22,32 @@ from .pool import RankError
 from .ray_driver import RayJob, drive
 
 ROOT = str(Path(__file__).resolve().parents[2])
-"""The pack must be there on all machines."""
+"""Folder of the pack, which must exist on all machines."""
 LOOPBACK = "127.0.0.1"
 KEY_BYTES = 32
 CONNECT_SECONDS = 60.0
-"""So long Ray has to start a driver and to reach the cluster."""
+"""Time for Ray to start a driver and reach the cluster."""
 PLACE_SECONDS = 30.0
-"""So long the cluster has to find room; those of an ended pool may still be about to leave."""
+"""Time for the cluster to find room: the actors of an ended pool may still be leaving."""
 START_SECONDS = 120.0
-"""So long the actors have to start and to dial in; what they import comes after that."""
+"""Time for the actors to start and connect. Their imports come later."""
 GRACE_SECONDS = 0.4
-"""So long Ray has to say why a rank's connection ended."""
+"""Time for Ray to report why a rank's connection ended."""
 END_SECONDS = 2.0
 MOST_NEWS = 1 << 20
-"""Bytes of one message of the driver's."""
+"""Largest message of the driver in bytes."""
 
 
 def start_of(devices: tuple[str, ...]) -> Callable[[StartSettings], Ranks]:
-    """Where ranks on these devices are started."""
+    """The class of ranks on these devices, see pool.Pool."""
     return RayRanks if on_ray(devices[0]) else LocalRanks
 
 
 class RayRanks:
-    """One actor for each rank, on the cluster of RAY_ADDRESS, or the one that this machine belongs to.
+    """One actor for each rank, on the cluster of RAY_ADDRESS, or the cluster to which this machine belongs.
 
-    Starting waits until all have dialled in. ValueError where there is no cluster, or no room on it; RankError for a rank
-    that cannot be started. Listens on the loopback interface if all ranks are on this machine, else on the address by which
-    the cluster knows it.
+    The constructor waits until all ranks have connected. ValueError without a cluster or room on it; RankError for a rank
+    that cannot start. It listens on the loopback interface if all ranks are on this machine, else on its cluster address.
     """
 
     def __init__(self, start: StartSettings):
@@ -76,7 +75,7 @@ class RayRanks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """On the machines that they are on."""
+        """Process ids on the ranks' machines."""
         return self._pids
 
     @property
@@ -94,11 +93,11 @@ class RayRanks:
         return "has gone: its connection ended, and with it its process or its machine"
 
     def log_tail(self, rank: int) -> str:
-        """Nothing: Ray keeps what its actors print, on their machines."""
+        """Empty: Ray keeps the actors' output on their machines."""
         return ""
 
     def dump(self, rank: int) -> None:
-        """Nothing: no signal reaches another machine."""
+        """Does nothing: no signal reaches another machine."""
 
     def join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -112,7 +111,7 @@ class RayRanks:
             if self._reception is not None:
                 self._reception.close()
             self._store = None
-            self._news.close()  # the driver hears that, and has Ray end what is left
+            self._news.close()  # the driver notices, and has Ray end the actors that are left
             if self._driver.pid is not None:
                 self._driver.join(END_SECONDS)
                 if self._driver.is_alive():
@@ -125,12 +124,12 @@ class RayRanks:
         host = LOOPBACK if set(placed["placed"]) == {placed["here"]} else placed["here"]
         key = secrets.token_bytes(KEY_BYTES)
         self._reception = Listener(host, key, len(start.devices))
-        listener = socket.create_server((host, 0))  # the store would listen on every address
-        rendezvous = listener.getsockname()
+        listener = socket.create_server((host, 0))  # a store without a listener would listen on every address
+        address, port = listener.getsockname()
         self._store = dist.TCPStore(
-            *rendezvous, is_master=True, wait_for_workers=False, timeout=start.timeout, master_listen_fd=listener.detach()
+            address, port, is_master=True, wait_for_workers=False, timeout=start.timeout, master_listen_fd=listener.detach()
         )
-        ready = {"address": self._reception.address, "rendezvous": rendezvous, "key": key.hex()}
+        ready = {"address": self._reception.address, "rendezvous": (address, port), "key": key.hex()}
         self._news.send_bytes(json.dumps(ready).encode())
         try:
             callers = self._reception.receive(START_SECONDS, self._check_start)
@@ -141,7 +140,7 @@ class RayRanks:
         self.channels = [Channel(caller.connection) for caller in callers]
 
     def _placed(self, seconds: float) -> dict[str, Any]:
-        """What the driver says first."""
+        """The driver's first message: the ranks' machines and this one. ValueError if the cluster refuses the ranks."""
         try:
             if not self._news.poll(seconds):
                 raise ValueError(f"devices: the Ray cluster did not answer within {seconds:.0f} s. Is it up (ray status)?")
@@ -161,7 +160,7 @@ class RayRanks:
             raise RankError(f"Parallel DiT: Ray's driver process ended (exit code {self._driver.exitcode})")
 
     def _read_news(self) -> None:
-        with contextlib.suppress(EOFError, OSError):  # the driver has gone: there will be none
+        with contextlib.suppress(EOFError, OSError):  # the driver has ended
             while self._news.poll(0):
                 told = json.loads(self._news.recv_bytes(MOST_NEWS))
                 self._how[told["ended"]] = told["how"]

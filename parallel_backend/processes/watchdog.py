@@ -1,7 +1,7 @@
 """Hang detection: judges from the ranks' heartbeats whether they still work.
 
-Time is counted in turns of the client's own threads, so that a machine that slept, or a client that was stopped together
-with its ranks, is not held against them.
+Only time in which the client's threads also ran counts, so that ranks are not blamed for the time in which the machine slept
+or the client was stopped.
 """
 
 import threading
@@ -14,44 +14,45 @@ from parallel_backend.wire import messages as m
 from .failure_text import LESS_MEMORY, RESTART, last_seen
 
 SILENCE_SECONDS = 20.0
-"""Without a heartbeat, after which a rank counts as stopped. Heartbeats come every second, whatever the rank computes; what
-may keep them back is a library that is loaded from a slow disk."""
+"""Time without a heartbeat after which a rank counts as stopped. Heartbeats come every second during all work, but loading a
+library from a slow disk can delay them."""
 START_SECONDS = 300.0
-"""For a rank more to show up or be ready, from the start on: importing torch takes a minute on a cold disk."""
+"""Time in which at least one more rank must start or be ready: importing torch takes a minute on a cold disk."""
 FIRST_SECONDS = 1800.0
-"""Without progress of any rank, in work that nothing is known of yet, or with torch.compile, which compiles for minutes."""
+"""Time without progress of any rank that is allowed in work of unknown length, such as torch.compile's."""
 STALL_SECONDS, STALL_FACTOR = 60.0, 20.0
-"""The same for micro-steps no larger than one that has been done: at least so long, or so many times the longest between
-two signs of progress in such a one. Each block and transfer counts as progress."""
+"""Time without progress that is allowed in micro-steps no larger than a finished one: the larger of these seconds and this
+multiple of the longest pause seen in micro-steps. Each block and transfer is progress."""
 STEPS_REMEMBERED = 256
-"""Micro-steps of which it is known how large they are; far more than can be under way."""
+"""Micro-steps whose sizes are kept; far more than can be under way."""
 SLOW_REPLIES = (m.Probed, m.LinksProbed, m.Loaded, m.Adapted, m.Residency, m.VAEBegun, m.VAEOutput)
-"""Replies to requests whose parts may take as long as anything."""
+"""Replies to requests that are work of unknown length."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The ranks at fault, and what `text` says of them. `hung`: still heartbeating, so their stacks can be dumped."""
+    """Ranks that the watchdog finds at fault."""
 
     ranks: tuple[int, ...]
     text: str
+    """What they did, as the end of a sentence that begins with their names."""
     hung: bool
+    """They still send heartbeats, so their stacks can be dumped."""
 
 
 class Watchdog:
-    """What is known of a pool's ranks. The pool's receiving thread tells what comes from them, whoever sends tells what is
-    sent, and `tick` judges, on a thread of its own: the others may be what is blocked.
+    """The activity of a pool's ranks. Senders call `sent`, the receiving thread calls `heard`.
 
-    The limits may be set.
+    `tick` judges on a separate thread, since the other threads may be blocked. The limits are attributes that may be set.
     """
 
     def __init__(self, ranks: int, silence: float = SILENCE_SECONDS):
         self.silence, self.start = silence, START_SECONDS
         self.first, self.stall, self.factor = FIRST_SECONDS, STALL_SECONDS, STALL_FACTOR
         self.turns = 0
-        """Counted up by the receiving thread each time it looks for messages."""
+        """The receiving thread adds 1 each time it looks for messages."""
         self.receiving: int | None = None
-        """The rank whose message the receiving thread is inside of."""
+        """The rank whose message the receiving thread is reading."""
         self._lock = threading.Lock()
         self._all = tuple(range(ranks))
         self._beats: list[m.HeartbeatMessage | None] = [None] * ranks
@@ -59,24 +60,24 @@ class Watchdog:
         self._ready: set[int] = set()
         self._starting, self._shown = 0.0, 0
         self._compiling: set[int | None] = set()  # models with torch.compile
-        # By model and number of the micro-step: its conditioning and size, None once answered.
+        # (model, number of the micro-step) -> (conditioning, size), or None once it is answered.
         self._steps: dict[tuple[int | None, int], tuple[int, int] | None] = {}
-        self._largest: dict[tuple[int | None, int], int] = {}  # by model and conditioning, of the sizes that were answered
+        self._largest: dict[tuple[int | None, int], int] = {}  # (model, conditioning) -> largest answered size
         self._longest = self._stalled = 0.0
         self._progress = self._turn = 0
         self._moved = self._in_step = False
 
     def doing(self, rank: int) -> str:
-        """What it was last seen to do; empty if it has not been seen."""
+        """The rank's work by its last heartbeat; empty before the first."""
         beat = self._beats[rank]
         return "" if beat is None else beat.doing
 
     def sent(self, message: Any, model: int | None = None) -> None:
-        """`model`: see Envelope."""
+        """A message is sent to a rank. `model`: see Envelope."""
         with self._lock:
             match message:
                 case m.Step():
-                    # One rank may have answered before the next is sent its part.
+                    # Not overwritten: one rank may have answered before the next rank is sent its part.
                     size = len(message.tokens) * len(message.entries)
                     self._steps.setdefault((model, message.seq), (message.conditioning, size))
                     if len(self._steps) > STEPS_REMEMBERED:
@@ -92,19 +93,19 @@ class Watchdog:
                     self._largest.pop((model, message.id), None)
 
     def _forget(self, model: int | None) -> None:
-        """That model, or all, is going to be freed."""
+        """`model` is going to be freed; None: all models."""
         self._compiling = {each for each in self._compiling if model not in (None, each)}
         self._steps = {key: step for key, step in self._steps.items() if model not in (None, key[0])}
         self._largest = {key: size for key, size in self._largest.items() if model not in (None, key[0])}
 
     def not_sent(self, message: Any, model: int | None = None) -> None:
-        """It was to be sent and was not: no answer to it is to come."""
+        """A message passed to `sent` was not sent, so no answer to it comes."""
         with self._lock:
             if isinstance(message, m.Step):
                 self._steps.pop((model, message.seq), None)
 
     def heard(self, rank: int, message: Any, model: int | None = None) -> None:
-        """`rank`: by the channel that it came over. `model`: see Envelope."""
+        """A message came from `rank`. `model`: see Envelope."""
         with self._lock:
             self._silent[rank] = 0.0
             match message:
@@ -120,15 +121,16 @@ class Watchdog:
             self._moved = True
 
     def tick(self, seconds: float, awaited: Collection[type], blocked: Sequence[bool]) -> Verdict | None:
-        """Judge, `seconds` after the last time. `awaited`: types of replies that have not come. `blocked`: by rank, whether
-        something is being sent to it at this moment."""
+        """Judge, `seconds` after the last judgement. `awaited`: reply types of open requests. `blocked`: by rank, whether a
+        thread is sending to it now."""
         with self._lock:
             turned = self.turns != self._turn
             self._turn = self.turns
             return self._silence(seconds, turned, blocked) or (self._stall(seconds, awaited) if turned else None)
 
     def _silence(self, seconds: float, turned: bool, blocked: Sequence[bool]) -> Verdict | None:
-        """While the receiving thread is stuck, and hears nobody, only ranks that do not take or end a message count."""
+        """A verdict on a rank without heartbeats. While the receiving thread is stuck, it hears no rank: then only ranks
+        count that do not read a message to its end, or do not finish writing one."""
         for rank, beat in enumerate(self._beats):
             if beat is not None and (turned or blocked[rank] or rank == self.receiving):
                 self._silent[rank] += seconds
@@ -141,18 +143,18 @@ class Watchdog:
         return Verdict((rank,), f"{text} {cause}", hung=False)
 
     def _stall(self, seconds: float, awaited: Collection[type]) -> Verdict | None:
-        """As long as one rank gets on, others may well wait for it."""
+        """A verdict on ranks that make no progress. While one rank makes progress, the others may be waiting for it."""
         if len(self._ready) < len(self._beats):
             return self._late(seconds)
         progress = sum(beat.progress for beat in self._beats if beat is not None)
-        busy = [rank for rank, beat in enumerate(self._beats) if beat is not None and beat.doing != m.IDLE]
+        busy = {rank: beat for rank, beat in enumerate(self._beats) if beat is not None and beat.doing != m.IDLE}
         steps = [((model, step[0]), step[1]) for (model, _), step in self._steps.items() if step is not None]
         slow = any(reply in SLOW_REPLIES for reply in awaited)
-        gets_on = self._moved or progress != self._progress
-        if gets_on and self._in_step and not slow:
+        progressed = self._moved or progress != self._progress
+        if progressed and self._in_step and not slow:
             self._longest = max(self._longest, self._stalled)
         self._progress, self._moved, self._in_step = progress, False, bool(steps)
-        if gets_on or not (busy or awaited or steps):
+        if progressed or not (busy or awaited or steps):
             self._stalled = 0.0
             return None
         self._stalled += seconds
@@ -160,7 +162,7 @@ class Watchdog:
         limit = max(self.first if new else self.stall, self.factor * self._longest)
         if self._stalled < limit:
             return None
-        ranks = tuple(rank for rank in busy if not self._beats[rank].waiting)
+        ranks = tuple(rank for rank, beat in busy.items() if not beat.waiting)
         did = "came no further"
         if not ranks:
             ranks, did = (tuple(busy), "waited for each other") if busy else (self._all, "left a request unanswered")
@@ -168,6 +170,7 @@ class Watchdog:
         return Verdict(ranks, text, hung=True)
 
     def _late(self, seconds: float) -> Verdict | None:
+        """A verdict on ranks that do not start."""
         shown = sum(beat is not None for beat in self._beats) + len(self._ready)
         self._starting = 0.0 if shown != self._shown else self._starting + seconds
         self._shown = shown

@@ -1,4 +1,4 @@
-"""The thread that lets the watchdog judge a pool's ranks, and ends those that hang."""
+"""The thread on which the watchdog judges a pool's ranks, and which kills ranks that hang."""
 
 import contextlib
 import threading
@@ -12,29 +12,29 @@ from .local import Ranks
 from .watchdog import Watchdog
 
 DUMP_SECONDS = 0.3
-"""For a rank that hangs to write down where."""
+"""Time for a rank that hangs to write its stacks."""
 
 
 class WatchdogThread:
-    """Judges every `tick` seconds. It ends processes, which the pool's own thread then notices: that one may be blocked."""
+    """Judges every `tick` seconds, and kills the ranks after a verdict, which unblocks the pool's receiving thread."""
 
     def __init__(self, watchdog: Watchdog, ranks: Ranks, gathers: Gathers, failures: FailureReport, tick: float):
         self._watchdog, self._ranks, self._gathers, self._failures, self._tick = watchdog, ranks, gathers, failures, tick
         self._ended, self._stop_ranks = threading.Event(), False
         self.error: Exception | None = None
-        """What the ranks were ended for: they hang, or judging failed."""
+        """Why the ranks were killed: they hang, or judging them failed."""
         self._thread = threading.Thread(target=self._run, name="parallel-dit-watchdog", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def end(self, stop_ranks: bool = False) -> None:
-        """Judge no more. `stop_ranks`: ask the ranks to end, from this thread: one that is stopped may take nothing."""
+        """Stop judging. `stop_ranks`: ask the ranks to end, on this thread, since a stopped rank would block the sender."""
         self._stop_ranks |= stop_ranks
         self._ended.set()
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread's end, but no longer; not at all on the thread itself."""
+        """Wait for the thread's end, at most `seconds`. Returns at once on the thread itself."""
         if self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
@@ -53,12 +53,12 @@ class WatchdogThread:
                     channel.send(m.Stop())
 
     def _watchdog_loop(self) -> RankError | None:
-        """Until `end`, or until ranks are found to hang: the error that says so."""
+        """Judge until `end` is called or ranks hang. Returns the error about ranks that hang."""
         last = time.monotonic()
         while not self._ended.wait(self._tick):
             now = time.monotonic()
             sending = [channel.sending for channel in self._ranks.channels]
-            # A longer turn than that was none of the ranks' doing.
+            # If this thread slept for longer, so did the machine: that time does not count against the ranks.
             verdict = self._watchdog.tick(min(now - last, 2 * self._tick), self._gathers.awaited, sending)
             last = now
             if verdict is not None and not self._failures.pending:

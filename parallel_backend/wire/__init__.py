@@ -1,1 +1,1 @@
-"""What crosses processes: messages by topic, their encoding, and the channels that carry them."""
+"""Communication between client and ranks: messages by topic, their encoding, and the channels that carry them."""

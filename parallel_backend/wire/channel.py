@@ -1,6 +1,6 @@
 """One end of the control connection between the client and a rank.
 
-On one machine that is an inherited pipe, so only the pool's own children are at the other end. Ranks elsewhere: tcp.py.
+On one machine the connection is an inherited pipe, which only the pool's child processes have. Other machines: tcp.py.
 """
 
 import contextlib
@@ -19,57 +19,54 @@ from .tcp import socket_of, stop_sending
 
 CLOSE_SECONDS = 1.0
 FRAME_BYTES = 1 << 20
-"""Bytes of a tensor that travel as one frame. No more is read at once, whatever length a frame claims."""
+"""Largest frame of a tensor's bytes, also the most that is read at once, whatever length a frame claims."""
 HANDLE_FOLLOWS = b"\0"
-"""The byte that a segment's handle travels with."""
+"""The byte with which a segment's handle is sent."""
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 Borrowed = Callable[[torch.Tensor], Callable[[], None]]
-"""Is given a segment's memory before it is used, by the thread that receives.
-
-What it returns is called by `return_segment`, when the memory will not be used any more.
-"""
+"""Called on the receiving thread with the memory of a new segment. `return_segment` calls the function that it returns."""
 
 
 class Channel:
     """Sends and receives messages. `send` may be called from any thread, `receive` from one only.
 
-    `lends`: the other end is a process of this machine, and may be given tensors in shared memory. `borrowed`: this end
-    takes such tensors; the client does not.
+    `lends`: the other end is a process of this machine, to which tensors can be lent in shared memory. `borrowed`: called
+    for segments that this end borrows. None: this end borrows no segments.
     """
 
     def __init__(self, connection: Connection, lends: bool = False, borrowed: Borrowed | None = None):
         self.connection, self.lends = connection, lends
         self.begun = 0
-        """Messages whose writing has begun, and that may thus have been cut short."""
+        """Number of messages of which at least a part may have been written."""
         self._sending = threading.Lock()
         self._lent: dict[int, Segment] = {}
         self._borrowed: dict[int, Segment] = {}
         self._on_borrowed = borrowed
-        self._let_go: dict[int, Callable[[], None]] = {}  # by segment that is borrowed
-        self._models: dict[int, int | None] = {}  # by segment that is borrowed, the model whose messages use it
+        self._let_go: dict[int, Callable[[], None]] = {}  # by borrowed segment, what `borrowed` returned
+        self._models: dict[int, int | None] = {}  # by borrowed segment, the model whose messages use it
 
     def send(self, message: Any, request_id: int | None = None, model: int | None = None) -> None:
-        """Raises OSError when the other end is gone, AssertionError for what is no message. Others: see Envelope.
+        """Raises OSError when the other end is gone, AssertionError for an object that is no message.
 
-        Nothing is written before all of the message is ready to be. If an error cuts the writing short, the other end hears
-        no more: the rest of the message would be taken from the next one.
+        `request_id`, `model`: see Envelope. The whole message is encoded before any of it is written. An error while it is
+        written ends the connection in this direction: the other end would take the next message for the missing bytes.
         """
         with self._sending:
             self._send(message, request_id, model)
 
     def lend(self, segment: Segment, model: int | None = None) -> None:
-        """From now on tensors in the segment are not sent, but pointed to. They must not change while they are in use.
+        """From now on messages refer to tensors in the segment, which must not change while the other end uses them.
 
-        `model`: with which the other end lets it go. Raises as `send`.
+        `model`: the segment is returned with this model, see `return_segments`. Raises as `send`.
         """
         assert self.lends, "the other end is not on this machine"
         with self._sending:
-            with self._whole():  # the other end takes the handle for a part of the message
+            with self._whole():  # no other message may come between OpenSegment and the handle
                 self._send(OpenSegment(segment.number, segment.nbytes, segment.name), model=model)
                 if segment.handle is not None:
                     with socket_of(self.connection) as ours:
@@ -77,21 +74,18 @@ class Channel:
             self._lent[segment.number] = segment
 
     def drop(self, number: int) -> None:
-        """No message will point into that segment any more. Raises as `send`.
-
-        The other end lets it go when it comes to it, and may use it until then for what it was sent before.
-        """
+        """No later message refers to that segment. The other end may use it for earlier messages. Raises as `send`."""
         with self._sending:
-            if self._lent.pop(number, None) is not None:  # the other end may have been gone when it was to be lent
+            if self._lent.pop(number, None) is not None:  # None: `lend` failed, since the other end was gone
                 self._send(DropSegment(number))
 
     def forget(self, number: int) -> None:
-        """As `drop`, without a word: the other end lets its segments go by itself. Never blocks."""
+        """As `drop`, without a message: the other end drops its segments by itself. Never blocks."""
         self._lent.pop(number, None)
 
     def _send(self, message: Any, request_id: int | None = None, model: int | None = None) -> None:
         header, tensors = encode(message, request_id, self._lent.values(), model)
-        contents = [_bytes(tensor) for tensor in tensors]  # all of them now: some tensors have no bytes to give
+        contents = [_bytes(tensor) for tensor in tensors]  # before anything is written: this may raise
         with self._whole():
             self.begun += 1
             self.connection.send_bytes(header)
@@ -101,7 +95,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """Within it one message is written. Cut short, it ends what the other end hears."""
+        """Context in which one message is written. An error in it ends the connection in this direction."""
         try:
             yield
         except BaseException:  # a KeyboardInterrupt too
@@ -111,35 +105,35 @@ class Channel:
     def receive(self) -> Envelope:
         """Blocks. Raises EOFError or OSError when the other end is gone, BadMessage for bytes that are no message.
 
-        After a BadMessage nothing more can be received: nobody knows where the next message begins.
+        After a BadMessage nothing more can be received, since it is unknown where the next message begins.
         """
         while True:
             envelope = self._receive()
             if self._on_borrowed is None or not isinstance(envelope.message, OpenSegment):
                 return envelope
-            self._borrow(envelope.message, envelope.model)
+            self._borrow(envelope.message, envelope.model, self._on_borrowed)
 
     def return_segments(self, model: int | None = None) -> None:
-        """Let the segments go that are borrowed for `model`, or for any: no tensor in them will be read any more.
+        """Return the segments that were lent for `model`, or for any model: no tensor in them is read any more.
 
-        Those that are for no model, such as a VAE's output, may be in use: the other end asks them back (DropSegment).
+        Segments without a model, such as a VAE's output, stay until the other end sends DropSegment.
         """
         for number, owner in list(self._models.items()):
             if owner is not None and model in (None, owner):
                 self.return_segment(number)
 
-    def _borrow(self, message: OpenSegment, model: int | None) -> None:
+    def _borrow(self, message: OpenSegment, model: int | None, on_borrowed: Borrowed) -> None:
         if message.number in self._borrowed or len(self._borrowed) == MAX_SEGMENTS or message.nbytes > MAX_SEGMENT_BYTES:
             raise BadMessage(f"segment {message.number} of {message.nbytes} bytes beside {len(self._borrowed)} others")
         try:
             segment = open_segment(message, None if message.name else self._handle())
         except (ValueError, OSError) as error:
             raise BadMessage(f"a segment of shared memory that cannot be opened: {error}") from error
-        self._let_go[message.number] = self._on_borrowed(segment.memory)
+        self._let_go[message.number] = on_borrowed(segment.memory)
         self._borrowed[message.number], self._models[message.number] = segment, model
 
     def return_segment(self, number: int) -> None:
-        """Let a segment go that is borrowed. By the thread that computes with it."""
+        """Return a borrowed segment. To be called on the thread that computes with it."""
         if self._borrowed.pop(number, None) is not None:
             self._models.pop(number, None)
             self._let_go.pop(number)()
@@ -168,11 +162,11 @@ class Channel:
 
     @property
     def sending(self) -> bool:
-        """Whether a thread is inside `send` now, which blocks as long as the other end takes nothing."""
+        """Whether a thread is in `send` now, which blocks while the other end reads nothing."""
         return self._sending.locked()
 
     def close(self) -> None:
-        """Close the connection, after a send under way has failed. It fails at once if the other end is gone."""
+        """Close the connection. If the other end is gone, a `send` under way fails at once, and is waited for."""
         idle = self._sending.acquire(timeout=CLOSE_SECONDS)
         self.connection.close()
         if idle:
@@ -182,13 +176,13 @@ class Channel:
         try:
             return self.connection.recv_bytes(limit)
         except OSError as error:
-            if not self.connection.closed and not self.connection.readable:  # after a longer one
+            if not self.connection.closed and not self.connection.readable:  # a longer frame came
                 raise BadMessage(f"a frame of more than {limit} bytes") from error
             raise
 
     @staticmethod
     def _room(tensor: torch.Tensor, shape: list[int]) -> memoryview:
-        """Allocate the tensor, now that its bytes arrive. Pages that no bytes reach are never touched."""
+        """Allocate the tensor when its first bytes arrive, so that a header alone cannot take memory."""
         try:
             return _bytes(tensor.resize_(shape))
         except RuntimeError as error:

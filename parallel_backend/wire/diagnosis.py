@@ -1,41 +1,41 @@
-"""Messages that ask ranks for timings of blocks and links, timelines, memory, and values that are not finite."""
+"""Messages that ask ranks for timings of blocks and links, timelines, memory, and the origin of NaN and infinite values."""
 
 from dataclasses import dataclass
 
 import torch
 
 PROBE_COLUMNS, PROBE_TEXT = 32, 64
-"""Image tokens in a row of the timed sequences, and text tokens beside them."""
+"""Image tokens in a row, and text tokens, of the timed sequences."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Client -> rank: time this model's blocks on the rank's device. Drops whatever model the rank held."""
+    """Client -> rank: time the blocks of the model at `path` on the rank's device. The rank drops the models that it has."""
 
     path: str
     dtype: str
     rows: tuple[int, int]
-    """Token rows of a longer and a shorter sequence. 32 rows are a picture of 512 x 512."""
+    """Numbers of token rows of a longer and a shorter sequence. 32 rows are a picture of 512 x 512."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """Rank -> client: seconds of the blocks. Pairs are for the longer and the shorter sequence."""
+    """Rank -> client: seconds of the blocks, in pairs for the longer and the shorter sequence."""
 
     rank: int
     blocks: dict[str, tuple[float, ...]]
     """Block list -> seconds of one of its blocks."""
     ends: tuple[float, ...]
-    """Seconds of all that is not in a block."""
+    """Seconds of the modules before and behind the blocks."""
     free_bytes: int | None
-    """Of the device's memory. None for a CPU, whose memory all ranks share."""
+    """Free device memory. None for a CPU, whose memory all ranks share."""
     keeping: float = 0.0
-    """Seconds that a call takes for a byte of keys and values that it keeps. 0: not measured."""
+    """Seconds for each byte that a call writes to its K/V buffers. 0: not measured."""
 
 
 @dataclass(frozen=True)
 class BeginTimeline:
-    """Client -> rank: a sampling run begins. Forget the spans of the run before."""
+    """Client -> rank: a sampling run begins. Drop the recorded spans."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ReadTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Rank -> client: the recorded spans, as of recorder.Recorder.read."""
+    """Rank -> client: the recorded spans, see recorder.Recorder.read."""
 
     rank: int
     times: torch.Tensor
@@ -53,7 +53,7 @@ class Timeline:
     labels: torch.Tensor
     """[n, 5] int64: kind and StepLabel."""
     lost: int
-    """Older spans that were not kept."""
+    """Number of older spans that were not kept."""
 
 
 @dataclass(frozen=True)
@@ -63,36 +63,37 @@ class ReadMemory:
 
 @dataclass(frozen=True)
 class DeviceMemoryReport:
-    """Rank -> client: bytes of its device's memory. None where that is not known."""
+    """Rank -> client: bytes of the memory of its device."""
 
     rank: int
     place: str
-    """Ranks of equal places share one memory."""
+    """Name of the memory. Ranks with equal names share one memory."""
     free_bytes: int | None
-    """Free for whoever asks."""
+    """Bytes free for any process. None: unknown."""
     held_bytes: int
-    """What the rank's model has of it."""
+    """Bytes of the rank's model."""
     cached_bytes: int
-    """Free for this rank alone, beside `free_bytes`."""
+    """Bytes that the rank's allocator keeps, free for this rank only, in addition to `free_bytes`."""
     total_bytes: int | None
+    """None: unknown."""
     host: str = ""
-    """Name of the machine whose memory is there beside the device's. Empty: the device's memory is the machine's own."""
+    """Name of the machine, if it has memory apart from the device's. Empty: the device computes in host memory."""
     host_free_bytes: int | None = None
-    """Free in that machine's memory. None without such a machine."""
+    """Free bytes of the memory of machine `host`. None without `host`."""
     copy_rate: float = 0.0
-    """Bytes a second from that memory to the device. 0: not known, or without such a machine."""
+    """Bytes a second from host memory to the device. 0: unknown, or without `host`."""
     vae_bytes: int = 0
-    """What parts of VAEs have of a GPU's memory. They make way for a model (DropVAE)."""
+    """Bytes of VAE weights on a GPU, which make way for a model (DropVAE)."""
 
 
 @dataclass(frozen=True)
 class ReleaseUnused:
-    """Client -> rank: give back what your allocator keeps for later."""
+    """Client -> rank: free the unused memory that the rank's allocator keeps. Answered by UnusedReleased."""
 
 
 @dataclass(frozen=True)
 class UnusedReleased:
-    """Rank -> client: done; bytes of its GPU's memory that have come free. On a CPU, where they are not known, 0."""
+    """Rank -> client: unused memory is freed; `freed_bytes` of it on a GPU, 0 on a CPU, where the number is unknown."""
 
     rank: int
     freed_bytes: int
@@ -103,14 +104,14 @@ class FindNotFinite:
     """Client -> rank: an output was not finite. Answer NotFiniteFound."""
 
     run: int
-    """Only micro-steps of this run count. 0: those outside of runs."""
+    """Search micro-steps of this run. 0: those outside of runs."""
     since: int
-    """Only micro-steps from this number on count."""
+    """Search micro-steps from this number on."""
 
 
 @dataclass(frozen=True)
 class NotFiniteFound:
-    """Rank -> client: where values that are not finite began on this rank."""
+    """Rank -> client: where values that are not finite first occurred on this rank."""
 
     rank: int
     seq: int | None
@@ -118,7 +119,7 @@ class NotFiniteFound:
     weights: tuple[str, ...]
     """Names of the first few parameters with such values."""
     adapters: tuple[str, ...]
-    """Names of the first few layers with an adapter with such values."""
+    """Names of the first few layers whose adapters have such values."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +136,14 @@ class LinksProbed:
 
     rank: int
     name: str
-    """What the device is, such as the GPU's name."""
+    """Name of the device, such as the GPU's model."""
     free_bytes: int | None
-    """Of the device's memory. None for a CPU, whose memory all ranks share."""
+    """Free device memory. None for a CPU, whose memory all ranks share."""
     total_bytes: int | None
-    """As `free_bytes`."""
+    """None for a CPU, too."""
     links: dict[int, tuple[tuple[int, float], ...]]
     """Later rank -> (bytes, seconds one way) for each size."""
     peers: dict[int, bool]
-    """Other rank with a CUDA device -> this rank's device can reach its memory directly (P2P)."""
+    """Other rank on a CUDA device -> whether this rank's device can access that one's memory directly (P2P)."""
     together: float = 0.0
-    """Seconds in which every rank sends the largest size to every other rank, all at once."""
+    """Seconds in which every rank sends the largest size to every other rank at the same time."""

@@ -1,11 +1,10 @@
-"""How messages become bytes and back: one JSON header, then the raw bytes of its tensors. Nothing is ever unpickled.
+"""Messages as bytes: one JSON header, then the raw bytes of the message's tensors. Nothing is ever unpickled.
 
-What a field may hold is read once from the dataclasses' annotations, and both ends keep to it: the sender fails before
-anything is sent, the receiver before anything is done. A header is a list, `["CloseRun", 4]`: the type's name and the fields
-in order. In front are the request's id, in a request and its replies (`[17, "ReadMemory"]`), and the model's number, in a
-message of a model (`[17, 2, "Load", ...]`; without a request `[0, 2, "Step", ...]`). A tensor in it is `[dtype, shape]`, or
-`[dtype, shape, segment, offset]` where it lies in shared memory and no bytes of it follow (shared_memory.py); a tuple or
-nested message is a list, a dict a list of pairs.
+The dataclasses' annotations say what each field may hold. The sender checks it before anything is sent, the receiver before
+anything is done. A header is a list of the type's name and the fields in order: `["CloseRun", 4]`. In front come the request
+id, in a request and its replies (`[17, "ReadMemory"]`), and the model's number, in a message of a model (`[17, 2, "Load",
+...]`; without a request `[0, 2, "Step", ...]`). A tensor is `[dtype, shape]`, or `[dtype, shape, segment, offset]` in shared
+memory, where no bytes follow (shared_memory.py). A tuple or nested message is a list, a dict a list of pairs.
 """
 
 import dataclasses
@@ -24,12 +23,12 @@ from .shared_memory import Segment
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 1 << 12
-"""Of one message: a VAE's decoder has some hundred."""
+"""Limit for one message: a VAE's decoder has some hundred."""
 MAX_TENSOR_BYTES = 1 << 33
-"""Of all tensors of a message together."""
+"""Limit for all tensors of a message together."""
 MAX_AXES = 8
 MAX_INT = 1 << 128
-"""Of an integer: some are random numbers of 128 bits. None is below 0."""
+"""Integers are from 0 to below this: some are random numbers of 128 bits."""
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -39,21 +38,21 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class BadMessage(ValueError):
-    """The bytes are no message of ours, or not one that may come from there."""
+    """The bytes are no valid message, or a message that this sender may not send."""
 
 
 class Envelope(NamedTuple):
-    """A message, and what it belongs to."""
+    """A message with its request and model."""
 
     message: Any
     request_id: int | None = None
-    """Of the request that it makes or answers. None for a message that does neither."""
+    """Id of the request that the message makes or answers. None: neither."""
     model: int | None = None
-    """Number of the model that it is for or comes from. None: of none."""
+    """Number of the model that the message is for or comes from. None: no model."""
 
 
 class Pending(NamedTuple):
-    """A tensor of a message whose bytes are still to come: empty until it is resized to `shape`, when they do."""
+    """A tensor whose bytes follow the header. It is empty until they arrive, and is then resized to `shape`."""
 
     tensor: torch.Tensor
     shape: list[int]
@@ -61,14 +60,14 @@ class Pending(NamedTuple):
 
 
 class _Leaving(list[torch.Tensor]):
-    """Tensors of a message whose bytes are to follow its header. `lent`: segments of memory shared with the other end."""
+    """Tensors whose bytes follow the header of a message to be sent. `lent`: segments that the other end has open."""
 
     def __init__(self, lent: Iterable[Segment] = ()):
         self.lent = tuple(lent)
 
 
 class _Arriving(list[Pending]):
-    """The tensors of one message, in the order in which their bytes follow. `borrowed`: segments by number."""
+    """Tensors whose bytes follow the header of a received message, in order. `borrowed`: open segments by number."""
 
     nbytes = 0
 
@@ -95,7 +94,7 @@ class _Arriving(list[Pending]):
         if place is not None:
             return self._borrow(DTYPES[dtype], shape, *place)
         self.nbytes += nbytes
-        # An axis of length 0 leaves no bytes, but strides that torch cannot hold.
+        # `extent` counts axes of length 0 as 1: such a tensor has no bytes, but strides that torch must be able to hold.
         if extent > MAX_TENSOR_BYTES or self.nbytes > MAX_TENSOR_BYTES or len(self) == MAX_TENSORS:
             raise BadMessage(f"more than {MAX_TENSORS} tensors or {MAX_TENSOR_BYTES} bytes")
         tensor = torch.empty(0, dtype=DTYPES[dtype])
@@ -107,19 +106,19 @@ class _Arriving(list[Pending]):
             raise BadMessage(f"a tensor in segment {number} of shared memory, which is not open")
         try:
             return self.borrowed[number].tensor(dtype, shape, offset)
-        except (ValueError, RuntimeError) as error:  # or an axis of length 0 beside ones that torch cannot hold
+        except (ValueError, RuntimeError) as error:  # RuntimeError: an axis of length 0 and others too long for torch
             raise BadMessage(f"a tensor that is not in its segment of shared memory: {error}") from error
 
 
 class _Kind(NamedTuple):
-    """What a field may hold: `pack` (value, tensors) -> for JSON; `read` (from JSON, _Arriving) -> value, or BadMessage."""
+    """How a type of field is encoded. `pack`: (value, tensors) -> JSON value. `read`: (JSON value, tensors) -> value."""
 
     pack: Callable[[Any, _Leaving], Any]
     read: Callable[[Any, _Arriving], Any]
 
 
 class Encoding:
-    """The encoding of messages of `types`, dataclasses; no other type can be named by a header."""
+    """Encodes and decodes messages of `types`, which are dataclasses. A header with the name of another type is refused."""
 
     def __init__(self, types: Iterable[type]):
         self._kinds: dict[Any, _Kind] = {}
@@ -129,9 +128,9 @@ class Encoding:
     def encode(
         self, message: Any, request_id: int | None = None, lent: Iterable[Segment] = (), model: int | None = None
     ) -> tuple[bytes, list[torch.Tensor]]:
-        """Header and the tensors (CPU, contiguous) that follow it, in order. AssertionError for what has no encoding.
+        """Header, and the tensors (CPU, contiguous) that follow it. AssertionError for a value that has no encoding.
 
-        `request_id`, `model`: from 1 on, see Envelope. Tensors in one of the segments `lent` stay where they are.
+        `request_id`, `model`: from 1 on, see Envelope. Tensors in a segment of `lent` do not follow the header.
         """
         tensors = _Leaving(lent)
         pack = self._pack.get(type(message))
@@ -145,11 +144,12 @@ class Encoding:
         return header, tensors
 
     def decode(self, header: bytes, borrowed: Mapping[int, Segment] | None = None) -> tuple[Envelope, list[Pending]]:
-        """The message, and its tensors, which take no memory before their bytes arrive. BadMessage for anything else.
+        """The message, and those of its tensors whose bytes follow. BadMessage for an invalid header.
 
-        `borrowed`: segments of shared memory that tensors may lie in.
+        `borrowed`: segments of shared memory in which tensors may lie, by number.
         """
-        arriving, numbers = _Arriving(borrowed), []
+        arriving = _Arriving(borrowed)
+        numbers: list[int] = []
         try:
             value = json.loads(header)
         except (ValueError, RecursionError) as error:
@@ -173,7 +173,7 @@ class Encoding:
     def _make(self, hint: Any) -> _Kind:
         if hint in _PLAIN:
             return _PLAIN[hint]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return self._record(hint)
         origin, arguments = get_origin(hint), get_args(hint)
         if origin in (Union, UnionType) and len(arguments) == 2 and NoneType in arguments:
@@ -203,7 +203,7 @@ class Encoding:
             items = [each(item, arriving) for each, item in zip(reads, value, strict=True)]
             try:
                 return cls(*items)
-            except ValueError as error:  # a record that checks itself, such as Degrees
+            except ValueError as error:  # from the checks of a dataclass such as Degrees
                 raise BadMessage(f"{cls.__name__}: {error}") from error
 
         return _Kind(pack, read)
@@ -250,10 +250,10 @@ def _dict(keys: _Kind, values: _Kind) -> _Kind:
         if type(value) is not list:
             raise BadMessage(f"{_short(value)} is no list of pairs")
         pairs = [_fixed(pair, 2) for pair in value]
-        found = {keys.read(key, arriving): values.read(item, arriving) for key, item in pairs}
-        if len(found) != len(pairs):
+        items = {keys.read(key, arriving): values.read(item, arriving) for key, item in pairs}
+        if len(items) != len(pairs):
             raise BadMessage("a key comes twice")
-        return found
+        return items
 
     return _Kind(pack, read)
 
@@ -308,10 +308,6 @@ def _pack_tensor(value: Any, tensors: _Leaving) -> list[Any]:
     return [_NAMES[value.dtype], list(value.shape)]
 
 
-def _read_tensor(value: Any, arriving: _Arriving) -> torch.Tensor:
-    return arriving.add(value)
-
-
 def _pack_span(value: Any, _tensors: _Leaving) -> list[int]:
     assert type(value) is Span and 0 <= value.start <= value.stop < MAX_INT, _unfit(value)
     return [value.start, value.stop]
@@ -341,7 +337,7 @@ _PLAIN = {
     bool: _exactly(bool),
     str: _exactly(str),
     Path: _Kind(_pack_path, _read_path),
-    torch.Tensor: _Kind(_pack_tensor, _read_tensor),
+    torch.Tensor: _Kind(_pack_tensor, lambda value, arriving: arriving.add(value)),
     Span: _Kind(_pack_span, _read_span),
 }
 
@@ -352,6 +348,6 @@ def _unfit(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """For an error: a hostile value may be long."""
+    """The value for an error, cut to 80 characters."""
     text = repr(value) if isinstance(value, (str, int, float, bool, NoneType)) else type(value).__name__
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,7 +1,7 @@
-"""A rank's heartbeat: what the rank is doing, and a count of what it has done. The watchdog judges by it (watchdog.py).
+"""A rank's heartbeat: what the rank is doing, and how much it has done. The watchdog judges by heartbeats (watchdog.py).
 
-On CUDA the host runs ahead of its device, and is idle or in a later micro-step while the device is stuck in this one. There
-the main thread leaves marks in the device's work, and the heartbeat says where the device is among them.
+On CUDA the host runs ahead of its device: the host may be idle while the device is stuck in an earlier micro-step. So the
+main thread puts marks (CUDA events) between the device's operations, and the heartbeat says which marks the device passed.
 """
 
 import contextlib
@@ -14,44 +14,44 @@ from .channel import Channel
 from .lifecycle import START_UP, HeartbeatMessage
 
 MARKS = 1 << 14
-"""Marks that are kept. A host is some micro-steps ahead at most, with a few marks for each of their transfers."""
+"""Most marks that are kept. The host is a few micro-steps ahead at most, with some marks for each of their transfers."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A point in the device's work, and what the device does from there on."""
+    """A point between the device's operations, and the work of the device behind it."""
 
     passed: Callable[[], bool]
-    """Whether the device has come there. It never waits. RuntimeError where the device has failed."""
+    """Whether the device has passed the point. Never waits. RuntimeError if the device has failed."""
     doing: str | None
-    """As Heartbeat.doing. None: nothing, up to the next mark."""
+    """As Heartbeat.doing. None: the device does nothing up to the next mark."""
     waiting: bool
     """The device waits for another rank, in a transfer."""
 
 
 @dataclass
 class Heartbeat:
-    """Written by the rank's main thread only, but for what `beat` counts."""
+    """The state of a rank. The main thread writes it, but for `_at` and `_passed`, which `beat` writes."""
 
     doing: str = START_UP
-    """What the rank is doing, as an error says it."""
+    """The rank's present work, in the words of an error."""
     progress: int = 0
-    """Counts what is done: messages handled, blocks computed, transfers waited for, tensors loaded."""
+    """Number of messages handled, blocks computed, transfers waited for and tensors loaded so far."""
     waiting: bool = False
     """The rank waits for another rank, in a transfer."""
     _marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS))
-    """The device has not been seen to have passed them."""
+    """Marks that the device has not passed yet."""
     _at: Mark | None = None
-    """The last mark that the device was seen to have passed."""
+    """The last mark that the device has passed."""
     _passed: int = 0
-    """Counts the marks that the device has passed."""
+    """Number of marks that the device has passed."""
 
     def mark(self, passed: Callable[[], bool], waiting: bool = False, idle: bool = False) -> None:
-        """From this point on the device does what the rank is doing now: see Mark. `idle`: it has done all of it."""
+        """Put a mark behind the device's work so far: from there on it does the rank's present work; if `idle`, nothing."""
         self._marks.append(Mark(passed, None if idle else self.doing, waiting))
 
     def beat(self, rank: int) -> HeartbeatMessage:
-        """What the device does, as long as it has something to do, else what the host does. On one thread only."""
+        """The device's work while it has some, else the host's. To be called on one thread only."""
         while self._marks and _has_passed(self._marks[0]):
             self._at = self._marks.popleft()
             self._passed += 1
@@ -59,17 +59,17 @@ class Heartbeat:
         if not self._marks:
             return HeartbeatMessage(rank, self.doing, progress, self.waiting)
         at, following = self._at, self._marks[0]
-        if at is None or at.doing is None:  # it is on the way to its next work
+        if at is None or at.doing is None:  # the device is about to begin the work behind the next mark
             return HeartbeatMessage(rank, following.doing or self.doing, progress, False)
         return HeartbeatMessage(rank, at.doing, progress, at.waiting)
 
     def done(self) -> None:
-        """Count one more in `progress`."""
+        """Add 1 to `progress`."""
         self.progress += 1
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Context of an operation that ends only when other ranks take part: `waiting` is set."""
+        """Context of an operation that ends only when other ranks take part in it. Sets `waiting`."""
         self.waiting = True
         try:
             yield
@@ -80,14 +80,14 @@ class Heartbeat:
 
 def send_heartbeats(heartbeat: Heartbeat, rank: int, channel: Channel, seconds: float) -> None:
     """Main function of a thread: sends a HeartbeatMessage every `seconds`, whatever the main thread does."""
-    with contextlib.suppress(OSError):  # the client is gone, and the control thread ends this process
+    with contextlib.suppress(OSError):  # the client is gone: the control thread ends this process
         while True:
             channel.send(heartbeat.beat(rank))
             time.sleep(seconds)
 
 
 def _has_passed(mark: Mark) -> bool:
-    """No for a device that has failed: the main thread meets the same error, and reports it."""
+    """False for a device that has failed: the main thread meets the same error, and reports it."""
     try:
         return mark.passed()
     except RuntimeError:

@@ -1,17 +1,17 @@
-"""Messages of a rank's life: start, heartbeat, unloading, failure, end."""
+"""Messages about a rank's process: start, heartbeat, unloading, failure, end."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Rank -> client: the process is up and has joined its group."""
+    """Rank -> client: the process has started and joined its process group."""
 
     rank: int
 
 
 START_UP, IDLE = "start-up", "idle"
-"""HeartbeatMessage.doing of a rank that handles no message."""
+"""HeartbeatMessage.doing of a rank before its first message, and between messages."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +26,23 @@ class HeartbeatMessage:
 
 @dataclass(frozen=True)
 class Unload:
-    """Client -> rank: drop the model and everything that belongs to it."""
+    """Client -> rank: free the model, its conditionings and its buffers."""
 
 
 @dataclass(frozen=True)
 class Unloaded:
-    """Rank -> client: the model and everything that belongs to it is freed."""
+    """Rank -> client: the model, its conditionings and its buffers are freed."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Rank -> client: the rank is about to end."""
+    """Rank -> client: the rank has failed, and is about to end."""
 
     rank: int
     doing: str
-    """As in its heartbeats."""
+    """As HeartbeatMessage.doing."""
     peer: bool
     """The rank failed in a transfer, so another rank may be the cause."""
     summary: str

@@ -10,23 +10,23 @@ from parallel_backend.core.spans import Span
 
 @dataclass(frozen=True)
 class Load:
-    """Client -> rank: load the rank's part of a model, beside the models that the rank has."""
+    """Client -> rank: load the rank's part of a model. Models that the rank has stay."""
 
     setup: Setup
     stage_blocks: tuple[Span, ...]
-    """By stage, the blocks that it owns. Blocks are numbered through all block lists."""
+    """Blocks of each stage, numbered through all block lists."""
     patch_shares: tuple[float, ...]
-    """Share of the tokens by patch rank."""
+    """Each patch rank's share of the tokens."""
     only: tuple[str, ...] = ()
-    """"<list>.<index>" of the blocks to load, for a rehearsal. Other blocks hand on what they are given. RunStats then has
-    the costs of these blocks. Empty: all blocks."""
+    """Blocks "<list>.<index>" to load, for a rehearsal, whose RunStats has their costs. Other blocks return their input.
+    Empty: all blocks."""
     fingerprint: str = ""
-    """That the files must have, see checkpoints/fingerprint.py. Empty: the files are on the client's machine."""
+    """Expected fingerprint of the files (checkpoints/fingerprint.py). Empty: the files are on the client's machine."""
     resident: tuple[int, ...] = ()
-    """By rank, most bytes of weights on its device, slots included (rank/stage/store/). The rest is in host memory and comes
-    to the device block by block. Ranks with the same weights get the same number. Empty: all is on the device."""
+    """By rank, limit of the bytes of weights on its device, slots included (rank/stage/store/). Other weights are streamed
+    from host memory. Equal for ranks with the same weights. Empty: no limit."""
     file_state: str = ""
-    """That the files must be in, see checkpoints/file_state.py. Empty: they are on other machines."""
+    """Expected state of the files (checkpoints/file_state.py). Empty: the files are on other machines."""
 
 
 @dataclass(frozen=True)
@@ -35,59 +35,59 @@ class Loading:
 
     rank: int
     fraction: float
-    """Share of the rank's weights, by bytes, that are in place."""
+    """Share of the rank's weights, by bytes, that is loaded."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Rank -> client: the model is in place."""
+    """Rank -> client: the model is loaded."""
 
     rank: int
     weight_bytes: int
-    """Bytes of this rank's weights that are on its device, slots included."""
+    """Bytes of the rank's weights on its device, slots included."""
     parameters: tuple[str, ...]
-    """Names of this rank's parameters."""
+    """Names of the rank's parameters."""
     host_bytes: int = 0
-    """Bytes of this rank's weights that are in host memory, whether shared with other ranks or not."""
+    """Bytes of the rank's weights in host memory, whether shared with other ranks or not."""
 
 
 @dataclass(frozen=True)
 class SetResident:
-    """Client -> rank: from now on at most so many bytes of weights are on the device. Answered by Residency.
+    """Client -> rank: limit the bytes of weights on the device from now on. Answered by Residency.
 
-    Blocks move whole, and no more of them than needed. 0: everything is in host memory, the weights outside of blocks too;
-    no micro-step may come until another SetResident has brought them back. Merged weights for which host memory has no room
-    stay on the device in any case.
+    Blocks move whole, and as few as possible. Limit 0 moves all weights to host memory, those outside of blocks too: no
+    micro-step may follow before another SetResident has brought them back. Merged weights that host memory has no room for
+    stay on the device.
     """
 
     resident: tuple[int, ...]
     """By rank, as Load.resident."""
     working: bool = True
-    """False: the model is not about to compute. Nothing is streamed, so that no slots are kept, and nothing comes to the
-    device; where weights have left it no micro-step may come until they are back."""
+    """False: no micro-step follows before the next SetResident. Weights may leave the device and none come; nothing is
+    streamed, so no slots are kept."""
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Rank -> client: where its weights are."""
+    """Rank -> client: where the rank's weights are."""
 
     rank: int
     device_bytes: int
     """As Loaded.weight_bytes."""
     host_bytes: int
-    """As Loaded.host_bytes. Weights may have a copy in host memory while they are on the device."""
+    """As Loaded.host_bytes. Weights on the device may have a copy in host memory."""
 
 
 @dataclass(frozen=True)
 class DropAdapters:
-    """Client -> rank: remove all that Adapt added. The weights are the checkpoint's again."""
+    """Client -> rank: undo every Adapt, so that the weights are the checkpoint's again."""
 
 
 @dataclass(frozen=True)
 class Adapt:
-    """Client -> rank: add `scale` * `up` [out, r] @ `down` [r, in] to one of the rank's parameters, beside earlier ones.
+    """Client -> rank: add `scale` * `up` [out, r] @ `down` [r, in] to one of the rank's parameters; earlier ones stay.
 
-    Without `down`, `up` has the parameter's shape. Both are of the whole parameter: the rank takes its shard.
+    Without `down`, `up` has the parameter's shape. Both are for the whole parameter, of which the rank takes its shard.
     """
 
     parameter: str
@@ -95,33 +95,34 @@ class Adapt:
     down: torch.Tensor | None
     scale: float
     group: int = 0
-    """Which of Weigh's strengths it counts by. Group 0 counts in full always."""
+    """The group of Weigh whose strength scales this addition. Group 0 has strength 1 always."""
     instead: bool = False
-    """`up` is the parameter's whole value, in place of the checkpoint's. Before anything else for this parameter."""
+    """`up` replaces the checkpoint's value of the parameter. Sent before all additions to this parameter."""
 
 
 @dataclass(frozen=True)
 class Rescale:
-    """Client -> rank: new scales of every Adapt since the last DropAdapters, in order. Groups wait for the next Weigh."""
+    """Client -> rank: new scales of every Adapt since the last DropAdapters, in order. Groups other than 0 take them with
+    the next Weigh."""
 
     scales: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Weigh:
-    """Client -> rank: strengths of the groups 1, 2, ... from now on. A group that has not been told of counts nothing."""
+    """Client -> rank: strengths of the groups 1, 2, ... from now on. A group without a strength adds nothing."""
 
     strengths: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class AdaptersSent:
-    """Client -> rank: answer Adapted once every Adapt, Rescale and Weigh so far is in place."""
+    """Client -> rank: answer Adapted once every earlier Adapt, Rescale and Weigh is done."""
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """Rank -> client: adapters are in place. They take `adapter_bytes` on this rank."""
+    """Rank -> client: adapters are in place, with `adapter_bytes` bytes on this rank."""
 
     rank: int
     adapter_bytes: int

@@ -1,7 +1,7 @@
 """All messages that cross processes, imported from the modules that define them by topic.
 
 A message is a frozen dataclass of numbers, strings, tuples, dicts and tensors (encoding.py). Integers are never below 0.
-Floats are finite. Tensors arrive on the CPU. A message has a field `rank` if, and only if, a rank sends it.
+Floats are finite. Tensors arrive on the CPU. The messages that ranks send, and no others, have a field `rank`.
 """
 
 from parallel_backend.core.spans import Span
@@ -49,22 +49,11 @@ from .vae import BeginVAE, DropVAE, EndVAE, PutVAE, RunVAE, VAEBegun, VAEOutput
 _TYPES = {
     cls.__name__: cls
     for cls in (
-        *(
-            Ready,
-            HeartbeatMessage,
-            Probe,
-            Probed,
-            Load,
-            Loading,
-            Loaded,
-            Unload,
-            Unloaded,
-            PutConditioning,
-            DropConditioning,
-        ),
+        *(Ready, HeartbeatMessage, Unload, Unloaded, Failure, Stop, Span),
+        *(Load, Loading, Loaded, PutConditioning, DropConditioning),
         *(DropAdapters, Adapt, Rescale, Weigh, AdaptersSent, Adapted, SetResident, Residency),
         *(PutVAE, BeginVAE, VAEBegun, RunVAE, VAEOutput, EndVAE, DropVAE),
-        *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, ProbeLinks, LinksProbed, Failure, Stop, Span),
+        *(Step, Output, OpenRun, CloseRun, RunStats, BlockStats, Probe, Probed, ProbeLinks, LinksProbed),
         *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, DropSegment),
         *(ReadMemory, DeviceMemoryReport, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),
     )

@@ -12,55 +12,55 @@ P2P_DISABLE = "NCCL_P2P_DISABLE"
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Of the links between ranks (rank/comm/self_test.py)."""
+    """Settings of the self-test of the links between ranks (rank/comm/self_test.py)."""
 
     seconds: float = 60.0
-    """Limit of each of its parts."""
+    """Time limit of each part of the test."""
     p2p: bool = True
-    """False: NCCL does without direct access from GPU to GPU, which is what fails most."""
+    """False: NCCL uses no direct access from GPU to GPU, the most frequent cause of failures."""
 
 
 SELF_TEST = SelfTest()
-"""What ranks are started with, unless a test or the registry wants another."""
+"""The usual settings."""
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """Of one rank. What all have alike: see StartSettings."""
+    """Settings of one rank. Fields without a comment: see StartSettings."""
 
     rank: int
     devices: tuple[str, ...]
     rendezvous: Path | tuple[str, int]
-    """The process group's store: a file on one machine, or the address of a server that several machines reach."""
+    """The process group's store: a file on one machine, or the address of a server that all machines reach."""
     threads: int
     timeout: timedelta
     log: Path | None = None
-    """File for what the rank prints. None: that goes where the client's output goes."""
+    """File for the rank's output. None: the output goes where the client's goes."""
     heartbeat_seconds: float = 1.0
     self_test: SelfTest = SELF_TEST
 
     @property
     def device(self) -> str:
-        """The rank's own device, by torch's name in this process."""
+        """The rank's device, by torch's name in the rank's process."""
         return in_its_process(self.devices[self.rank])
 
 
 @dataclass(frozen=True)
 class StartSettings:
-    """Which ranks to start, and with what: see pool.Pool."""
+    """Settings of all ranks of a pool."""
 
     devices: tuple[str, ...]
     """Devices of all ranks, in rank order."""
     threads: int
-    """CPU threads that each rank may use."""
+    """CPU threads of each rank."""
     timeout: timedelta
-    """Of the process group's operations."""
+    """Time limit of the process group's operations."""
     logs: Path | None = None
+    """Folder for the ranks' logs, see pool.Pool."""
     heartbeat_seconds: float = 1.0
     """Time from one heartbeat to the next."""
     self_test: SelfTest = SELF_TEST
 
     def of_rank(self, rank: int, rendezvous: Path | tuple[str, int], log: Path | None = None) -> RankSettings:
-        """See RankSettings."""
-        alike = self.heartbeat_seconds, self.self_test
-        return RankSettings(rank, self.devices, rendezvous, self.threads, self.timeout, log, *alike)
+        heartbeat, test = self.heartbeat_seconds, self.self_test
+        return RankSettings(rank, self.devices, rendezvous, self.threads, self.timeout, log, heartbeat, test)

@@ -10,25 +10,25 @@ from parallel_backend.core.spans import Span
 
 @dataclass(frozen=True)
 class PutConditioning:
-    """Client -> rank: the tensors that a set of model calls shares, as far as this rank needs them."""
+    """Client -> rank: the tensors of a conditioning that this rank needs. Model calls refer to them by `id`."""
 
     id: int
     grid: tuple[int, ...]
-    """Tokens along each image axis: (rows, columns) or (frames, rows, columns)."""
+    """Numbers of tokens along the picture's axes: (frames,) rows, columns."""
     references: int
-    """Tokens of reference pictures."""
+    """Number of tokens of reference pictures."""
     text_tokens: int
-    """Tokens of the whole text stream, over all ranks."""
+    """Number of tokens of the text stream, over all ranks."""
     batch: int
-    """Batch entries of this replica."""
+    """Number of batch entries of this replica."""
     tensors: dict[str, torch.Tensor]
-    """By the family's names. First axis: `batch`. Token tensors are the rank's own shard."""
+    """[batch, ...] each, by the family's names. Token tensors are the rank's shard."""
     along: str = "rows"
-    """Patching.along of the calls: which axis tokens are ordered by first."""
+    """The axis by which tokens are ordered first, see Patching.along."""
     companion_tokens: int = 0
-    """Tokens of the whole text stream, the first of it, that are the companion latent's (patching.Companion)."""
+    """Number of tokens of the companion latent (patching.Companion), which come first in the text stream."""
     changes: BlockChanges = UNCHANGED
-    """What these calls change inside the blocks."""
+    """Changes of these calls inside the blocks."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Step:
     """Client -> rank: compute one micro-step."""
 
     seq: int
-    """Number of the micro-step. Later ones have larger numbers."""
+    """Number of the micro-step, ascending in the order of issue."""
     run: int
-    """Run whose K/V buffers are used. 0: none, the step is exact and leaves nothing behind."""
+    """Run whose K/V buffers are read and written. 0: none, the step is exact."""
     conditioning: int
     """PutConditioning.id."""
     tokens: Span
@@ -53,29 +53,30 @@ class Step:
     with_text: bool
     """Text tokens run through the blocks too."""
     stale: bool
-    """Displaced patches use each other's keys of the call before."""
+    """Displaced patches use the other patches' keys of the call before."""
     overlap: bool
-    """Transfers run beside compute where possible, instead of being waited for at once."""
+    """Transfers overlap with compute where possible. False: each transfer is waited for at once."""
     entries: Span
     """Batch entries, numbered within the replica's conditioning."""
     timestep: torch.Tensor
-    """[entries] float32 as the sampler gave it, see families.base.StepInputs."""
+    """[entries] float32, in the sampler's units, see families.base.StepInputs."""
     residuals: dict[str, int]
-    """Block "<list>.<index>" of the stage -> index in `added` of what a ControlNet adds behind it."""
+    """Block "<list>.<index>" of the stage -> index in `added` of the tensor that a ControlNet adds behind the block."""
     added: tuple[torch.Tensor, ...]
-    """Each [entries, m, hidden], for the picture's tokens among the rank's."""
+    """[entries, m, hidden] each, for the rank's m picture tokens."""
     x: torch.Tensor | None
-    """The rank's shard [entries, n + a, channels] of the latent, and of the one beside it if the text runs. None on later
-    stages."""
+    """[entries, n + a, channels]: the rank's shard of the latent's tokens and, if the text runs, of the companion's. None on
+    later stages."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Rank of the last stage -> client: the rank's shard of the prediction, [entries, n + a, channels], as `Step.x`."""
+    """Rank of the last stage -> client: the rank's shard of the model's output."""
 
     rank: int
     seq: int
     value: torch.Tensor
+    """[entries, n + a, channels], as `Step.x`."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,12 @@ class OpenRun:
 
     run: int
     extrapolate: bool
-    """Stale keys and values are extrapolated to the present call (extrapolation.py), instead of used as they are."""
+    """Stale keys and values are extrapolated to the present call (extrapolation.py). False: used unchanged."""
 
 
 @dataclass(frozen=True)
 class CloseRun:
-    """Client -> rank: a run is over. Drop its K/V buffers and answer RunStats. Run 0 has no buffers: only answer."""
+    """Client -> rank: a run ends. Free its K/V buffers, of which run 0 has none, and answer RunStats."""
 
     run: int
 
@@ -99,43 +100,43 @@ class BlockStats:
     """One block's costs in a rehearsal since the last report."""
 
     seconds: float
-    """Of all its calls, with their transfers."""
+    """Seconds of all calls of the block, transfers included."""
     bytes_sent: dict[str, int]
     """By mesh axis."""
 
 
 @dataclass(frozen=True)
 class RunStats:
-    """Rank -> client: what the rank did since the last report."""
+    """Rank -> client: statistics of the rank since its last RunStats."""
 
     rank: int
     run: int
     micro_steps: int
     compute_seconds: float
-    """In micro-steps, without `wait_seconds` and `streaming_wait_seconds`."""
+    """Time in micro-steps, without `wait_seconds` and `streaming_wait_seconds`."""
     transfer_seconds: float
-    """Transfers were under way, waited for or not."""
+    """Sum of the transfers' times, whether the rank waited for them or not."""
     wait_seconds: float
-    """The rank stood still for transfers."""
+    """Time in which the rank waited for transfers."""
     bytes_sent: dict[str, int]
-    """Payload that left this rank, by mesh axis."""
+    """Payload that the rank sent to others, by mesh axis."""
     buffer_bytes: int
-    """All K/V buffers at their largest."""
+    """Largest size of all K/V buffers together."""
     peak_bytes: int
-    """Device memory at its highest (CUDA), or largest resident set (CPU)."""
+    """Peak device memory (CUDA), or peak resident set (CPU)."""
     blocks: dict[str, BlockStats] = field(default_factory=dict)
-    """In a rehearsal (Load.only), by block "<list>.<index>"."""
+    """By block "<list>.<index>" in a rehearsal (Load.only), else empty."""
     graphs: int = 0
-    """Graphs compiled since the model was loaded."""
+    """Number of graphs that torch.compile has made since the model was loaded."""
     attention: str = ""
-    """Which attention kernels computed, and why, on a GPU."""
+    """For the report: the attention kernels that a GPU used, and why."""
     arithmetic: str = ""
-    """How quantised weights are computed with, in words. Empty: the rank has none."""
+    """For the report: how the rank computes with quantised weights. Empty: it has none."""
     streamed_bytes: int = 0
-    """Weights that came from host memory to the device."""
+    """Bytes of weights that were copied from host memory to the device."""
     streaming_wait_seconds: float = 0.0
-    """The rank stood still for them."""
+    """Time in which the rank waited for these copies."""
     captured: int = 0
-    """Micro-steps of which CUDA graphs were made."""
+    """Number of micro-steps that were captured in a CUDA graph."""
     replayed: int = 0
-    """Micro-steps that were replays of such graphs."""
+    """Number of micro-steps that replayed a CUDA graph."""

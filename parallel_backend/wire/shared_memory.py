@@ -1,41 +1,41 @@
-"""Memory that the client shares with the ranks of its own machine, for tensors that are too large for a pipe.
+"""Segments of memory that the client shares with ranks of the same machine, for tensors too large for a pipe.
 
-The client makes a segment, writes tensors into it, and says in a message's header where they are. Where the system has
-files in memory without a name (Linux), a segment's handle travels over the control socket, which nobody else can open: it
-has no name to be guessed or left behind, is not bound by the size of /dev/shm, and goes with the last process that has it.
-Windows has named segments, which go with the last handle too; their names are random. Other systems, and ranks elsewhere,
-are sent everything over the pipe.
+The client makes a segment, copies tensors into it, and names their places in a message's header. On Linux a segment is an
+anonymous file in memory, whose handle is sent over the control socket: no other process can open it, the size of /dev/shm
+does not limit it, and it is freed with the last process that has it. On Windows a segment has a random name, and is freed
+with the last handle. On other systems, and to other machines, all tensors are sent over the connection.
 """
 
 import mmap
 import os
 import secrets
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 ALIGNMENT = 64
-"""Bytes: a tensor in a segment starts at a multiple of it."""
+"""A tensor in a segment starts at a multiple of this many bytes."""
 MAX_SEGMENTS = 256
-"""Segments that a rank has open at a time, at most."""
+"""Most segments that a rank has open at a time."""
 MAX_SEGMENT_BYTES = 1 << 33
 
 
 @dataclass(frozen=True)
 class OpenSegment:
-    """Client -> rank: messages from now on may have tensors in this segment."""
+    """Client -> rank: tensors of later messages may be in this segment."""
 
     number: int
-    """Names the segment in messages. No other open one has it."""
+    """Unique among the segments that are open."""
     nbytes: int
     name: str
-    """As the system calls it. Empty: its handle follows over the control socket, with one byte."""
+    """The system's name. Empty: the handle follows over the control socket, with one byte."""
 
 
 @dataclass(frozen=True)
 class DropSegment:
-    """Client -> rank: no message uses it any more. The rank lets it go once it has done what it was sent before."""
+    """Client -> rank: no later message uses the segment. The rank closes it once it has handled the earlier messages."""
 
     number: int
 
@@ -51,32 +51,45 @@ class Segment:
         return len(self.memory)
 
     def tensor(self, dtype: torch.dtype, shape: list[int], offset: int) -> torch.Tensor:
-        """A view of the bytes from `offset` on. ValueError where they are not all in the segment, or not aligned."""
+        """A view of the bytes from `offset` on. ValueError if they are not all in the segment, or not aligned."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if offset % ALIGNMENT or offset + nbytes > self.nbytes:
             raise ValueError(f"{nbytes} bytes at {offset} of a segment of {self.nbytes}")
         return self.memory[offset : offset + nbytes].view(dtype).view(shape)
 
+    def copies(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of the tensors, one behind the other from the segment's start; see `bytes_of_copies`."""
+        copies, offset = [], 0
+        for tensor in tensors:
+            copies.append(self.tensor(tensor.dtype, list(tensor.shape), offset).copy_(tensor))
+            offset += bytes_of_copies((tensor,))
+        return copies
+
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where a contiguous tensor lies in the segment; None if it does not."""
+        """Offset of a contiguous tensor in the segment. None: the tensor is not in it."""
         offset = tensor.data_ptr() - self.memory.data_ptr()
         inside = tensor.device.type == "cpu" and offset >= 0 and offset + tensor.nbytes <= self.nbytes
         return offset if inside and tensor.nbytes and tensor.is_contiguous() else None
 
     def close(self) -> None:
-        """Let this end's handle go. The memory stays as long as a tensor, or the other end, has it."""
+        """Close this end's handle. The memory stays until all tensors in it, and the other end's, are gone."""
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None
 
 
+def bytes_of_copies(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of a segment for copies of these tensors, each aligned."""
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+
+
 def sharing_possible() -> bool:
-    """Whether this system has segments of either kind."""
+    """Whether this system has segments."""
     return hasattr(os, "memfd_create") or sys.platform == "win32"
 
 
 def make_segment(number: int, nbytes: int) -> Segment:
-    """A new segment. OSError where the system refuses one. It takes memory as it is written to."""
+    """A new segment. OSError if the system refuses it. Memory is taken only when it is written to."""
     if sys.platform == "win32":
         name = f"parallel-dit-{secrets.token_hex(16)}"
         return Segment(number, _named(name, nbytes), name=name)
@@ -93,10 +106,8 @@ def make_segment(number: int, nbytes: int) -> Segment:
 
 
 def open_segment(opened: OpenSegment, handle: int | None) -> Segment:
-    """The other end of a segment; closes `handle`. ValueError or OSError for one that is not as `opened` says."""
+    """The rank's view of a segment; closes `handle`. ValueError or OSError if the segment is not as `opened` says."""
     if handle is None:
-        if sys.platform != "win32":
-            raise ValueError("a segment with a name")
         return Segment(opened.number, _named(opened.name, opened.nbytes))
     import fcntl
 
@@ -111,6 +122,8 @@ def open_segment(opened: OpenSegment, handle: int | None) -> Segment:
 
 
 def _named(name: str, nbytes: int) -> torch.Tensor:
+    if sys.platform != "win32":
+        raise ValueError("a segment with a name")
     return torch.frombuffer(mmap.mmap(-1, nbytes, tagname=name), dtype=torch.uint8)
 
 

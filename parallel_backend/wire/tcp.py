@@ -1,7 +1,6 @@
 """Control connections over TCP, for ranks on other machines. Each end proves to the other that it knows the pool's key.
 
-The proof is multiprocessing.connection's: an HMAC of random bytes, both ways. After it only bytes are sent. Nothing is
-unpickled.
+The proof is that of multiprocessing.connection: an HMAC of random bytes, in both directions. Nothing is ever unpickled.
 """
 
 import contextlib
@@ -19,24 +18,24 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 log = logging.getLogger(__name__)
 
 HELLO = struct.Struct("!II")
-"""A rank's first frame: its rank number and process id."""
+"""A rank's first frame after the proof: its rank number and process id."""
 HANDSHAKE_SECONDS = 10.0
 MAX_UNAUTHENTICATED = 32
-"""Callers that may be without proof at a time. More of them wait."""
+"""Most callers without a proof at a time. Further callers wait."""
 LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank that has dialled in."""
+    """A rank that has connected."""
 
     pid: int
-    """On its own machine."""
+    """Process id on the rank's machine."""
     connection: Connection
 
 
 def dial(address: tuple[str, int], key: bytes, rank: int) -> Connection:
-    """A rank's end of its control connection. AuthenticationError if the other end does not know the key."""
+    """The rank's end of its control connection. AuthenticationError if the other end does not know the key."""
     connection = Client(address, authkey=key)
     _without_delay(connection)
     connection.send_bytes(HELLO.pack(rank, os.getpid()))
@@ -57,10 +56,9 @@ class Listener:
         self.address: tuple[str, int] = self._socket.getsockname()
 
     def receive(self, seconds: float, look: Callable[[], None]) -> list[Peer]:
-        """All ranks, in rank order, once the last has dialled in. The caller closes their connections.
+        """All ranks, in rank order, once the last has connected. The caller closes their connections.
 
-        `look` runs in between, and raises to give up. TimeoutError names the ranks that have not dialled in within
-        `seconds`.
+        `look` is called meanwhile, and raises to give up. TimeoutError names the ranks that are missing after `seconds`.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -92,7 +90,7 @@ class Listener:
             caller.connection.close()
 
     def _greet(self, stranger: socket.socket, address: tuple[str, int]) -> None:
-        """Main function of a thread for each caller, with a time limit: a silent caller keeps nobody waiting."""
+        """Main function of a thread for one caller. The time limit ends a silent caller, so that others get a place."""
         connection = Connection(stranger.detach())
         alarm = threading.Timer(HANDSHAKE_SECONDS, shutdown, (connection,))
         alarm.daemon = True
@@ -116,7 +114,7 @@ class Listener:
 
 
 def is_closed(connection: Connection) -> bool:
-    """Whether the other end has closed and all that it sent has been read. Never waits."""
+    """Whether the other end has closed the connection, and all its bytes have been read. Never waits."""
     try:
         if not connection.poll(0):
             return False
@@ -127,20 +125,20 @@ def is_closed(connection: Connection) -> bool:
 
 
 def shutdown(connection: Connection) -> None:
-    """Shut the connection down both ways, from any thread. Unlike `close` this wakes a thread that is blocked in it."""
-    with contextlib.suppress(OSError), socket_of(connection) as ours:  # or it has ended by itself
+    """Shut the connection down in both directions. Unlike `close` this wakes a thread that is blocked in it."""
+    with contextlib.suppress(OSError), socket_of(connection) as ours:  # OSError: the connection has ended already
         ours.shutdown(socket.SHUT_RDWR)
 
 
 def stop_sending(connection: Connection) -> None:
-    """Have the other end read an end, after what it has been sent. What it sends still arrives."""
-    with contextlib.suppress(OSError), socket_of(connection) as ours:  # or it has ended by itself, or is no socket
+    """Shut the connection down in this direction. The other end's messages still arrive."""
+    with contextlib.suppress(OSError), socket_of(connection) as ours:  # OSError: it has ended already, or is no socket
         ours.shutdown(socket.SHUT_WR)
 
 
 @contextlib.contextmanager
 def socket_of(connection: Connection) -> Iterator[socket.socket]:
-    """The socket under a connection. The connection still owns it. OSError if it is closed."""
+    """The socket under a connection, which still owns it. OSError if it is closed."""
     lent = socket.socket(fileno=connection.fileno())
     try:
         yield lent
@@ -149,6 +147,6 @@ def socket_of(connection: Connection) -> Iterator[socket.socket]:
 
 
 def _without_delay(connection: Connection) -> None:
-    """Switch off Nagle's algorithm: a message's second frame would wait for the acknowledgement of the first."""
+    """Switch off Nagle's algorithm, by which a message's second frame waits for the acknowledgement of the first."""
     with socket_of(connection) as ours:
         ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -2,13 +2,10 @@
 
 WORK, TRANSFER, WAIT, FETCH = range(4)
 """Kinds of spans. WORK: a micro-step from its first to its last operation, waits included. TRANSFER: a transfer from its
-start until it has been waited for. WAIT: the rank stands still for a transfer. FETCH: it stands still for weights that come
-from host memory."""
-
+start to the end of its wait. WAIT: the rank waits for a transfer. FETCH: the rank waits for weights from host memory."""
 
 StepLabel = tuple[int, int, int, int]
-"""(micro-step's number, start and stop of its tokens, 1 if it is exact or else 0)."""
-
+"""(number of the micro-step, start and stop of its tokens, 1 if it is exact or else 0)."""
 
 OUTSIDE: StepLabel = (0, 0, 0, 0)
 """Label of a span outside of any micro-step."""

@@ -1,4 +1,7 @@
-"""Messages that have ranks run a part of a VAE, its decoder or its encoder, on bands of a picture or of a video's frames."""
+"""Messages by which ranks run a VAE's decoder or encoder on bands of a picture, or of a video's frames.
+
+A video goes through in pieces of some frames. `part` is "decoder" or "encoder".
+"""
 
 from dataclasses import dataclass
 
@@ -7,71 +10,70 @@ import torch
 
 @dataclass(frozen=True)
 class PutVAE:
-    """Client -> rank: hold this part of a VAE, in place of another decoder or encoder, until DropVAE or an unloading."""
+    """Client -> rank: keep this part of a VAE until DropVAE or Unload. It replaces the same part of another VAE."""
 
     name: str
-    """Stands for the weights."""
+    """Name of the weights; equal weights have equal names."""
     kind: str
-    """Name of its class in vaes."""
+    """Key of vaes.VAES."""
     part: str
-    """"decoder" or "encoder"."""
     config: str
-    """Its Weights.config in JSON."""
+    """vaes.base.Weights.config in JSON."""
     tensors: dict[str, torch.Tensor]
     """All weights by the names of the class, in the dtype to compute in."""
 
 
 @dataclass(frozen=True)
 class BeginVAE:
-    """Client -> rank: a picture or video is about to be run, in pieces. What was left of another one is dropped."""
+    """Client -> rank: a picture or video begins. State of an earlier one is dropped. Answered by VAEBegun."""
 
     name: str
     """PutVAE.name of the part."""
     part: str
     bytes_needed: int
-    """Memory that the bands of all ranks on the rank's device take, beside the weights."""
+    """Memory for the bands of all ranks on the rank's device, without weights."""
     weight_bytes: int = 0
-    """Of the weights there, where the ranks lack them: what `missing` is said of too."""
+    """Memory for the weights on the rank's device, if the ranks lack them; counts in VAEBegun.missing."""
 
 
 @dataclass(frozen=True)
 class VAEBegun:
-    """Rank -> client."""
+    """Rank -> client: whether the rank has begun. No rank begins unless all can."""
 
     rank: int
     held: bool
-    """The rank has the part. If one has not, none begins."""
+    """The rank has the part."""
     short_of_memory: bool
-    """One of the ranks has too little memory. None begins."""
+    """At least one rank has too little memory."""
     missing: int
-    """Bytes that this rank's device lacks, for the weights too where the rank does not hold them."""
+    """Bytes that this rank's device lacks for bands, and for the weights if the rank lacks them."""
 
 
 @dataclass(frozen=True)
 class DropVAE:
-    """Client -> rank: free the parts of VAEs, between pictures. All ranks, or none: see VAEBegun.held."""
+    """Client -> rank: free the parts of VAEs, between pictures. Sent to all ranks or none."""
 
     keep: str = ""
-    """A part that stays. Empty: none."""
+    """The part that stays. Empty: neither."""
 
 
 @dataclass(frozen=True)
 class RunVAE:
-    """Client -> rank: the rank's band of a piece."""
+    """Client -> rank: run the rank's band of a piece. Answered by VAEOutput."""
 
     part: str
     band: torch.Tensor
-    """[B, C, (frames,) rows, columns] of the input, the rank's own."""
+    """[B, C, (frames,) rows, columns]: the rank's band of the input."""
     sizes: tuple[int, ...]
-    """Each rank's rows of the input, or columns. Empty: no bands, but entries that have nothing to do with each other."""
+    """Each rank's number of input rows, or columns. Empty: `band` has independent batch entries (tiles) instead."""
     columns: bool
-    """The picture is cut along its columns."""
+    """Bands are columns instead of rows."""
     first: bool
-    """The first piece of its video: earlier ones have nothing to do with it."""
+    """The first piece: no state of earlier pieces is used."""
     output: torch.Tensor | None
-    """[B, C, (frames,) rows, columns], in shared memory: all of the output, to write into. None: it is sent."""
+    """[B, C, (frames,) rows, columns] in shared memory, for the whole output. None: the rank sends its band."""
     frame: int
-    """Where the piece begins in `output`."""
+    """First frame of the piece in `output`."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,13 @@ class VAEOutput:
 
     rank: int
     band: torch.Tensor | None
-    """[B, C, (frames,) rows, columns]. None: it is where RunVAE.output says."""
+    """[B, C, (frames,) rows, columns]. None: the rank has written it into RunVAE.output."""
     bytes_sent: dict[str, int]
-    """Payload that left this rank for others, by mesh axis, since the piece before."""
+    """Payload that the rank sent to others for this piece, by mesh axis."""
 
 
 @dataclass(frozen=True)
 class EndVAE:
-    """Client -> rank: no piece follows. What is kept between pieces is dropped."""
+    """Client -> rank: no piece follows. State between pieces is dropped."""
 
     part: str

@@ -16,7 +16,7 @@ def _tensors(generator, batch):
 
 def _reference(model, x, timestep, tensors):
     """Our own class in one piece: diffusers has none. That it is ComfyUI's, tests/comfyui knows."""
-    return model(x, timestep, tensors["context"], embedded={"camera": tensors["camera"]})[0]
+    return model(x, timestep, tensors["context"], patch_inputs={"camera": tensors["camera"]})[0]
 
 
 def _conditioning(generator):

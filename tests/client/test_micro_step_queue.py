@@ -51,7 +51,7 @@ def test_entries_of_an_exact_call_fill_a_pipeline_in_order_a_window_at_a_time():
         assert complete == (index == 4)
         assert [seq for _, seq, _ in queue.sent] == list(range(1, min(6, 5 + index)))
     assert not queue.steps.busy
-    assert assembly.value[:, 0, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert assembly.tokens()[:, 0, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_of_a_call_that_cannot_be_sent_nothing_is_left():
@@ -102,7 +102,7 @@ def test_parts_of_sequence_ranks_are_put_side_by_side():
     assert not queue.answer(1, 1, 1, 2.0)[1]
     assembly, complete, _ = queue.answer(1, 0, 1, 1.0)
     assert complete
-    assert assembly.value[0, :, 0].tolist() == [1.0] * 3 + [2.0] * 3
+    assert assembly.tokens()[0, :, 0].tolist() == [1.0] * 3 + [2.0] * 3
 
 
 def test_what_nobody_waits_for_is_refused():

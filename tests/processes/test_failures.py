@@ -190,7 +190,7 @@ def test_no_rank_outlives_a_killed_parent(flux_file, model, tmp_path):
         "    pool.ready.result()\n"
         f"    if {model == 'loaded'}:\n"
         "        from parallel_backend.checkpoints.checkpoint import open_checkpoint\n"
-        "        from parallel_backend.client.remote_transformer import RemoteTransformer\n"
+        "        from testing.models import on_ranks\n"
         "        from parallel_backend.core.degrees import Degrees\n"
         "        from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands\n"
         "        from testing import tiny\n"

@@ -400,7 +400,7 @@ def test_a_request_that_reaches_some_ranks_alone_ends_the_pool_at_once(pipe_pool
     pool, ranks = pipe_pool
     failures, frame = [], type(ranks.channels[1].connection).send_bytes
     place = ModelRanks(pool)
-    place.listen(lambda output: None, lambda loading: None, failures.append)
+    place.listen(lambda output: None, failures.append)
 
     def send_bytes(connection, content):
         if connection is ranks.channels[1].connection:
@@ -436,7 +436,7 @@ def test_a_rank_that_takes_nothing_does_not_hold_the_pool(pipe_pool):
             pass
 
     place = ModelRanks(pool)
-    place.listen(on_output, lambda loading: None, errors.append)
+    place.listen(on_output, errors.append)
     ranks.alive[1] = False
     future = pool.ask(m.Unload(), m.Unloaded)
     with lock:
@@ -467,7 +467,7 @@ def test_who_waits_is_let_go_though_the_ranks_cannot_be_killed(pipe_pool, monkey
     pool, ranks = pipe_pool
     future, failures = pool.ask(m.Unload(), m.Unloaded), []
     place = ModelRanks(pool)
-    place.listen(lambda output: None, lambda loading: None, failures.append)
+    place.listen(lambda output: None, failures.append)
 
     def refuse() -> None:
         raise PermissionError("not allowed")

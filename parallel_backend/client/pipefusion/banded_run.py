@@ -34,8 +34,8 @@ def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching, text: int =
     size, patch, grid = shape[patching.band_dim], patching.band_size, patching.grid(shape)
     rows = grid[patching.band_dim]
     row = patching.row_tokens(grid) + references / rows
-    bands = split_carrying(Span(0, rows), min(bands, rows), text / row)
-    return tuple(Span(band.start * patch, min(band.stop * patch, size)) for band in bands)
+    token_rows = split_carrying(Span(0, rows), min(bands, rows), text / row)
+    return tuple(Span(band.start * patch, min(band.stop * patch, size)) for band in token_rows)
 
 
 def exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:
@@ -55,6 +55,15 @@ class _Request:
     latents: Latents  # the call's, on the CPU
     timestep: torch.Tensor  # the call's, float32 on the CPU
     future: Future = field(default_factory=Future)
+
+
+@dataclass(frozen=True, eq=False)
+class _DueStep:
+    """A micro-step of the newest call that is not posted yet."""
+
+    step: MicroStep
+    first: _Request  # the first band's in that call
+    computed: Computed | None  # takes the call's output for the step cache, if there is one
 
 
 class BandedRun:
@@ -102,10 +111,8 @@ class BandedRun:
         self._waiting: dict[tuple[int, int], _Request] = {}  # by (call, band): not posted yet
         self._open: list[_Request] = []  # not answered yet, posted or not
         self._begun = 0  # calls of which it is decided how they run
-        self._due: deque[MicroStep] = deque()  # of the newest of them: not posted yet
-        self._first: _Request | None = None  # the first band's in that call
+        self._due: deque[_DueStep] = deque()  # of the newest of them
         self.cache = cache
-        self._entry: Computed | Forecast | None = None  # what the cache says to that call
         self._forecasts: dict[int, tuple[torch.Tensor, Forecast]] = {}  # by call: its timestep, and what answers it
         # Conditionings with keys in the buffers -> number of the timestep of their last call.
         self._known: dict[int, int] = {}
@@ -164,7 +171,7 @@ class BandedRun:
                 with self._answering:
                     unanswered = list(self._open)
                 for request in unanswered:
-                    self._settle(request, error, None)
+                    self._settle(request, error)
 
     def _post_what_can_go(self) -> None:
         """Post micro-steps in their order, as far as the bands have asked for them."""
@@ -176,22 +183,22 @@ class BandedRun:
                 if not self._begin_call():
                     return
                 continue
-            step = self._due[0]
-            keys = [(step.call, band) for band in step.covers(len(self.rows))]
+            due = self._due[0]
+            keys = [(due.step.call, band) for band in due.step.covers(len(self.rows))]
             missing = {band for call, band in keys if (call, band) not in self._waiting}
             if missing:
                 if missing & self._finished:
                     self.abort(NotLocal("the bands did not make the same number of model calls"))
                 return
             requests = [self._waiting.pop(key) for key in keys]
-            if any(not torch.equal(request.timestep, self._first.timestep) for request in requests):
+            if any(not torch.equal(request.timestep, due.first.timestep) for request in requests):
                 self.abort(NotLocal("the bands are at different timesteps"))
                 return
             self._due.popleft()
-            if step.band is None:
-                self._post_exact(requests, self._conditioning(requests[0]))
+            if due.step.band is None:
+                self._post_exact(due, requests, self._conditioning(requests[0]))
             else:
-                self._post_band(step, requests[0], self._conditioning(requests[0]))
+                self._post_band(due, requests[0], self._conditioning(requests[0]))
 
     def _begin_call(self) -> bool:
         """Decide by the first band's request whether the next call is exact, banded or forecast. False: it has not asked."""
@@ -202,7 +209,6 @@ class BandedRun:
                 self.abort(NotLocal("the bands did not make the same number of model calls"))
             return False
         self._begun += 1
-        self._first = request
         conditioning = self._conditioning(request)
         time = float(request.timestep.max())
         if time != self._time:
@@ -210,13 +216,12 @@ class BandedRun:
         rested = self._times - self._known.get(conditioning.id, -1) > 1  # also if it was never called
         self._known[conditioning.id] = self._times
         exact = request.exact or (self.warm_up and rested)
-        if self.cache is not None:
-            allowed = request.call.may_forecast and not exact
-            self._entry = self.cache.call(conditioning.id, time, allowed)
-        if isinstance(self._entry, Forecast):
-            self._forecasts[call] = (request.timestep, self._entry)
+        allowed = request.call.may_forecast and not exact
+        entry = None if self.cache is None else self.cache.call(conditioning.id, time, allowed)
+        if isinstance(entry, Forecast):
+            self._forecasts[call] = (request.timestep, entry)
         else:
-            self._due.extend(call_steps(call, exact, len(self.rows)))
+            self._due.extend(_DueStep(step, request, entry) for step in call_steps(call, exact, len(self.rows)))
         return True
 
     def _conditioning(self, request: _Request) -> Conditioning:
@@ -229,11 +234,11 @@ class BandedRun:
             if not torch.equal(request.timestep, timestep):
                 self.abort(NotLocal("the bands are at different timesteps"))
                 return
-            self._settle(request, None, forecast.output(band))
+            self._settle(request, forecast.output(band))
         for call in [call for call in self._forecasts if call < min(self._calls)]:  # every band has asked
             del self._forecasts[call]
 
-    def _post_exact(self, requests: list[_Request], conditioning: Conditioning) -> None:
+    def _post_exact(self, due: _DueStep, requests: list[_Request], conditioning: Conditioning) -> None:
         latents = self.patching.join([request.latents for request in requests])
         parts = list(zip(requests, self.rows, strict=True))
         residuals = _side_by_side([request.call.residuals for request in requests])
@@ -247,15 +252,15 @@ class BandedRun:
             overlap=self.overlap,
             residuals=residuals,
         )
-        self._post(call, latents, parts)
+        self._post(call, latents, parts, due.computed)
         self.exact_calls += 1
 
-    def _post_band(self, step: MicroStep, request: _Request, conditioning: Conditioning) -> None:
+    def _post_band(self, due: _DueStep, request: _Request, conditioning: Conditioning) -> None:
         patch, rows = self.patching.band_size, self.rows[request.band]
         x, *companion = request.latents
         if padding := -len(rows) % patch:
             # An odd height is padded circularly, as ComfyUI does: the last row's neighbour is the picture's first one.
-            top = self.patching.rows(self._first.latents[0], Span(0, padding))
+            top = self.patching.rows(due.first.latents[0], Span(0, padding))
             x = torch.cat((x, top), dim=self.patching.band_dim)
         latents = (x, *companion)
         call = PostedCall(
@@ -263,43 +268,47 @@ class BandedRun:
             request.timestep,
             conditioning,
             conditioning.token_order.of_rows(Span(rows.start // patch, -(-rows.stop // patch))),
-            with_text=step.with_text,
+            with_text=due.step.with_text,
             run=self.run,
             stale=self.model.degrees.displaced,
             overlap=self.overlap,
             residuals=request.call.residuals,
         )
-        self._post(call, latents, [(request, Span(0, len(rows)))])
-        self.banded_calls += step.with_text
+        self._post(call, latents, [(request, Span(0, len(rows)))], due.computed)
+        self.banded_calls += due.step.with_text
 
-    def _post(self, call: PostedCall, latents: Latents, requests: list[tuple[_Request, Span]]) -> None:
+    def _post(
+        self, call: PostedCall, latents: Latents, requests: list[tuple[_Request, Span]], computed: Computed | None
+    ) -> None:
         """Post the call, whose latents are `latents`, and give each request its rows of the answer; the first request gets
         the companion too."""
-        patching, entry = self.patching, self._entry
 
         def share(done: Future) -> None:
-            error = done.exception()
-            whole = None if error else patching.unpack_all(done.result(), [tuple(latent.shape) for latent in latents])
+            if (error := done.exception()) is not None:
+                for request, _ in requests:
+                    self._settle(request, error)
+                return
+            whole = self.patching.unpack_all(done.result(), [tuple(latent.shape) for latent in latents])
             for request, rows in requests:
-                value = None if error else patching.band(whole, rows)
-                if entry is not None and value is not None:
-                    entry.outputs[request.band] = value
-                self._settle(request, error, value)
+                outputs = self.patching.band(whole, rows)
+                if computed is not None:
+                    computed.outputs[request.band] = outputs
+                self._settle(request, outputs)
 
         call.future.add_done_callback(share)
         self.model.post(call)
 
-    def _settle(self, request: _Request, error: BaseException | None, value: Latents | None) -> None:
+    def _settle(self, request: _Request, answer: Latents | BaseException) -> None:
         with self._answering:
             still_open = [other for other in self._open if other is not request]
             if len(still_open) == len(self._open):  # aborted: the output came too late
                 return
             self._open = still_open
-        if error is not None:
-            request.future.set_exception(error)
+        if isinstance(answer, BaseException):
+            request.future.set_exception(answer)
         else:
             device = latents_of(request.call.x)[0].device
-            request.future.set_result(like(request.call.x, tuple(part.to(device, non_blocking=True) for part in value)))
+            request.future.set_result(like(request.call.x, tuple(part.to(device, non_blocking=True) for part in answer)))
 
 
 def _side_by_side(bands: list[Residuals]) -> Residuals:

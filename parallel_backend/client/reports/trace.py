@@ -14,9 +14,8 @@ from parallel_backend.processes.pool import Poll
 from parallel_backend.wire.diagnosis import Timeline
 from parallel_backend.wire.timeline_kinds import FETCH, TRANSFER, WAIT, WORK
 
-SPAN = np.dtype(
-    [("start", "f8"), ("stop", "f8"), ("kind", "i8"), ("step", "i8"), ("first", "i8"), ("last", "i8"), ("exact", "i8")]
-)
+LABELS = ("kind", "step", "first", "last", "exact")
+SPAN = np.dtype([("start", "f8"), ("stop", "f8"), *((name, "i8") for name in LABELS)])
 """A span: start and stop in seconds, kind and StepLabel (timeline_kinds.py). `step` 0: outside of micro-steps."""
 
 MICROSECONDS = 1e6
@@ -26,7 +25,7 @@ def to_spans(timeline: Timeline, zero: float) -> np.ndarray:
     """SPAN [n], by start. Times are seconds after `zero`."""
     spans = np.empty(len(timeline.times), SPAN)
     spans["start"], spans["stop"] = (timeline.times.numpy() - zero).T
-    for name, column in zip(SPAN.names[2:], timeline.labels.numpy().T, strict=True):
+    for name, column in zip(LABELS, timeline.labels.numpy().T, strict=True):
         spans[name] = column
     return spans[np.argsort(spans["start"], kind="stable")]
 

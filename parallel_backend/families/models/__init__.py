@@ -1,1 +1,2 @@
-"""Transformers of ours, where diffusers has none or lacks what the files need. A family names its class's module."""
+"""Transformer classes for families whose files diffusers' classes do not fit: a class for each, or a subclass of
+diffusers'."""
