@@ -18,15 +18,14 @@ from parallel_backend.core.spans import Span
 from .base import Part, PartModule, Piece, VAEClass, Weights, whole
 from .layout import weights_by_levels
 from .ldm import (
+    IMAGE,
     CarriedConv3d,
     ChunkedDecoder,
     ChunkedEncoder,
     Conv,
+    Kind,
     Level,
-    Middle,
-    Norm,
     RMSNorm,
-    conv2d,
     conv3d,
     group_norm,
     is_first,
@@ -34,18 +33,8 @@ from .ldm import (
 )
 from .rearrange import channels_to_space, space_to_channels
 
-
-@dataclass(frozen=True)
-class Kind:
-    """The layers that one of the three autoencoders is made of."""
-
-    conv: Conv
-    attention_conv: Conv
-    norm: Norm
-
-
 KINDS = {
-    "image": Kind(conv2d, conv2d, group_norm),
+    "image": IMAGE,
     "refiner": Kind(conv3d, conv3d, group_norm),
     "video": Kind(CarriedConv3d, conv3d, RMSNorm),
 }
@@ -70,15 +59,15 @@ class Config:
     chunked: bool
     """A video runs through in chunks: see ChunkedEncoder and ChunkedDecoder."""
 
-    def levels(self, name: str, resize: "type[ShuffleDown | ShuffleUp]") -> tuple[nn.ModuleList, int]:
+    def levels(self, name: str, resize: "type[ShuffleDown | ShuffleUp]") -> tuple[list[Level], int]:
         """The levels, which end in a module `name` of class `resize` to the next one, and the channels of their output."""
-        kind, levels, before = KINDS[self.kind], nn.ModuleList(), self.widths[0]
+        kind, levels, before = KINDS[self.kind], [], self.widths[0]
         for index, width in enumerate(self.widths):
             following, to_next = width, {}
             if index < len(self.factors):
                 following = self.widths[min(index + 1, len(self.widths) - 1)]
                 to_next[name] = resize(width, following, self.factors[index], kind.conv)
-            levels.append(Level(before, width, self.layers, kind.conv, kind.norm, **to_next))
+            levels.append(Level(before, width, self.layers, kind, **to_next))
             before = following
         return levels, before
 
@@ -143,13 +132,10 @@ class Encoder(ChunkedEncoder):
     """[B, 3, (frames,) H, W] -> the latent's means [B, z, (latent frames,) h, w]."""
 
     def __init__(self, config: Config):
-        super().__init__(config.chunked, config.z, math.prod(factor[-1] for factor in config.factors))
-        kind = KINDS[config.kind]
+        levels, last = config.levels("downsample", ShuffleDown)
+        channels, scale = (config.channels, config.widths[0], last, config.z), math.prod(step[-1] for step in config.factors)
+        super().__init__(KINDS[config.kind], channels, levels, config.chunked, scale)
         self.refines, self.time = config.kind == "refiner", math.prod(factor[0] for factor in config.factors)
-        self.conv_in = kind.conv(config.channels, config.widths[0])
-        self.down, width = config.levels("downsample", ShuffleDown)
-        self.mid = Middle(width, kind.conv, kind.attention_conv, kind.norm)
-        self.norm_out, self.conv_out = kind.norm(width), kind.conv(width, 2 * config.z)
 
     def shrink(self, x: torch.Tensor) -> torch.Tensor:
         if self.refines and x.shape[2] == 1:
@@ -166,13 +152,10 @@ class Decoder(ChunkedDecoder):
     """[B, z, (latent frames,) h, w] -> [B, 3, (frames,) H, W]."""
 
     def __init__(self, config: Config):
-        super().__init__(config.chunked)
-        kind, first = KINDS[config.kind], config.widths[0]
-        self.kind, self.repeats = config.kind, first // config.z
-        self.conv_in = kind.conv(config.z, first)
-        self.mid = Middle(first, kind.conv, kind.attention_conv, kind.norm)
-        self.up, width = config.levels("upsample", ShuffleUp)
-        self.norm_out, self.conv_out = kind.norm(width), kind.conv(width, config.channels)
+        levels, last = config.levels("upsample", ShuffleUp)
+        channels = config.z, config.widths[0], last, config.channels
+        super().__init__(KINDS[config.kind], channels, levels, config.chunked)
+        self.kind, self.repeats = config.kind, config.widths[0] // config.z
 
     def middle(self, z: torch.Tensor) -> torch.Tensor:
         return self.mid(self.conv_in(z) + z.repeat_interleave(self.repeats, dim=1))

@@ -7,7 +7,8 @@ in chunks has another result than the whole video.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,15 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(32, channels, eps=1e-6)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """The layers that an autoencoder is made of."""
+
+    conv: Conv
+    attention_conv: Conv
+    norm: Norm
+
+
 class CarriedConv3d(Streaming):
     """A causal convolution over chunks of frames. Before the video and beyond its edges it sees the outermost ones again."""
 
@@ -66,6 +76,9 @@ def is_first(conv: nn.Module) -> bool:
     return not isinstance(conv, CarriedConv3d) or conv.carried is None
 
 
+IMAGE, VIDEO = Kind(conv2d, conv2d, group_norm), Kind(CarriedConv3d, conv3d, group_norm)
+
+
 class RMSNorm(nn.Module):
     """Over the channels of [B, C, T, H, W]."""
 
@@ -78,11 +91,11 @@ class RMSNorm(nn.Module):
 
 
 class Resnet(nn.Module):
-    def __init__(self, inputs: int, outputs: int, conv: Conv, norm: Norm):
+    def __init__(self, inputs: int, outputs: int, kind: Kind):
         super().__init__()
-        self.norm1, self.conv1 = norm(inputs), conv(inputs, outputs)
-        self.norm2, self.conv2 = norm(outputs), conv(outputs, outputs)
-        self.nin_shortcut: nn.Module = conv(inputs, outputs, kernel=1) if inputs != outputs else nn.Identity()
+        self.norm1, self.conv1 = kind.norm(inputs), kind.conv(inputs, outputs)
+        self.norm2, self.conv2 = kind.norm(outputs), kind.conv(outputs, outputs)
+        self.nin_shortcut = kind.conv(inputs, outputs, kernel=1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.conv1(F.silu(self.norm1(x)))
@@ -93,10 +106,10 @@ class Resnet(nn.Module):
 class Attention(nn.Module):
     """One head over all pixels of all frames."""
 
-    def __init__(self, channels: int, conv: Conv, norm: Norm):
+    def __init__(self, channels: int, kind: Kind):
         super().__init__()
-        self.norm = norm(channels)
-        self.q, self.k, self.v, self.proj_out = (conv(channels, channels, kernel=1) for _ in range(4))
+        self.norm = kind.norm(channels)
+        self.q, self.k, self.v, self.proj_out = (kind.attention_conv(channels, channels, kernel=1) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, C, ...] -> the same shape. On bands, k and v return the pixels of all ranks (VAEClass.gathered)."""
@@ -107,10 +120,10 @@ class Attention(nn.Module):
 
 
 class Middle(nn.Module):
-    def __init__(self, channels: int, conv: Conv, attention_conv: Conv, norm: Norm):
+    def __init__(self, channels: int, kind: Kind):
         super().__init__()
-        self.block_1, self.block_2 = (Resnet(channels, channels, conv, norm) for _ in range(2))
-        self.attn_1 = Attention(channels, attention_conv, norm)
+        self.block_1, self.block_2 = (Resnet(channels, channels, kind) for _ in range(2))
+        self.attn_1 = Attention(channels, kind)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.block_2(self.attn_1(self.block_1(x)))
@@ -119,9 +132,9 @@ class Middle(nn.Module):
 class Level(nn.Module):
     """`layers` blocks of one resolution, then the `resize` modules, `downsample` or `upsample`, to the next level."""
 
-    def __init__(self, inputs: int, outputs: int, layers: int, conv: Conv, norm: Norm, **resize: nn.Module):
+    def __init__(self, inputs: int, outputs: int, layers: int, kind: Kind, **resize: nn.Module):
         super().__init__()
-        self.block = nn.ModuleList(Resnet(inputs if i == 0 else outputs, outputs, conv, norm) for i in range(layers))
+        self.block = nn.ModuleList(Resnet(inputs if i == 0 else outputs, outputs, kind) for i in range(layers))
         self.names = tuple(resize)
         for name, module in resize.items():
             self.add_module(name, module)
@@ -172,12 +185,13 @@ class ChunkedEncoder(PartModule):
     Its levels see a chunk at a time (`chunked`), or the whole video at the end. The middle sees all frames.
     """
 
-    conv_in: nn.Module
-    down: nn.ModuleList
-
-    def __init__(self, chunked: bool, z: int, scale: int):
+    def __init__(self, kind: Kind, channels: Sequence[int], levels: Iterable[nn.Module], chunked: bool, scale: int):
+        """`channels`: of the pixels, behind the first convolution, behind the levels, and of the latent."""
         super().__init__()
-        self.chunked, self.z, self.scale = chunked, z, scale
+        pixels, first, last, self.z = channels
+        self.chunked, self.scale = chunked, scale
+        self.conv_in, self.down = kind.conv(pixels, first), nn.ModuleList(levels)
+        self.mid, self.norm_out, self.conv_out = Middle(last, kind), kind.norm(last), kind.conv(last, 2 * self.z)
         self._kept: list[torch.Tensor] = []
 
     def shrink(self, x: torch.Tensor) -> torch.Tensor:
@@ -214,13 +228,13 @@ class ChunkedEncoder(PartModule):
 class ChunkedDecoder(FrameByFrame):
     """A decoder whose middle sees all frames of the latent, and whose levels see two at a time if it is `chunked`."""
 
-    up: nn.ModuleList
-    norm_out: nn.Module
-    conv_out: nn.Module
-
-    def __init__(self, chunked: bool):
+    def __init__(self, kind: Kind, channels: Sequence[int], levels: Iterable[nn.Module], chunked: bool):
+        """`channels`: of the latent, behind the first convolution, behind the levels, and of the pixels."""
         super().__init__()
+        z, first, last, pixels = channels
         self.chunked = chunked
+        self.conv_in, self.mid, self.up = kind.conv(z, first), Middle(first, kind), nn.ModuleList(levels)
+        self.norm_out, self.conv_out = kind.norm(last), kind.conv(last, pixels)
 
     def middle(self, z: torch.Tensor) -> torch.Tensor:
         """The latent -> input of the first level."""
@@ -249,17 +263,13 @@ class Encoder(ChunkedEncoder):
     def __init__(
         self, channels: int, widths: Sequence[int], layers: int, times: Sequence[int], z: int, chunked: bool, quant: bool
     ):
-        super().__init__(chunked, z, 2 ** (len(widths) - 1))
-        conv, plain = (CarriedConv3d, conv3d) if math.prod(times) else (conv2d, conv2d)
-        self.conv_in = conv(channels, widths[0])
-        self.down, before = nn.ModuleList(), widths[0]
+        kind, levels, before = VIDEO if math.prod(times) else IMAGE, [], widths[0]
         for index, width in enumerate(widths):
             resize = {"downsample": Down(width, times[index])} if index < len(widths) - 1 else {}
-            self.down.append(Level(before, width, layers, conv, group_norm, **resize))
+            levels.append(Level(before, width, layers, kind, **resize))
             before = width
-        self.mid = Middle(before, conv, plain, group_norm)
-        self.norm_out, self.conv_out = group_norm(before), conv(before, 2 * z)
-        self.quant_conv = plain(2 * z, 2 * z, kernel=1) if quant else nn.Identity()
+        super().__init__(kind, (channels, widths[0], before, z), levels, chunked, 2 ** (len(widths) - 1))
+        self.quant_conv = kind.attention_conv(2 * z, 2 * z, kernel=1) if quant else nn.Identity()
 
     def finish(self, h: torch.Tensor) -> torch.Tensor:
         h = self.conv_out(F.silu(self.norm_out(self.mid(h))))
@@ -275,19 +285,13 @@ class Decoder(ChunkedDecoder):
     def __init__(
         self, channels: int, widths: Sequence[int], layers: int, times: Sequence[int], z: int, chunked: bool, quant: bool
     ):
-        super().__init__(chunked)
-        conv, plain = (CarriedConv3d, conv3d) if math.prod(times) else (conv2d, conv2d)
-        before = widths[-1]
-        self.post_quant_conv = plain(z, z, kernel=1) if quant else nn.Identity()
-        self.conv_in = conv(z, before)
-        self.mid = Middle(before, conv, plain, group_norm)
-        levels = []
+        kind, levels, before = VIDEO if math.prod(times) else IMAGE, [], widths[-1]
         for index, width in reversed(list(enumerate(widths))):
             resize = {"upsample": Up(width, times[index - 1])} if index else {}
-            levels.append(Level(before, width, layers, conv, group_norm, **resize))
+            levels.append(Level(before, width, layers, kind, **resize))
             before = width
-        self.up = nn.ModuleList(reversed(levels))
-        self.norm_out, self.conv_out = group_norm(before), conv(before, channels)
+        super().__init__(kind, (z, widths[-1], before, channels), reversed(levels), chunked)
+        self.post_quant_conv = kind.attention_conv(z, z, kernel=1) if quant else nn.Identity()
 
     def middle(self, z: torch.Tensor) -> torch.Tensor:
         return self.mid(self.conv_in(self.post_quant_conv(z)))

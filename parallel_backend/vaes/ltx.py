@@ -21,14 +21,9 @@ from .rearrange import channels_to_space, space_to_channels
 from .streams import FrameByFrame, Late, StreamedConv3d, Streaming, forget, in_turn, pieces, through
 
 FRAMES_PER_LATENT = 8
-DOWN_STRIDES = {
-    "compress_time": (2, 1, 1),
-    "compress_space": (1, 2, 2),
-    "compress_all": (2, 2, 2),
-    "compress_all_x_y": (2, 2, 2),
-}
-DOWN_SHUFFLES = {"compress_time_res": (2, 1, 1), "compress_space_res": (1, 2, 2), "compress_all_res": (2, 2, 2)}
 UP_SHUFFLES = {"compress_time": (2, 1, 1), "compress_space": (1, 2, 2), "compress_all": (2, 2, 2)}
+DOWN_SHUFFLES = {f"{name}_res": factors for name, factors in UP_SHUFFLES.items()}
+DOWN_STRIDES = UP_SHUFFLES | {"compress_all_x_y": (2, 2, 2)}
 
 
 def blocks_of(config: Mapping[str, Any], part: Part) -> list[tuple[str, dict[str, Any]]]:

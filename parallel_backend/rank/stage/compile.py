@@ -11,7 +11,6 @@ independent operations, and ranks with different shapes would then wait in diffe
 """
 
 import functools
-import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -181,7 +180,7 @@ class Compiler:
                 traced.modules[name] = module
                 module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
                 module.__class__ = _outside(type(module))
-        block.forward = CompiledForward(block.forward, traced, self._backend)
+        block.forward = _compiled(block.forward, traced, self._backend)
 
     def _width(self, name: str, module: nn.Module) -> int | None:
         """Output features of the model's module `name`. None: as many as of the input."""
@@ -215,17 +214,16 @@ class Compiler:
         return graph.forward
 
 
-class CompiledForward:
-    """Replaces a block's `forward`."""
+def _compiled(forward: Callable[..., Any], traced: TracedModules, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of a block, compiled. Its operations find the block's modules in `traced`."""
+    compiled = torch.compile(forward, backend=backend, dynamic=False)
 
-    def __init__(self, forward: Callable[..., Any], traced: TracedModules, backend: Callable[..., Any]):
-        self._traced = traced
-        self._compiled = torch.compile(forward, backend=backend, dynamic=False)
-        self.__signature__ = inspect.signature(forward)
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        token = _traced.set(self._traced)
+    @functools.wraps(forward)  # diffusers passes on the arguments that it finds in the signature
+    def run(*arguments: Any, **named: Any) -> Any:
+        token = _traced.set(traced)
         try:
-            return self._compiled(*arguments, **named)
+            return compiled(*arguments, **named)
         finally:
             _traced.reset(token)
+
+    return run
