@@ -53,7 +53,7 @@ class HeaderConfig:
     """
 
     values: Mapping[str, Callable[[Config], tuple[Any, ...]]]
-    """Entry -> the values that this family computes with, lists as tuples. Every entry that ComfyUI's class reads, except
+    """Entry -> the values that this family computes with, lists as tuples. All that ComfyUI's class reads, except
     `FileLayout.settings`."""
 
     others: bool
@@ -95,8 +95,8 @@ class FileLayout:
     """How checkpoints of the family are recognised and read. Used by checkpoints/.
 
     Single files have the original key layout, that of ComfyUI's model class. Folders have diffusers'. Methods give the usual
-    answer: a family with another answer overrides the method in a subclass in its file. The same holds for Sizes, Inputs,
-    Forward and BlockList.
+    answer: a family with another answer overrides the method in a subclass in its file. So do Sizes, Inputs, Forward and
+    BlockList.
     """
 
     detect: Callable[[Shapes], bool]
@@ -113,8 +113,7 @@ class FileLayout:
     """Endings of keys that some files use -> the usual ones."""
 
     ignored: tuple[str, ...] = ()
-    """Keys (regular expressions) that a file may have although the class does not use them. Other unused keys are
-    refused."""
+    """Keys (regular expressions) that a file may have although the class does not use them. Others are refused."""
 
     settings: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
     """Entries of the configuration that are no arguments of the class's constructor -> their value where neither a single
@@ -127,8 +126,7 @@ class FileLayout:
     """How diffusers folders are recognised and read."""
 
     max_settings: Mapping[str, int] = field(default_factory=dict)
-    """Settings whose value sizes a table in the constructor -> largest value that is accepted. Others have a common
-    limit."""
+    """Settings whose value sizes a table in the constructor -> largest accepted value. Others have a common limit."""
 
     def takes_header(self, header: Mapping[str, Any]) -> bool:
         """Whether a single file with this header is of the family."""
@@ -227,8 +225,7 @@ class Inputs:
 
     def padded(self, tokens: int) -> int:
         """Number of tokens of a text or image -> the same with the class's padding tokens. The image's padding follows the
-        image. It counts as the beginning of the text, so that it runs with the first band; layers over the image see it
-        too."""
+        image. It counts as the beginning of the text, so it runs with the first band; layers over the image see it too."""
         return tokens
 
     def text_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -290,8 +287,8 @@ class Forward:
 
     whole_latent: bool = False
     """The forward takes a latent, not tokens. It gets a whole latent that is zero outside of the rank's tokens, and the
-    blocks' arguments are cut down to those tokens. Token tensors are then whole on every rank of the first stage, at every
-    micro-step."""
+    blocks' arguments are cut down to those tokens. At every micro-step, token tensors are whole on every rank of the first
+    stage."""
 
     time_embed: TimeEmbed | None = None
     """None: the class does not round the timestep."""
@@ -319,8 +316,7 @@ class Forward:
 
     def float32(self, config: Config) -> tuple[str, ...]:
         """Modules and parameters that stay float32 in every compute dtype, as in ComfyUI's class, or since the forward
-        computes with them in float32. Names: see `name_pattern`; a name that begins with a dot is an ending of parameters'
-        names."""
+        computes with them in float32. Names: see `name_pattern`; those with a dot in front are endings of parameters."""
         return ()
 
 
@@ -354,8 +350,7 @@ class Family:
     """How latents become tokens."""
 
     half_dtypes: Callable[[Config], tuple[str, ...]] = lambda _config: ("bf16",)
-    """Entries of core.dtypes.HALVES in which the model can be computed, the best first, as in ComfyUI's
-    supported_inference_dtypes."""
+    """Compute dtypes among core.dtypes.HALVES, the best first, as in ComfyUI's supported_inference_dtypes."""
 
     text_model: TextModel | None = None
     """Layers that a prompt's text passes before the ranks get it."""
@@ -414,8 +409,7 @@ class Family:
         return self.inputs.padded(math.prod(grid)) - math.prod(grid)
 
     def text_tokens(self, grid: tuple[int, ...], companion_tokens: int, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Tokens of a call that are not the image's: its padding, `companion_tokens` and the text. All run with the first
-        band."""
+        """Tokens of a call that are not the image's: its padding, `companion_tokens`, text. All run with the first band."""
         return self.image_padding(grid) + companion_tokens + self.inputs.text_tokens(tensors)
 
     def example(self, config: Config, prompt: int) -> dict[str, torch.Tensor]:
