@@ -22,8 +22,7 @@ from .parts.key_map import KeyMap
 
 BLOCKS = "transformer_blocks"
 HEADS_OF_2B = 30
-"""Attention heads of 2b, the only model whose positions are added instead of rotary. Nothing else in the weights shows
-that."""
+"""Attention heads of 2b, the only model whose positions are added instead of rotary. Its other weights do not show it."""
 TRAINED = {"sample_height": 60, "sample_width": 90, "max_text_seq_length": 226}
 """Latent rows, latent columns and text tokens of the 1.0 models' training, to which their positions are scaled."""
 VIDEO_SIZE, MAX_VIDEO = ("sample_height", "sample_width", "sample_frames"), 1 << 23
@@ -116,7 +115,7 @@ def _arguments(step: StepInputs, config: Config) -> dict[str, Any]:
 
 
 def _sides(grid: tuple[int, ...], config: Config) -> list[torch.Tensor]:
-    """Positions along frames, rows, columns. In 1.0 a video is scaled, in its proportions, to fit the middle of TRAINED's
+    """Positions along frames, rows, columns. In 1.0 a video is scaled, in its proportions, into the middle of TRAINED's
     grid.
 
     From diffusers' pipeline_cogvideox.py: get_resize_crop_region_for_grid, and get_3d_rotary_pos_embed's grid types.

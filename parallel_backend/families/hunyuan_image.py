@@ -1,8 +1,8 @@
 """HunyuanImage 2.1: double blocks, then single ones, on latents of 1/32 of the picture's sides.
 
 Joint sequence [image, text]. The text is ByT5's tokens of quoted words, if there are any, and the prompt, whose refiner
-takes the whole prompt. Key layouts: ComfyUI's, Tencent's, and diffusers' HunyuanImageTransformer2DModel, whose forward is
-ours.
+takes the whole prompt. Key layouts: ComfyUI's, Tencent's, and diffusers' HunyuanImageTransformer2DModel. The forward is
+models/hunyuan.py.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
 Joint sequence [image, text]. The text is CLIP's tokens of the picture and ByT5's of quoted words, if there are any, and the
 prompt, whose refiner takes the whole prompt. Key layouts: ComfyUI's, Tencent's, and diffusers'
-HunyuanVideo15Transformer3DModel, whose forward is ours.
+HunyuanVideo15Transformer3DModel. The forward is models/hunyuan.py.
 """
 
 from dataclasses import replace

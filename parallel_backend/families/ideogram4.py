@@ -23,8 +23,7 @@ _QKV = ("attention.to_q", "attention.to_k", "attention.to_v")
 _NORMS = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2", "attention.norm_q", "attention.norm_k")
 _FEED_FORWARD = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 SECTIONS = (24, 20, 20)
-"""Pairs of channels of a head, of 128 in all, that frames (always 0), rows and columns rotate. The weights do not show
-them."""
+"""Pairs of channels of a head of 128 that frames (always 0), rows and columns rotate. The weights do not show them."""
 
 
 def _configure(shapes: Shapes) -> Config:

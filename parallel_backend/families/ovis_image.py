@@ -1,8 +1,8 @@
 """Ovis-Image: Flux.1's blocks with SwiGLU feed-forwards, without pooled text and guidance, joint sequence [text, image].
 
 Words lie on a diagonal of rows and columns, which also count the picture's. Key layouts: black-forest-labs/flux with
-feed-forwards of three layers (which ComfyUI's files use), and diffusers' OvisImageTransformer2DModel, where two of these are
-one (models/ovis_image.py).
+feed-forwards of three layers (which ComfyUI's files use), and diffusers' OvisImageTransformer2DModel, which joins two of
+these layers.
 """
 
 from dataclasses import replace
@@ -59,8 +59,7 @@ def _key_map(config: Config) -> dict[str, Source]:
 
 
 def _folder_source(config: Config, parameter: str) -> Source:
-    """In diffusers one layer gives a double block's value and gate, and layers have other names than in
-    models/ovis_image.py."""
+    """In diffusers one layer gives a double block's value and gate, and layers have other names."""
     _, _, rest = parameter.rpartition(".ff")
     match rest.removeprefix("_context").split("."):
         case ["", "down_proj", leaf]:

@@ -75,7 +75,7 @@ class BlockList:
     """The whole list belongs to the first stage (refiners). Its blocks have no number among the model's blocks."""
 
     needs_text: bool = False
-    """The blocks fail without text tokens. A rank without text passes one token, which is masked. Only with
+    """The blocks fail without text tokens. A rank without text passes one masked token. Only with
     `Forward.whole_latent`."""
 
     def skips(self, done: int, count: int) -> int:

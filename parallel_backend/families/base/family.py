@@ -111,8 +111,7 @@ class Inputs:
 
     def padded(self, tokens: int) -> int:
         """Number of tokens of a text or image -> the same with the class's padding tokens. The image's padding follows the
-        image. It counts as the beginning of the text, so that it runs with the first band; layers over the image see it
-        too."""
+        image. It counts as the beginning of the text, so it runs with the first band; layers over the image see it too."""
         return tokens
 
     def text_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -174,8 +173,8 @@ class Forward:
 
     whole_latent: bool = False
     """The forward takes a latent, not tokens. It gets a whole latent that is zero outside of the rank's tokens, and the
-    blocks' arguments are cut down to those tokens. Token tensors are then whole on every rank of the first stage, at every
-    micro-step."""
+    blocks' arguments are cut down to those tokens. At every micro-step, token tensors are whole on every rank of the first
+    stage."""
 
     time_embed: TimeEmbed | None = None
     """None: the class does not round the timestep."""
@@ -203,8 +202,7 @@ class Forward:
 
     def float32(self, config: Config) -> tuple[str, ...]:
         """Modules and parameters that stay float32 in every compute dtype, as in ComfyUI's class, or since the forward
-        computes with them in float32. Names: see `name_pattern`; a name that begins with a dot is an ending of parameters'
-        names."""
+        computes with them in float32. Names: see `name_pattern`; those with a dot in front are endings of parameters."""
         return ()
 
 
@@ -238,8 +236,7 @@ class Family:
     """How latents become tokens."""
 
     half_dtypes: Callable[[Config], tuple[str, ...]] = lambda _config: ("bf16",)
-    """Entries of core.dtypes.HALVES in which the model can be computed, the best first, as in ComfyUI's
-    supported_inference_dtypes."""
+    """Compute dtypes among core.dtypes.HALVES, the best first, as in ComfyUI's supported_inference_dtypes."""
 
     text_model: TextModel | None = None
     """Layers that a prompt's text passes before the ranks get it."""
@@ -298,8 +295,7 @@ class Family:
         return self.inputs.padded(math.prod(grid)) - math.prod(grid)
 
     def text_tokens(self, grid: tuple[int, ...], companion_tokens: int, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Tokens of a call that are not the image's: its padding, `companion_tokens` and the text. All run with the first
-        band."""
+        """Tokens of a call that are not the image's: its padding, `companion_tokens`, text. All run with the first band."""
         return self.image_padding(grid) + companion_tokens + self.inputs.text_tokens(tensors)
 
     def example(self, config: Config, prompt: int) -> dict[str, torch.Tensor]:

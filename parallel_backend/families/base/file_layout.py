@@ -35,7 +35,7 @@ class HeaderConfig:
     """
 
     values: Mapping[str, Callable[[Config], tuple[Any, ...]]]
-    """Entry -> the values that this family computes with, lists as tuples. Every entry that ComfyUI's class reads, except
+    """Entry -> the values that this family computes with, lists as tuples. All that ComfyUI's class reads, except
     `FileLayout.settings`."""
 
     others: bool
@@ -77,8 +77,8 @@ class FileLayout:
     """How checkpoints of the family are recognised and read. Used by checkpoints/.
 
     Single files have the original key layout, that of ComfyUI's model class. Folders have diffusers'. Methods give the usual
-    answer: a family with another answer overrides the method in a subclass in its file. The same holds for Sizes, Inputs,
-    Forward and BlockList.
+    answer: a family with another answer overrides the method in a subclass in its file. So do Sizes, Inputs, Forward and
+    BlockList.
     """
 
     detect: Callable[[Shapes], bool]
@@ -95,8 +95,7 @@ class FileLayout:
     """Endings of keys that some files use -> the usual ones."""
 
     ignored: tuple[str, ...] = ()
-    """Keys (regular expressions) that a file may have although the class does not use them. Other unused keys are
-    refused."""
+    """Keys (regular expressions) that a file may have although the class does not use them. Others are refused."""
 
     settings: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
     """Entries of the configuration that are no arguments of the class's constructor -> their value where neither a single
@@ -109,8 +108,7 @@ class FileLayout:
     """How diffusers folders are recognised and read."""
 
     max_settings: Mapping[str, int] = field(default_factory=dict)
-    """Settings whose value sizes a table in the constructor -> largest value that is accepted. Others have a common
-    limit."""
+    """Settings whose value sizes a table in the constructor -> largest accepted value. Others have a common limit."""
 
     def takes_header(self, header: Mapping[str, Any]) -> bool:
         """Whether a single file with this header is of the family."""

@@ -28,8 +28,7 @@ def like(x: torch.Tensor | Latents, outputs: Latents) -> torch.Tensor | Latents:
 
 @dataclass(frozen=True)
 class Companion:
-    """A second latent of a model, such as a video's sound, that the model denoises with the first (ComfyUI's nested
-    latents).
+    """A second latent that a model denoises with the first, such as a video's sound (ComfyUI's nested latents).
 
     Its tokens are the first of the text stream: sequence ranks split them like text. The first band carries them like text:
     a call computes them once, and its later bands attend to the keys and values of this step.
@@ -206,8 +205,7 @@ class Patching:
         return torch.cat([band[0] for band in bands], dim=self.band_dim), *bands[0][1:]
 
     def usual_companion_tokens(self, shape: tuple[int, ...]) -> int:
-        """Tokens of the companion latent of ComfyUI's empty latents for a video's latent of this shape; 0 without a
-        companion."""
+        """Tokens of the companion in ComfyUI's empty latents for a video's latent of this shape; 0 without a companion."""
         return 0 if self.companion is None else self.companion.tokens((shape[0], *self.companion.sizes(shape[2])))
 
     def alongside(self, latent: torch.Tensor) -> torch.Tensor | Latents:

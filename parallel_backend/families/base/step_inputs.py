@@ -93,8 +93,7 @@ class StepInputs:
     def on_host(self) -> torch.Tensor:
         """`timestep` in host memory, without waiting for the device where possible.
 
-        A micro-step that reads it is not captured as a CUDA graph, since a graph would repeat what the host computed from
-        it.
+        A micro-step that reads it is not captured as a CUDA graph, which would repeat what the host computed from it.
         """
         return self.timestep.cpu() if self.host_timestep is None else self.host_timestep()
 
@@ -113,8 +112,7 @@ class StepInputs:
         return kept_on(self.timestep.device, self.kept, name, lambda: make(self.image))
 
     def places_in_class(self, image: Span) -> torch.Tensor:
-        """[n] int64: numbers of these tokens in the order of frames, rows, columns. Reference tokens have the next
-        numbers."""
+        """[n] int64: numbers of these tokens by frames, rows, columns. Reference tokens have the next numbers."""
         return self.token_order.places_in_class(self.grid, image)
 
     def positions(self, top: int = 0, left: int = 0, front: int = 0) -> torch.Tensor:

@@ -1,2 +1,1 @@
-"""Transformer classes for families whose files diffusers' classes do not fit: a class for each, or a subclass of
-diffusers'."""
+"""Transformer classes for families whose files diffusers' classes do not fit. Most are subclasses of diffusers'."""

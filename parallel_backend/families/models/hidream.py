@@ -10,8 +10,7 @@ from diffusers.models.transformers import transformer_hidream_image as original
 
 
 class HiDreamImageTransformer2DModel(original.HiDreamImageTransformer2DModel):
-    """diffusers' class on tokens. Llama's tokens are the end of the text, which each block replaces by those of another
-    layer."""
+    """diffusers' class on tokens. Each block replaces the end of the text by tokens of another of Llama's layers."""
 
     def forward(
         self,

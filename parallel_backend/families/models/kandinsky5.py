@@ -81,8 +81,7 @@ class Attention(nn.Module):
 def residual(
     x: torch.Tensor, norm: nn.Module, layer: Callable[[torch.Tensor], torch.Tensor], vectors: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """`x` plus the gated output of a layer over the modulated norm of `x`. `vectors`: shift, scale and gate [b, 1,
-    width]."""
+    """`x` plus the gated output of a layer over its modulated norm. `vectors`: shift, scale and gate [b, 1, width]."""
     shift, scale, gate = vectors
     return torch.addcmul(x, gate, layer(torch.addcmul(shift, norm(x), scale + 1)))
 

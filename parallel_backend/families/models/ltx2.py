@@ -50,8 +50,7 @@ def modulation(table: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor |
 class Attention(original.LTX2PerturbedAttnProcessor):
     """diffusers' processor, with rotary tables [b, n, heads * r], and with Biases.
 
-    Biases become r further channels of queries and keys, so that every cut of the sequence and every attention kernel has
-    them.
+    Biases become r further channels of queries and keys, so that every cut of the sequence and every kernel has them.
     """
 
     def __call__(

@@ -53,8 +53,7 @@ class OutputNorm(nn.Module):
 
 
 class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
-    """Constructor arguments as diffusers' class, and `adaln_curve_grid`: rows of a pruned file's table, None for other
-    files."""
+    """Constructor arguments as diffusers' class, and `adaln_curve_grid`: rows of a pruned file's table, else None."""
 
     @extends(original.MiniMaxH3Transformer3DModel)
     def __init__(self, *, adaln_curve_grid: int | None = None, **published: Any):

@@ -17,8 +17,7 @@ def normalized(
 ) -> torch.Tensor:
     """Two [b, n, H, D] -> [b, n, H, D], as ComfyUI's NAGuidance computes it (comfy_extras/nodes_nag.py).
 
-    `scale`, `tau`, `alpha`: see NormalizedGuidance; numbers, or [b, 1, 1, 1]. `add_up`: sum over the ranks with the other
-    heads.
+    `scale`, `tau`, `alpha`: see NormalizedGuidance; numbers, or [b, 1, 1, 1]. `add_up`: sum over ranks with other heads.
     """
     away = positive * scale - negative * (scale - 1)
     sums = [each.abs().sum(dim=(2, 3), keepdim=True, dtype=torch.float32) for each in (positive, away)]

@@ -23,8 +23,7 @@ class GatedFeedForward(nn.Module):
 
 
 class _SingleBlock(original.OvisImageSingleTransformerBlock):
-    """diffusers' block, which computes the feed-forward after attention, so that the wide layer's output is not held during
-    it."""
+    """diffusers' block with the feed-forward after attention, so that the wide layer's output is not held during it."""
 
     def forward(
         self,

@@ -1,8 +1,7 @@
 """Wan's transformer, and the base class of its variants, which add reference tokens, further streams or parts of a block.
 
 Layers are diffusers'. A variant replaces `patch_embedding`, `blocks` or both. Further streams of a token are further
-channels of it, so that cuts of the sequence and pipeline stages move them with the token. Reference tokens follow the
-video's.
+channels of it, so that every cut of the sequence moves them with the token. Reference tokens follow the video's.
 """
 
 from typing import Any

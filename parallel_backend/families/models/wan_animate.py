@@ -1,5 +1,4 @@
-"""Wan 2.2 Animate. A pose video is added to the video's tokens, and after some blocks each frame attends to its face
-picture.
+"""Wan 2.2 Animate. A pose video is added to the video's tokens. After some blocks each frame attends to its face picture.
 
 Layers are diffusers', their order is ComfyUI's. diffusers' class needs a pose of exactly the video's length.
 """
@@ -122,8 +121,7 @@ class AnimateBlock(WanTransformerBlock):
         motion: torch.Tensor | None = None,
         seen: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[b, n, width] and `motion` [b, m, width] -> [b, n, width]. `seen` [n, m] bool: motion tokens of the token's
-        frame."""
+        """[b, n, width], `motion` [b, m, width] -> [b, n, width]. `seen` [n, m] bool: motion tokens of a token's frame."""
         hidden_states = super().forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
         if self.face is None or motion is None:
             return hidden_states

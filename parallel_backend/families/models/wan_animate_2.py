@@ -19,8 +19,7 @@ LEAST_STRENGTH = 1e-6
 
 
 class WanAnimate2(WanVariant):
-    """The pose is the tokens' second stream. Frame j of the pose is at frame j + 1 of the video, whose frame 0 is the
-    character."""
+    """The pose is the tokens' second stream. Its frame j is at frame j + 1 of the video, whose frame 0 is the character."""
 
     @register_variant
     def __init__(self, **wan: Any):
@@ -37,7 +36,7 @@ class WanAnimate2(WanVariant):
         picture: torch.Tensor | None,
         strength: torch.Tensor | None,
     ) -> dict[str, Any]:
-        """`reference` [b]: strength of frame 0. `text`, CLIP's `picture` and `strength` [b] are the pose's; None without a
+        """`reference` [b]: strength of frame 0. Of the pose: `text`, CLIP's `picture`, `strength` [b]; None without a
         pose."""
         _, _, frames, rows, columns = hidden_states.shape
         _, down, right = self.config["patch_size"]

@@ -1,8 +1,7 @@
 """Wan VACE. A control video runs through control blocks, whose outputs are added after some of Wan's blocks.
 
 diffusers' WanVACETransformer3DModel runs all control blocks first. Here a control block runs after the block that it adds
-to, as in ComfyUI (comfy/ldm/wan/model.py), so that pipeline stages pass on one control stream instead of every block's
-output.
+to, as in ComfyUI (comfy/ldm/wan/model.py), so that pipeline stages pass on one control stream, not every output.
 """
 
 from typing import Any
@@ -69,8 +68,7 @@ class VaceBlock(WanTransformerBlock):
         rotary_emb: tuple[torch.Tensor, torch.Tensor],
         strength: torch.Tensor,
     ) -> torch.Tensor:
-        """[b, n, 2 width], the video's stream, then the control's -> the same shape. `strength` [b]: factor of the
-        control."""
+        """[b, n, 2 width] (video's stream, control's) -> the same shape. `strength` [b]: factor of the control."""
         before, control = hidden_states.chunk(2, dim=-1)
         video = super().forward(before, encoder_hidden_states, temb, rotary_emb)
         if self.vace is not None:

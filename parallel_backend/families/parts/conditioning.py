@@ -40,8 +40,7 @@ def rotary_table(positions: torch.Tensor, widths: Sequence[int], theta: float) -
 
 
 def text(model: str, width: int, call: dict[str, Any]) -> torch.Tensor:
-    """`context` [B, T, width] of a model call. ValueError if it is missing or of another width. `model`: its name for the
-    user."""
+    """`context` [B, T, width] of a model call. ValueError if missing or of another width. `model`: name for the user."""
     context = call.get("context")
     if context is None:
         raise ValueError(f"positive, negative: {model} needs text conditioning (a CLIP Text Encode node made for {model}).")

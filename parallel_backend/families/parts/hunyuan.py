@@ -1,5 +1,4 @@
-"""What the HunyuanVideo models and HunyuanImage share, which are one class in ComfyUI: blocks, key layout, text
-conditioning.
+"""What the HunyuanVideo models and HunyuanImage, one class in ComfyUI, share: blocks, key layout, text conditioning.
 
 Key layouts: ComfyUI's, Tencent's and diffusers'.
 """
@@ -56,8 +55,10 @@ def is_video_15(shapes: Shapes) -> bool:
 
 
 def is_image(shapes: Shapes) -> bool:
-    """Whether a model with these keys, other than HunyuanVideo 1.5, is HunyuanImage 2.1. Its refiner model counts as a
-    video's."""
+    """Whether a model with these keys, if not HunyuanVideo 1.5, is HunyuanImage 2.1.
+
+    False for HunyuanImage's refiner, which is a video model.
+    """
     return not any(key.startswith("vector_in.") for key in shapes) and len(shapes["img_in.proj.weight"]) == 4
 
 
@@ -101,8 +102,8 @@ def sizes(shapes: Shapes) -> Config:
 
 
 def outside_keys(keys: KeyMap, config: Config, embedders: dict[str, str]) -> None:
-    """Adds the modules around the blocks, with the text's refiner. `embedders`: see `embedder_keys`; the refiner's come
-    too."""
+    """Adds the modules around the blocks, with the text's refiner. `embedders`: see `embedder_keys`, without the
+    refiner's."""
     refiner = {
         "context_embedder.time_text_embed.timestep_embedder": "txt_in.t_embedder",
         "context_embedder.time_text_embed.text_embedder": "txt_in.c_embedder",

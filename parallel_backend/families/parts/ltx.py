@@ -16,8 +16,7 @@ TIME = 1000.0
 
 @dataclass(frozen=True)
 class Patchifier:
-    """Stand-in for an attribute of ComfyUI's native models, with which its BaseModel makes a time for each token of a
-    latent."""
+    """Stand-in for an attribute of ComfyUI's native models, with which BaseModel makes a time for each token."""
 
     patching: Patching | Companion
 

@@ -28,8 +28,7 @@ VECTORS = (
 )
 EXACT = ("seconds", "keyframes", "guide_weights", "left_out")
 UNSEEN = -30000.0
-"""Added to the attention scores of a key that is left out. Finite in fp16 too, so that a row without other keys gives
-numbers."""
+"""Added to the scores of a key that is left out. Finite in fp16 too, so that a row without other keys gives numbers."""
 
 
 class Times(NamedTuple):
@@ -75,8 +74,7 @@ def text_widths(config: Config) -> tuple[int, int]:
 
 
 def _guides(tokens: int, batch: int, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """`guide_weights` and `left_out` of `conditioning`, where a guide has them. Tokens whose mask is below zero are left
-    out.
+    """`guide_weights` and `left_out` of `conditioning`, if a guide has them. Tokens with a mask below zero are left out.
 
     ValueError for guides of another size than the latent, and for a latent without their mask.
     """
@@ -107,8 +105,7 @@ def _guides(tokens: int, batch: int, call: dict[str, Any]) -> dict[str, torch.Te
 
 
 def _of_tokens(mask: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
-    """A guide's mask [1, 1, F, H, W] of pixels -> weights [f * h * w] of its tokens, `shape` = f, h, w
-    (comfy/ldm/lightricks).
+    """A guide's mask [1, 1, F, H, W] of pixels -> weights [f h w] of its tokens, `shape` = f, h, w (comfy/ldm/lightricks).
 
     Frame 0 of the latent is one frame of the mask; the others share the mask's remaining frames evenly.
     """
@@ -229,8 +226,7 @@ def _marked(step: StepInputs) -> torch.Tensor:
 
 
 def _sound_places(step: StepInputs) -> torch.Tensor:
-    """[b, 1, a] float32: the middle of each of the rank's sound tokens in seconds. A reference voice ends before the
-    sound."""
+    """[b, 1, a] float32: middles of the rank's sound tokens in seconds. A reference voice ends before the sound."""
     column, hop, rate = SOUND
 
     def seconds(number: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""MiniMax H3 in ComfyUI's process: conditioning tensors from a call's payload, and sound in the samplers' form and the
-model's.
+"""MiniMax H3 in ComfyUI's process: conditioning tensors from a call's payload, and sound in the samplers' form.
 
 ComfyUI's BaseModel passes one payload with keyframes, references and tags that mark text tokens of pictures.
 """

@@ -118,8 +118,7 @@ class References:
 
 
 def place_references(payload: Mapping[str, Any], words: int, grid: tuple[int, ...], references: References) -> int:
-    """Adds the payload's references and keyframes to `references`. Returns the video's start, in thirds of a unit of
-    time."""
+    """Adds the payload's references and keyframes to `references`. Returns the video's start, in thirds."""
     now, columns = 3 * words, frame_sides(*grid[1:])[1]
     for block in payload.get("refs") or ():
         kind, start, sound = block["kind"], now / 3, block.get("audio_latent")

@@ -1,5 +1,4 @@
-"""What Wan and its variants share: Alibaba's key layout, which ComfyUI's files have, headers, and text and CLIP
-conditioning.
+"""What Wan and its variants share: Alibaba's key layout, which ComfyUI's files have, headers, text and CLIP's tokens.
 
 Configurations are arguments of diffusers' WanTransformer3DModel.
 """
