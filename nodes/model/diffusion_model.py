@@ -217,7 +217,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         return model
 
     def _deltas(self) -> Iterator[Delta]:
-        """Everything that the patcher adds to weights on ranks. Each hook of its conditionings is a group."""
+        """All changes of weights for the ranks. Group 0 always applies. Each further group belongs to one hook, whose strength
+        may change from call to call."""
         text_keys = {PREFIX + key for key in self.checkpoint.text_keys("")}  # weights of NativeText, in this process
         groups = enumerate(self.run.hook_patches.values(), 1)
         for group, patches in ((0, self.run.patches), (0, self.run.bypass_patches), *groups):

@@ -99,9 +99,10 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
 
 
 class OnAnotherGPU(RankMemoryPatcher):
-    """A MODEL's ranks on another GPU than its load_device, where ComfyUI has a model too (Select CLIP Device, for instance).
+    """Stands for a MODEL's ranks on a GPU that is not the MODEL's load_device but holds another model of ComfyUI's.
 
-    ComfyUI loads this patcher together with the MODEL, so that it can ask these ranks for memory.
+    ComfyUI loads this patcher together with the MODEL, so that it can ask these ranks for memory. Select CLIP Device, for
+    instance, puts another model on such a GPU.
     """
 
     def __init__(self, model, load_device, *arguments, **named):

@@ -69,7 +69,7 @@ def look_at_bands(session: SelfTestSession, findings: Findings) -> None:
 
 
 def look_at_pictures(session: SelfTestSession, findings: Findings) -> None:
-    """The bundled model's pictures: how close to exact steps, in decibels of the latents."""
+    """How close the bundled model's latents under each mode are to those of one rank, in decibels."""
     world, one = session.several(), session.reference()
     arguments = picture_arguments(session.settings.steps)
     for degrees in stale_modes(world):

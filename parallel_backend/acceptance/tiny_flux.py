@@ -32,7 +32,7 @@ FLUX: dict[str, Any] = {
 
 
 def random_flux(config: dict[str, Any] = FLUX, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """diffusers' own module, see `randomise`."""
+    """A FluxTransformer2DModel of diffusers with random weights, see `randomise`."""
     model = randomise(FAMILIES["flux"].transformer_class()(**config).eval(), seed)
     return model if dtype == torch.float32 else model.to(dtype)
 

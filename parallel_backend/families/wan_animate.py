@@ -1,4 +1,4 @@
-"""Wan 2.2 Animate: a character's picture moves as a pose video and a video of a face do."""
+"""Wan 2.2 Animate: animates the picture of a character after a video of poses and a video of a face."""
 
 from dataclasses import replace
 from typing import Any

@@ -34,7 +34,7 @@ class GuidedPatches(nn.Module):
 
 
 class CameraAdapter(nn.Module):
-    """Embeds each frame's rays in the patches of the latent."""
+    """Turns the camera rays of each frame into one embedding for each patch of the latent."""
 
     def __init__(self, channels: int, width: int, patch: tuple[int, int]):
         super().__init__()

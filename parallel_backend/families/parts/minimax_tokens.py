@@ -57,7 +57,8 @@ def _positions(step: StepInputs) -> torch.Tensor:
 
 
 def _numbers(step: StepInputs, levels: bool) -> torch.Tensor:
-    """Each of the rank's tokens' index in the call's levels, or else its kind."""
+    """[n]: for each token of this rank, with `levels` the index of its noise level among those of the call, without it the
+    number of its kind (text, video, sound)."""
     tensors, words = step.tensors, step.text_tokens - step.companion_tokens
 
     def numbers(name: str, count: int, usual: int) -> torch.Tensor:

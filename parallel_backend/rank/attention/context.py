@@ -22,7 +22,7 @@ from .kv_buffer import KVBuffer, Piece
 
 @dataclass
 class AttentionStep:
-    """The micro-step that runs, the same on all ranks of a stage."""
+    """Which tokens the present micro-step (one band or a whole call) computes. Alike on all ranks of a stage."""
 
     text_tokens: int
     """Text tokens of the whole sequence, also if no text runs in this micro-step."""

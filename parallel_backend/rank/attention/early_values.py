@@ -35,7 +35,7 @@ class ComputedLayer(nn.Module):
         return out
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """The output for `x`, kept for the forward's call."""
+        """Compute the layer's output for `x` early, and keep it until the block's forward calls the layer."""
         out = self(x)
         self.computed = x, out
         return out

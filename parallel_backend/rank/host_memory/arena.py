@@ -103,7 +103,8 @@ class SharedArena(Arena):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Excludes other ranks, and orders a block's bytes before its state. The system unlocks for a rank that ends."""
+        """Holds a lock that all ranks share. It makes a block's bytes visible to other ranks before the state that says so.
+        If a rank ends while it holds the lock, the operating system releases it."""
         import fcntl
 
         fcntl.flock(self._lock, fcntl.LOCK_EX)
