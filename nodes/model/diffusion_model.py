@@ -217,7 +217,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         return model
 
     def _deltas(self) -> Iterator[Delta]:
-        """All changes of weights for the ranks. Group 0 always applies. Each further group belongs to one hook, whose strength
+        """All changes of weights for the ranks. Group 0 always applies. Each further group is one hook, whose strength
         may change from call to call."""
         text_keys = {PREFIX + key for key in self.checkpoint.text_keys("")}  # weights of NativeText, in this process
         groups = enumerate(self.run.hook_patches.values(), 1)
